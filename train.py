@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.check:
         from recipes.training.check import check
 
-        check(loaded.recipe, processes=options.processes, nodes=options.nodes)
+        check(loaded.recipe, processes=options.processes, nodes=options.nodes, origins=loaded.origins)
         return FINISHED
     from recipes.training.run import train  # torch, from here on
 

@@ -110,7 +110,7 @@ def require_shard(folder: Path, name: str, length: int) -> None:
     """Wait until this process sees a file that another one wrote. Raises UserError if it does not."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() <= end:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # such as ESTALE: it is looked at again
             if os.lstat(folder / name).st_size == length:
                 return
         time.sleep(0.1)

@@ -109,9 +109,8 @@ class RemoteFolder:
                 remote.write(f"{self.place}/{name}", file.read_bytes())
 
     def fetch_small_files(self, run_folder: Path) -> None:
-        """Copy those files from there to the run's folder, with the run's id."""
-        depth = len(self.place.split("/")) + 1
-        for file in remote.find(f"{self.place}/*"):
-            if len(file.parts) == depth and file.name not in (THEIR_ID, PROBE):
+        """Copy those files from there to the run's folder, with the run's id. What else lies there is left alone."""
+        for file in remote.files_in(self.place):
+            if file.name not in (THEIR_ID, PROBE) and not (run_folder / file.name).is_dir():
                 remote.download(file, run_folder / file.name)
         write_whole(run_folder / RUN_ID, (remote.read(f"{self.place}/{THEIR_ID}") or b"").decode(), sync=True)

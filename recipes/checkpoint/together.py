@@ -1,15 +1,17 @@
 """Work on a checkpoint that all processes share, with one error for all if any of them fails."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from parallel.dist import World, on_all, on_main
 from parallel.errors import TemporaryError, UserError
 from parallel.messages import Channel, Messages
 from recipes.checkpoint.files import check_files
-from recipes.checkpoint.folder import reason
-from recipes.checkpoint.manifest import Damage, Manifest, Missing
+from recipes.checkpoint.folder import check, reason, require_shard
+from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest, Missing
 
 KINDS = (UserError, TemporaryError, Damage)
 """What all processes raise: the first of the kinds that any of them has met."""
@@ -82,6 +84,29 @@ def require_shards(path: Path, manifest: Manifest, processes: Together) -> None:
 
     missing = processes.on_all(look, merge=lambda one, other: [*one, *other][:1])
     processes.on_main(look_again)
+
+
+def wait_for_small_files(path: Path, world: World) -> None:
+    """Check the small files of a checkpoint on process 0, then wait until every process sees them. Raises, on all,
+    TemporaryError if one is damaged, or if a process does not see it in time."""
+
+    def sizes() -> dict[str, int]:
+        try:
+            manifest = check(path.parent, int(path.name.removeprefix("step-")), most=0)
+        except Damage as damage:
+            raise TemporaryError(f"{damage}; the same command resumes from an older checkpoint") from None
+        files = {name: file.bytes for name, file in manifest.files.items() if not file.header_bytes}
+        return files | {MANIFEST: os.stat(path / MANIFEST).st_size}
+
+    def wait() -> None:
+        for name, size in expected.items():
+            try:
+                require_shard(path, name, size)
+            except UserError:
+                raise unseen(f"{path / name} is missing", world.rank) from None
+
+    expected = on_main(world, sizes)
+    on_all(world, wait)
 
 
 def unseen(problem: str, rank: int) -> TemporaryError:

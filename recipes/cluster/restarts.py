@@ -134,7 +134,7 @@ class History:
             self.attempts = [Attempt(**item | {"end": End(item["end"]) if item["end"] else None}) for item in items]
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             log(f"{path} cannot be read ({error}): earlier attempts are not counted")
 
     def begin(self, step: int) -> None:

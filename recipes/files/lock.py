@@ -16,7 +16,8 @@ import fcntl
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,14 @@ SECONDS_BETWEEN_LOOKS = 0.2
 ANOTHER_NAME = "give this run another name (--run.name OTHER)"
 HELD = (errno.EACCES, errno.EAGAIN)
 """The errors that POSIX allows for a lock that another process holds."""
+
+
+def begun_meanwhile(folder: Path) -> UserError:
+    """The error of a process that finds a run in a folder that did not exist when it looked."""
+    return UserError(
+        f"{folder} is in use: another process began this run while this one started. The same command resumes it when"
+        f" that has ended; or {ANOTHER_NAME}"
+    )
 
 
 class NoLocks(OSError):
@@ -60,6 +69,23 @@ def open_locked(
     if still and error is not None and (wait or error.errno not in HELD):  # no wait ends with "held"
         raise NoLocks(error.errno, error.strerror)
     return None
+
+
+@contextmanager
+def written_alone(real: Path) -> Iterator[None]:
+    """Inside, no other process writes this folder. Raises UserError if one does; OSError if nothing can be written."""
+    real.parent.mkdir(parents=True, exist_ok=True)
+    file, lock = real.parent / f".lock-{real.name}", None
+    with suppress(NoLocks):
+        if (lock := open_locked(file, owner="descriptor")) is None:
+            raise UserError(f"{real} is being written by another process; wait until it ends, or give another name")
+    try:
+        yield
+    finally:
+        if lock is not None:
+            with suppress(OSError):
+                file.unlink()
+            os.close(lock)
 
 
 def _open(file: Path, *, owner: str, shared: bool) -> int:
@@ -100,10 +126,12 @@ class FolderLock:
         remedy: str = ANOTHER_NAME,
         here: float = PATIENCE_HERE,
         elsewhere: float = PATIENCE_ELSEWHERE,
-    ) -> None:
+    ) -> bool:
         """Lock this folder, unless this object already holds its lock. Do nothing if the folder does not exist.
 
-        Where the file system has no locks, or cannot be written, a message is logged and nothing is locked.
+        Returns whether it was locked just now: what was seen of the folder before must be looked at again then. Where
+        the file system has no locks, or cannot be written, a message is logged and nothing is locked; the result is the
+        same.
 
         Args:
             folder: the folder to lock.
@@ -115,17 +143,21 @@ class FolderLock:
         Raises: UserError if another process still holds the lock after that time.
         """
         if self._no_locks or not folder.is_dir():
-            return
+            return False
         file, began, waits = folder / LOCK, time.monotonic(), False
         while True:
             try:
+                if self._holds(file):
+                    return False
                 if self._try(file):
-                    return
+                    return True
                 holder = file.read_text(encoding="utf-8").strip() or "another process"
+            except FileNotFoundError:  # its holder sets the folder aside, and makes another one
+                holder = "another process"
             except OSError as error:
                 log(f"{file} cannot be locked ({error.strerror}): nothing keeps this run from being started twice")
                 self._no_locks = True
-                return
+                return True
             patience = here if holder.endswith(f" on {platform.node()}") else elsewhere
             if time.monotonic() - began > patience:
                 break
@@ -144,10 +176,11 @@ class FolderLock:
             os.close(self._descriptor)
             self._descriptor = None
 
+    def _holds(self, file: Path) -> bool:
+        return self._descriptor is not None and _is_still(file, self._descriptor)
+
     def _try(self, file: Path) -> bool:
         """Whether the lock is ours now."""
-        if self._descriptor is not None and _is_still(file, self._descriptor):
-            return True
         descriptor = open_locked(file, owner="process")
         if descriptor is None:
             return False

@@ -7,10 +7,11 @@ is first used: other runs do without. Imports no torch.
 
 import glob
 import io
+import re
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -150,27 +151,41 @@ class _Blocks(io.RawIOBase):
         return _patiently(fetch, file.address)
 
 
-def find(address: str) -> list[RemoteFile]:
-    """The file at this address, those in the folder there and below, or those that match a glob, sorted by address.
+def find(address: str, *, pattern: bool = False) -> list[RemoteFile]:
+    """The file at this address, or those in the folder there and below, sorted by address. pattern: those that match
+    the address as a glob, if any do.
 
     Hidden files are left out. None if there are none. Raises UserError, also if the bucket does not exist.
     """
-    system = _system(address)
+    system, fixed = _system(address), len(address.split("/"))
 
     def look() -> dict[str, Any]:
-        if is_glob(address):
-            return dict(system.glob(address, detail=True))
+        nonlocal fixed
+        if pattern and is_glob(address) and (matching := system.glob(address, detail=True)):
+            fixed = len(address.split("*")[0].split("/"))
+            return dict(matching)
         about = system.info(address)
         return {about["name"]: about} if about["type"] == "file" else dict(system.find(address, detail=True))
 
-    found = [
-        RemoteFile(system.unstrip_protocol(name), _state_of(about, address))
-        for name, about in (_if_there(look, address) or {}).items()
-        if about["type"] == "file" and not name.endswith("/")
-    ]
-    fixed = len(address.split("*")[0].split("/"))
+    found = _files(_if_there(look, address) or {}, address)
     visible = (file for file in found if not any(part.startswith(".") for part in file.parts[fixed:]))
     return sorted(visible, key=lambda file: file.parts)
+
+
+def files_in(address: str) -> list[RemoteFile]:
+    """The files directly in the folder at this address that may have the same names on a disk."""
+    system = _system(address)
+    listed = _if_there(lambda: system.ls(address, detail=True), address) or ()
+    found = _files({about["name"]: about for about in listed}, address)
+    return [file for file in found if re.fullmatch(r"[^.\x00-\x1f][^\x00-\x1f]{0,99}", file.name)]
+
+
+def _files(found: Mapping[str, Mapping[str, Any]], address: str) -> list[RemoteFile]:
+    return [
+        RemoteFile(_system(address).unstrip_protocol(name), _state_of(about, address))
+        for name, about in found.items()
+        if about["type"] == "file" and not name.endswith("/")
+    ]
 
 
 def is_glob(address: str) -> bool:
@@ -267,7 +282,7 @@ def _require_answer(error: FileNotFoundError) -> None:
         raise error
 
 
-def _state_of(about: dict[str, Any], address: str) -> RemoteState:
+def _state_of(about: Mapping[str, Any], address: str) -> RemoteState:
     size = about.get("size", about.get("Size"))
     if size is None:
         raise UserError(f"{address}: its server does not say how many bytes it has; download it and give the file")

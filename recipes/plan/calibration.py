@@ -103,9 +103,17 @@ def _record(text: str) -> Json | None:
     return found if isinstance(found, dict) else None
 
 
+def _environment(folder: Path) -> Json:
+    """environment.json of a run. Raises UserError."""
+    found = _record(_text(folder / ENVIRONMENT)) or {}
+    if not isinstance(found.get("device"), str) or type(found.get("world_size")) is not int:
+        raise UserError(f"{folder / ENVIRONMENT} is damaged; write the folder of another run")
+    return found
+
+
 def _by_folder(path: Path, gpu: Gpu | None, *, planned: int) -> tuple[Gpu, Rates]:
     """The device and its rates from a run's folder: from its network's speed, if it has that, and its steps."""
-    environment = json.loads(_text(path / ENVIRONMENT))
+    environment = _environment(path)
     gpu = _same(environment["device"], gpu, path)
     rates = _by_network(environment, path, gpu) if "preflight" in environment else RATES
     return _by_run(path / METRICS, _text(path / METRICS), gpu, rates, planned=planned)
@@ -272,7 +280,7 @@ def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates, *, planned: in
     if missing := [name for name in (RECIPE, ENVIRONMENT) if not (path.parent / name).is_file()]:
         raise UserError(f"{path} needs the other files of its run: there is no {' and no '.join(missing)} beside it")
     recipe = load(path.parent / RECIPE, rules=False)
-    environment = json.loads(_text(path.parent / ENVIRONMENT))
+    environment = _environment(path.parent)
     gpu = _same(environment["device"], gpu, path)
     processes = environment["world_size"]
     nodes = environment["preflight"]["nodes"] if "preflight" in environment else _nodes(processes, gpu)

@@ -10,10 +10,20 @@ from typing import Any
 
 import tyro
 
-from recipes.recipe.fields import Problem, accept, complaint, field_types, sections, toml, unknown_key, value_of
+from recipes.recipe.fields import (
+    COMMAND_LINE,
+    Problem,
+    accept,
+    complaint,
+    field_types,
+    sections,
+    toml,
+    unknown_key,
+    value_of,
+)
 from recipes.recipe.schema import Recipe
 
-ORIGIN = "command line"
+ORIGIN = COMMAND_LINE
 OPTIONS = ("check", "plan", "processes", "nodes", "help")
 """Options of train.py itself."""
 OF_PLAN = ("gpu", "tokens", "price", "json", "picture", "calibrated_by", "search", "numerics", "write")

@@ -26,6 +26,8 @@ EXAMPLES = {
     "validation.sources": {"web": "held-out/web.jsonl", "code": "held-out/code.jsonl"},
 }
 """Examples for fields whose default is not a useful one."""
+COMMAND_LINE = "command line"
+"""Where a value was written that no file has."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """Attribute of a range of annotated_types -> its sign."""
 NO_PIPELINE = (

@@ -1,7 +1,7 @@
 """Builds one checked Recipe from a TOML file, its bases and the command line. Imports no torch."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -50,6 +50,8 @@ class LoadedRecipe:
     recipe: Recipe
     weights: "Weights | None" = None
     """What the run starts from; None if neither model.weights nor data.tokenizer needs any, or without the rules."""
+    origins: Mapping[str, str] | None = None
+    """Field -> the file that wrote it, or "command line"; None for a recipe that was not loaded."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -110,7 +112,8 @@ def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[
     if problems:
         raise refusal(problems, where=shown(Path(path)))
     needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
-    return LoadedRecipe(recipe, weights.find() if weights and needs_weights else None)
+    origins = {key: origin for key, (_, origin) in given.items()}
+    return LoadedRecipe(recipe, weights.find() if weights and needs_weights else None, origins)
 
 
 def _initial_weights(given: Given) -> "InitialWeights | None":

@@ -215,7 +215,7 @@ def weights_fit(
         remedy = f'write name = "{FROM_WEIGHTS}"'
         yield "model.name", f"is a size of our decoder, but {weights.path} holds a model of transformers; {remedy}"
         return
-    for field, theirs in differences(model, weights.model):
+    for field, theirs in differences(model, initial.outside_of_stages()):
         remedy = 'write that, or omit it and write name = "from_weights"'
         if field == "rope_theta":
             if "model.rope_theta" in written and model.rope_theta > theirs:

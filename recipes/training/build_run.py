@@ -100,8 +100,7 @@ def build_run(loaded: LoadedRecipe, process: Process, *, after: Kept | None = No
         require_fits_world(stage.recipe.mesh, stage.recipe.batch, nodes=world.nodes)
     on_main_first(world, lambda: check_output_folder(recipe))
     lock = FolderLock()  # held for as long as this process lives
-    on_main(world, lambda: lock.take(recipe.run.folder, log=console.log))
-    begin = on_main(world, lambda: _find_beginning(recipe, console))
+    begin = on_main(world, lambda: _find_beginning(loaded, lock, console))
     while True:
         try:
             return build_stage(begin, lock=lock)
@@ -109,14 +108,20 @@ def build_run(loaded: LoadedRecipe, process: Process, *, after: Kept | None = No
             begin = Beginning.own(recipe, older.step)
 
 
-def _find_beginning(recipe: Recipe, console: Console) -> Beginning:
-    """What the first stage of this process begins from. Raises what find_beginning() does."""
-    names = names_in(recipe.run.folder)
+def _find_beginning(loaded: LoadedRecipe, lock: FolderLock, console: Console) -> Beginning:
+    """What the first stage of this process begins from. Raises what find_beginning() does.
+
+    Locks the run's folder if it exists. If it does not, nothing in it counts: another process may be creating it.
+    """
+    recipe, names = loaded.recipe, list[str]()
+    if lock.take(recipe.run.folder, log=console.log):
+        check_output_folder(recipe)  # again: it may have changed until it was locked
+        names = names_in(recipe.run.folder)
     if not recipe.run.continue_from and not {CHECKPOINTS, SAVED} & {*names}:
         return Beginning()
     from recipes.training.resume import find_beginning
 
-    return find_beginning(recipe, names, console)
+    return find_beginning(loaded, names, console)
 
 
 def _weights_for(loaded: LoadedRecipe, begin: Beginning) -> "Weights | None":
@@ -150,6 +155,10 @@ def _build_stage(
     """
     stage = stage_of(loaded.recipe, begin.step)
     recipe, world, console, clock = stage.recipe, process.world, process.console, process.clock
+    if begin.checkpoint is not None:  # every process reads some of its files
+        from recipes.checkpoint.together import wait_for_small_files
+
+        wait_for_small_files(begin.checkpoint, world)
     weights = _weights_for(loaded, begin)
     starts_from = weights if recipe.model.weights and begin.checkpoint is None else None
     built = build(recipe, world, weights=starts_from, mesh=_mesh_of(recipe, world, after))

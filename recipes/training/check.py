@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -27,14 +27,16 @@ LARGEST_DEVICE = 192e9
 """Bytes; no device that the recipes name has more."""
 
 
-def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
-    """Print the summary and the recipe; all of standard output is TOML.
+def check(
+    recipe: Recipe, *, processes: int | None, nodes: int | None, origins: Mapping[str, str] | None = None
+) -> None:
+    """Print the summary and the recipe; all of standard output is TOML. origins: see LoadedRecipe.
 
     Raises UserError if the run's folder cannot be used and, in a job's check, if the recipe is predicted not to fit the
     GPUs.
     """
     check_output_folder(recipe)
-    trunk = _trunk(recipe)
+    trunk = _trunk(recipe, origins)
     hardware = hardware_of(recipe.run.name) if recipe.run.device != "cpu" else None
     stages = [Facts.of(stage, processes, nodes, hardware) for stage in stages_of(recipe)]
     other = "" if processes else "; for other numbers: --check --processes N --nodes M"
@@ -62,13 +64,13 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
         )
 
 
-def _trunk(recipe: Recipe) -> list[str]:
+def _trunk(recipe: Recipe, origins: Mapping[str, str] | None) -> list[str]:
     """What a fork continues from. Raises UserError if it cannot; a fork with checkpoints of its own resumes."""
     if not recipe.run.continue_from or checkpoint_steps(recipe.run.folder / CHECKPOINTS):
         return []
     from recipes.training.fork import find_trunk
 
-    step, checkpoint = find_trunk(recipe, log=lambda line: print(line, file=sys.stderr))
+    step, checkpoint = find_trunk(recipe, log=lambda line: print(line, file=sys.stderr), origins=origins)
     return [f"continues from {checkpoint}, after {step:,} of the steps"]
 
 

@@ -15,7 +15,7 @@ from recipes.checkpoint.remote_folder import RemoteFolder
 from recipes.files import remote
 from recipes.files.atomic import sync_folder, write_whole
 from recipes.files.layout import CHECKPOINTS, RECIPE, SAVED, checkpoint_steps
-from recipes.files.lock import FolderLock
+from recipes.files.lock import FolderLock, begun_meanwhile
 from recipes.files.reading import named_faults
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
@@ -75,7 +75,8 @@ def _begin(there: RemoteFolder, folder: Path, step: int, lock: FolderLock, log: 
     """Fetch the small files and the manifest. Returns the names of the checkpoint's other files."""
     with named_faults(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock.take(folder, log=log)
+        if lock.take(folder, log=log) and checkpoint_steps(folder / CHECKPOINTS):
+            raise begun_meanwhile(folder)
         folders.begin(folder / CHECKPOINTS, step, log=log)
         there.fetch_small_files(folder)
         path = folders.partial_folder(folder / CHECKPOINTS, step) / MANIFEST

@@ -12,26 +12,32 @@ from recipes.checkpoint.manifest import Damage
 from recipes.data.history import Segment, Window, to_json
 from recipes.data.text.sources import is_prepared
 from recipes.files.atomic import write_whole
-from recipes.files.layout import CHECKPOINTS, ORIGIN, RECIPE, checkpoint_steps, step_folder
+from recipes.files.layout import CHECKPOINTS, ORIGIN, RECIPE, checkpoint_step, checkpoint_steps, step_folder
 from recipes.files.reading import is_folder, is_remote, names_in, read_text
-from recipes.recipe.fields import field_types, toml, value_of
+from recipes.recipe.fields import COMMAND_LINE, field_types, toml, value_of
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of
 from recipes.training.run_folder import read_data_state
+from recipes.weights.description import differences as model_differences
+from recipes.weights.description import read_description
 
 SETTING = "run.continue_from"
-FREE = ("name", "weights", "config", "init_std", "dropout", "rope_", "logit_softcap")
-"""Beginnings of the fields of a model that a fork may change: its tensors fit all the same."""
+OF_WEIGHTS = ("rope_", "logit_softcap")
+"""Beginnings of the fields of a model that its weights were trained with, although their tensors fit any value."""
+FREE = ("name", "weights", "config", "init_std", "dropout", *OF_WEIGHTS)
+"""Beginnings of the fields of a model that a fork may change."""
 OF_TEXT = ("data.validation_fraction", "data.text_field", "data.text_documents")
 """Fields that decide which tokens a source consists of."""
 CONTINUED = ("step", "sequences", "tokens", "history", "trained_on", "skipped_in_a_row", "loss_window")
 """What a fork takes over of the trunk's progress. Its goodput and its page at Weights & Biases begin anew."""
 
 
-def find_trunk(recipe: Recipe, *, log: Callable[[str], None]) -> tuple[int, Path]:
+def find_trunk(
+    recipe: Recipe, *, log: Callable[[str], None], origins: Mapping[str, str] | None = None
+) -> tuple[int, Path]:
     """The checkpoint that run.continue_from names, with its step: the same at every start of the fork until it has its
-    own.
+    own. origins: of the fields of the recipe, see LoadedRecipe.
 
     Raises UserError if there is none that is whole, or if the recipe cannot continue from it.
     """
@@ -48,7 +54,13 @@ def find_trunk(recipe: Recipe, *, log: Callable[[str], None]) -> tuple[int, Path
         begun = _of_step(_checkpoints_in(place, recipe), int(step))
     else:
         begun = _newest(_checkpoints_in(named, recipe), log)
-    if problems := [*differences(recipe, begun)]:
+    problems = [*differences(recipe, begun)]
+    for line, is_own in changed_computation(recipe, begun, origins):
+        if is_own:
+            log(line)
+        else:
+            problems.append(line)
+    if problems:
         lines = "".join(f"\n  {line}" for line in problems)
         raise UserError(f"{SETTING}: this recipe cannot continue from {begun}:{lines}")
     return _step(begun), begun
@@ -61,8 +73,11 @@ def _begun_from(recipe: Recipe) -> Path | None:
         return None
     try:
         origin = json.loads(read_text(file))
-        return Path(origin["checkpoint"]) if origin["continue_from"] == recipe.run.continue_from else None
-    except (ValueError, KeyError, TypeError) as error:
+        begun = Path(origin["checkpoint"])
+        if checkpoint_step(begun.name) is None or "\0" in str(begun):
+            raise ValueError(f"{str(begun)[:100]!r} is no checkpoint")
+        return begun if origin["continue_from"] == recipe.run.continue_from else None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}); remove it, or write another run.name") from None
 
 
@@ -123,15 +138,14 @@ def _require_whole(path: Path) -> None:
 
 
 def trunk_recipe(checkpoint: Path) -> Recipe:
-    """What the step after this checkpoint would have been trained with. Raises UserError if recipe.toml is gone."""
+    """The recipe of the run that made this checkpoint. Raises UserError if recipe.toml is gone."""
     file = checkpoint.absolute().parents[1] / RECIPE
     try:
-        trunk = load(file, rules=False)
+        return load(file, rules=False)
     except TemporaryError:
         raise
     except UserError as error:
         raise UserError(f"{SETTING}: the recipe of the run that made {checkpoint} cannot be read: {error}") from None
-    return stage_of(trunk, _step(checkpoint)).recipe
 
 
 def _step(checkpoint: Path) -> int:
@@ -140,7 +154,8 @@ def _step(checkpoint: Path) -> int:
 
 def differences(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
     """Why a recipe cannot continue from a checkpoint of another run, one line each."""
-    trunk = trunk_recipe(checkpoint)
+    done = _step(checkpoint)
+    trunk, recipe = stage_of(trunk_recipe(checkpoint), done).recipe, stage_of(recipe, done).recipe
     reasons = {"run.seed": "the data order follows it"}
     reasons |= {key: "the weights would not fit" for key in field_types() if key.startswith("model.")}
     if trunk.data.sources.keys() & recipe.data.sources.keys():
@@ -154,15 +169,47 @@ def differences(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
             f"optimizer.name: {toml(trunk.optimizer.name)} in the trunk, {toml(recipe.optimizer.name)} now; their"
             f' moments are not the same. To take the weights alone, write model.weights = "{checkpoint}" instead'
         )
-    if recipe.run.steps <= (done := _step(checkpoint)):
+    if recipe.run.steps <= done:
         yield f"run.steps: {recipe.run.steps} now, but the trunk's {done} steps count; write more than {done}"
+
+
+def changed_computation(
+    recipe: Recipe, checkpoint: Path, origins: Mapping[str, str] | None
+) -> Iterator[tuple[str, bool]]:
+    """A line for each value that the weights of a checkpoint were not trained with, and whether the fork may use it.
+
+    It may use what it writes itself: on the command line, in its stage, or in a file unless the trunk's recipe has the
+    same value outside of its stages. origins: None = every field is written in a file.
+    """
+    stage, usual = stage_of(recipe, _step(checkpoint)), trunk_recipe(checkpoint).model
+    model, in_stage = stage.recipe.model, recipe.stages[stage.number].changes if recipe.stages else {}
+    for name, theirs in model_differences(model, read_description(checkpoint)[0]):
+        if model.by_transformers:  # its config.json says it
+            is_own = any(part in name for part in ("rope", "position", "drop"))
+            key, now, remedy = f"model.config: {name}", model.settings.get(name), ""
+        elif name.startswith(OF_WEIGHTS):
+            key, now = f"model.{name}", getattr(model, name)
+            origin = (origins or {}).get(key)
+            is_own = key in in_stage or origin == COMMAND_LINE
+            is_own |= (origins is None or origin is not None) and now != getattr(usual, name)
+            remedy = f", or --{key} {toml(now)} to change it"
+        else:  # differences() has it
+            continue
+        if is_own:
+            yield f"{key} is {toml(now)} from here on; {checkpoint} was trained with {toml(theirs)}", True
+        else:
+            said = f"{key}: {toml(theirs)} in {checkpoint}, {toml(now)} now, which the fork does not write itself"
+            yield f"{said}; write {toml(theirs)} to go on with it{remedy}", False
 
 
 def taken_over(progress: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """What the fork takes over of the progress in this checkpoint."""
     found = {key: progress[key] for key in CONTINUED if key in progress}
     if "history" not in found:  # of an older version, which had neither stages nor forks
-        trunk, entries = trunk_recipe(checkpoint), read_data_state(checkpoint)["sources"]
+        trunk, entries = (
+            stage_of(trunk_recipe(checkpoint), _step(checkpoint)).recipe,
+            read_data_state(checkpoint)["sources"],
+        )
         length, sources = trunk.batch.sequence_length, trunk.data.sources
         window = Window(max(1, trunk.data.shuffle_tokens // length) * length, False)
         raw = () if trunk.data.has_pairs else sources

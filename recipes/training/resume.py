@@ -12,6 +12,7 @@ from recipes.data.history import from_json
 from recipes.data.loader import DataLoader
 from recipes.files.layout import CHECKPOINTS, DATA, SAVED
 from recipes.files.reading import read_text
+from recipes.recipe.load import LoadedRecipe
 from recipes.recipe.schema import Recipe
 from recipes.training.border import Beginning
 from recipes.training.console import Console
@@ -22,16 +23,17 @@ if TYPE_CHECKING:
     from recipes.training.build import Built
 
 
-def find_beginning(recipe: Recipe, names: Collection[str], console: Console) -> Beginning:
+def find_beginning(loaded: LoadedRecipe, names: Collection[str], console: Console) -> Beginning:
     """The newest checkpoint of this run; if it has none, the one of the run that it forks; if it forks none, its
     weights. names: of what is in the run's folder. Raises what newest_checkpoint() and find_trunk() do."""
+    recipe = loaded.recipe
     if (step := newest_checkpoint(recipe, names, console)) is not None:
         return Beginning.own(recipe, step)
     if not recipe.run.continue_from:
         return Beginning()
     from recipes.training.fork import find_trunk
 
-    step, checkpoint = find_trunk(recipe, log=console.log)
+    step, checkpoint = find_trunk(recipe, log=console.log, origins=loaded.origins)
     return Beginning(step, checkpoint, of_trunk=True)
 
 

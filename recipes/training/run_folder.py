@@ -25,7 +25,7 @@ from recipes.files.layout import (
     checkpoint_steps,
     holds_results,
 )
-from recipes.files.lock import ANOTHER_NAME, LOCK, FolderLock
+from recipes.files.lock import ANOTHER_NAME, LOCK, FolderLock, begun_meanwhile
 from recipes.files.reading import fault, is_folder, names_in, read_text
 from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.load import load, to_toml
@@ -121,6 +121,12 @@ def check_output_folder(recipe: Recipe) -> None:
     names = [name for name in names_in(folder) if name != LOCK and not name.startswith((PART, SILLY))]
     if not names:
         return
+    if RECIPE not in names and holds_results(folder):
+        raise UserError(
+            f"{folder} holds a run without its {RECIPE}, which says how it trains. Bring it back, or write it anew"
+            " with the recipe and the options that the run had: python train.py RECIPE [--section.field value ...]"
+            f" --run.name OTHER --check > {folder / RECIPE}"
+        )
     if RECIPE not in names:
         raise UserError(f"{folder} is not empty and has no {RECIPE}, so it is not a run folder; {ANOTHER_NAME}")
     if not holds_results(folder):  # a run that ended before its first logged step
@@ -157,21 +163,24 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
 
     Nothing is lost: a folder with results but no checkpoint to resume from is moved aside, a recipe that changed is
     kept under another name, and only the rows of steps that will be repeated are cut off. done: steps of the checkpoint
-    that the run resumes from, or 0. environment: the content of environment.json. lock: of the folder; taken here
-    unless it is held. Raises UserError if another process uses the folder, or it cannot be written.
+    that the run resumes from, or 0. environment: the content of environment.json. lock: of the folder; held already if
+    the folder was there when the run looked for checkpoints. Raises UserError if another process uses the folder, or
+    has begun a run there since, or it cannot be written.
     """
     folder = recipe.run.folder
     notes: list[str] = []
     if folder.is_symlink():  # old and new files stay where the link points
         folder = folder.resolve()
     try:
-        lock.take(folder, log=notes.append)
+        folder.mkdir(parents=True, exist_ok=True)
+        if lock.take(folder, log=notes.append) and holds_results(folder):
+            raise begun_meanwhile(folder)
         if done == 0 and holds_results(folder):
             aside = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
             folder.rename(aside)
             notes.append(f"{folder} held results but no checkpoint to resume from; they are in {aside} now")
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.take(folder, log=notes.append)
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.take(folder, log=notes.append)
         if done < recipe.run.steps:
             text, file = to_toml(recipe), folder / RECIPE
             if done > 0 and file.is_file() and (old := file.read_text(encoding="utf-8")) != text:

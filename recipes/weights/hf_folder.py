@@ -21,6 +21,7 @@ from models.layout import layout_of
 from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.files.layout import TOKENIZER
+from recipes.files.lock import written_alone
 from recipes.files.reading import fault, is_folder, may_pass, names_in
 from recipes.weights.companions import (
     GENERATION_CONFIG,
@@ -253,11 +254,12 @@ def _some(names: Sequence[str], limit: int = 5) -> str:
 def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """A folder to fill, renamed to `folder` if the block succeeds and deleted if it fails.
 
-    Raises UserError if `folder` is not empty and replace is False, or if it cannot be written.
+    Raises UserError if `folder` is not empty and replace is False, if another process is writing it, or if it cannot be
+    written.
     """
     real = Path(os.path.realpath(folder))  # a link stays a link: its target is written, on the target's disk
     partial, old = (real.parent / f".{word}-{real.name}" for word in ("partial", "old"))
-    try:
+    with _failures(folder), written_alone(real):
         if real.exists() and not (real.is_dir() and (replace or not any(real.iterdir()))):
             raise UserError(f"{folder} already exists; give another name, or delete it")
         if os.path.ismount(real):
@@ -280,6 +282,13 @@ def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _failures(folder: Path) -> Iterator[None]:
+    """Inside, errors of the system are raised as UserErrors."""
+    try:
+        yield
     except OSError as error:
         kind = TemporaryError if may_pass(error) else UserError
         raise kind(f"{folder} cannot be written: {error}") from error

@@ -7,10 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import tomli
+
 from models.config import ModelConfig, TextFacts
 from parallel.errors import TemporaryError, UserError
-from recipes.files.layout import CHECKPOINTS, MODEL, TOKENIZER, checkpoint_steps, step_folder
-from recipes.files.reading import is_folder, is_remote, names_in
+from recipes.files.layout import CHECKPOINTS, MODEL, RECIPE, TOKENIZER, checkpoint_steps, step_folder
+from recipes.files.reading import is_folder, is_remote, names_in, read_text
 from recipes.weights.description import HF_CONFIG, Description, read_description
 
 if TYPE_CHECKING:  # what a run without weights does not need is imported where it is used
@@ -96,7 +98,19 @@ class InitialWeights:
         """The model of the weights or, where there are none yet, of the config. Raises UserError."""
         if self.config and not (self.weights or checkpoint_steps(self.run_folder / CHECKPOINTS)):
             return self.configured()
-        return self.find().model
+        return self.outside_of_stages()
+
+    def outside_of_stages(self) -> ModelConfig:
+        """The model of what find() returns, with the rope_theta that the run has outside of its stages. Raises
+        UserError."""
+        found, recipe = self.find(), self.run_folder / RECIPE
+        if found.path.parent != self.run_folder / CHECKPOINTS or not recipe.is_file():
+            return found.model
+        try:
+            theta = tomli.loads(read_text(recipe))["model"]["rope_theta"]
+        except (ValueError, KeyError, TypeError, RecursionError):  # the run's folder is checked later
+            return found.model
+        return replace(found.model, rope_theta=theta)
 
     def configured(self) -> ModelConfig:
         """The model of the config, whatever the run's checkpoints hold. Raises UserError."""

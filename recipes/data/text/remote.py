@@ -24,12 +24,14 @@ def remote_problem(source: str, files: Sequence[RemoteFile], *, supported: str) 
 
 def found(source: str, suffixes: Iterable[str]) -> list[RemoteFile]:
     """The files of a source that end like this, in reading order. Raises UserError."""
-    return [file for file in find(source) if file.name.partition("?")[0].lower().endswith(tuple(suffixes))]
+    return [
+        file for file in find(source, pattern=True) if file.name.partition("?")[0].lower().endswith(tuple(suffixes))
+    ]
 
 
 def is_prepared_there(source: str) -> bool:
     """Whether the address is that of a folder that scripts/prepare_data.py wrote."""
-    if is_glob(source) or source.startswith("http"):
+    if source.startswith("http"):
         return False
     place = source.rstrip("/")
     return state(f"{place}/index.json") is not None and read(f"{place}/owner.txt") is not None

@@ -7,7 +7,9 @@ Imports no torch.
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +18,7 @@ from parallel.errors import UserError
 from recipes.data.text.row import BROKEN, PIECE, Fields, File, Place, names_of
 from recipes.data.text.sources import find_files
 from recipes.data.tokens.shards import INDEX, OWNER, PART_SHARDS, PARTS, Shard, read_shard
-from recipes.data.tokens.workspace import Preparation, alone, publish
+from recipes.data.tokens.workspace import Preparation, alone, damage, publish, remove_from
 from recipes.files.reading import fault
 
 DIVIDED = 64
@@ -24,6 +26,9 @@ DIVIDED = 64
 
 NAMED = 20
 """Missing parts in a message."""
+
+AT_ONCE = 8
+"""Shards that are read at a time to verify them."""
 
 
 class Part(NamedTuple):
@@ -80,7 +85,7 @@ def read_cuts(folder: Path) -> list[Cut]:
         return cuts
     except FileNotFoundError:
         return []
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise UserError(f"'{folder / PARTS}' is damaged; remove '{folder}', and prepare it again") from None
 
 
@@ -117,6 +122,25 @@ def whole_parts(folder: Path) -> list[Shard] | None:
     """The shards of all parts in order; None if one is not whole."""
     parts = parts_in(folder).values()
     return [shard for shards in parts for shard in shards] if parts and all(map(_is_whole, parts)) else None
+
+
+def require_intact(folder: Path, *, besides: Collection[int]) -> None:
+    """Compare every byte of all parts, once all are whole, with its checksum. Raises UserError for a damaged one, whose
+    shards are removed from there on, so that its command makes them again. besides: shards that were just written."""
+    if not whole_parts(folder):
+        return
+    found = [(part, shard) for part, shards in parts_in(folder).items() for shard in shards]
+    others = [(part, shard) for part, shard in found if shard.number not in besides]
+    pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="verify")
+    try:
+        for (part, shard), problem in zip(
+            others, pool.map(partial(damage, folder), [one for _, one in others]), strict=True
+        ):
+            if problem:
+                remove_from(folder, shard.number)
+                raise UserError(f"part {part} in '{folder}' is damaged: {problem}; make it again with --part {part}")
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def missing_parts(folder: Path) -> str:

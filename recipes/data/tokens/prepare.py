@@ -17,7 +17,7 @@ from recipes.data.text.row import Row
 from recipes.data.text.rows import START, RowStream, open_rows
 from recipes.data.text.sources import document_hash, is_hub, require_unchanged
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
-from recipes.data.tokens.parts import ALL, Part, ends_of, place_of, require_same_files, whole_parts
+from recipes.data.tokens.parts import ALL, Part, ends_of, place_of, require_intact, require_same_files, whole_parts
 from recipes.data.tokens.shard_writer import ShardWriter, held_out_below, publish_index, publish_shard
 from recipes.data.tokens.shards import DOCUMENT, DOCUMENTS, TRAIN, VALIDATION, Shard, read_index, token_type
 from recipes.data.tokens.workspace import Pieces, Preparation, alone, claimed, whole_shards
@@ -56,6 +56,7 @@ def write_shards(
         if shards and shards[-1].last and (index := read_index(folder)) is not None:
             check(index.shards)
             return
+        there = len(shards)
         rows = open_rows(
             work.source,
             text_field=work.text_field,
@@ -77,6 +78,7 @@ def write_shards(
                 number = part.first + len(shards)
                 shards.append(_write_shard(folder, number, batches, work, files=rows.files, read=read, into=unfinished))
                 yield shards[-1]
+        require_intact(folder, besides={shard.number for shard in shards[there:]})
         with alone(folder):  # else two parts that end at once may both miss the other
             if (everything := shards if part == ALL else whole_parts(folder)) is not None:
                 check(everything)

@@ -134,9 +134,18 @@ def token_type(vocabulary: int) -> np.dtype:
 def read_shard(folder: Path, number: int) -> Shard | None:
     """What a shard holds; None if it is missing or incomplete. Raises TemporaryError if that cannot be told now."""
     try:
-        return Shard(**json.loads(_text(shard_path(folder, number))) | {"number": number})
-    except (OSError, ValueError, TypeError):
+        return _shard(json.loads(_text(shard_path(folder, number))) | {"number": number})
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+
+
+def _shard(content: dict[str, Any]) -> Shard:
+    """Raises ValueError or TypeError for what does not describe a shard."""
+    shard = Shard(**content)
+    numbers = (shard.train, shard.validation, shard.documents, shard.held_out, shard.empty, shard.bad, shard.number)
+    if not all(type(number) is int and number >= 0 for number in numbers) or not {*ARRAYS} <= {*shard.checksums}:
+        raise ValueError("not the description of a shard")
+    return shard
 
 
 @dataclass(frozen=True)
@@ -172,9 +181,9 @@ def read_index(folder: Path) -> Index | None:
         content = json.loads(_text(folder / INDEX))
         if content["format"] != FORMAT_VERSION:
             return None
-        shards = tuple(Shard(**{"number": place} | shard) for place, shard in enumerate(content.pop("shards")))
+        shards = tuple(_shard({"number": place} | shard) for place, shard in enumerate(content.pop("shards")))
         return Index(**content | {"files": tuple(content["files"])}, shards=shards)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -200,7 +209,7 @@ def bad_rows(folder: Path, shards: Sequence[Shard], *, first: int = 0) -> Iterat
             file = bad_rows_path(folder, shard.number)
             try:
                 yield from read_bad_rows(file)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 raise UserError(
                     f"data.source: the list of bad rows '{file}' cannot be read ({error}); remove"
                     f" '{shard_path(folder, shard.number)}' and run the same command (or prepare_data.py) again"

@@ -144,10 +144,7 @@ def whole_shards(folder: Path, *, first: int = 0, keep_unread: bool = True) -> l
         size += sum(file_size(array_path(folder, number, kind)) for kind in ARRAYS)
         outdated = shard.unread and not keep_unread
         if outdated or (size <= VERIFY_UP_TO_BYTES and damage(folder, shard)):
-            (folder / INDEX).unlink(missing_ok=True)
-            while shard_path(folder, number).exists():
-                shard_path(folder, number).unlink()
-                number += 1
+            remove_from(folder, number)
             break
         shards.append(shard)
         if shard.last:
@@ -155,6 +152,14 @@ def whole_shards(folder: Path, *, first: int = 0, keep_unread: bool = True) -> l
     if read_index(folder) is None or not (shards and shards[-1].last):
         (folder / INDEX).unlink(missing_ok=True)
     return shards
+
+
+def remove_from(folder: Path, number: int) -> None:
+    """Remove a shard and those after it, which will be made again."""
+    (folder / INDEX).unlink(missing_ok=True)
+    while shard_path(folder, number).exists():
+        shard_path(folder, number).unlink()
+        number += 1
 
 
 def _checksum(file: Path) -> str:
@@ -185,7 +190,7 @@ def damage(folder: Path, shard: Shard) -> str | None:
     if shard.bad:
         try:
             read_bad_rows(bad_rows_path(folder, shard.number))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             return f"{bad_rows_path(folder, shard.number).name} cannot be read: {error}"
     return None
 

@@ -84,6 +84,10 @@ def one_line(result: Result) -> str:
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename the folder of an earlier run, interrupted or of another recipe, so that its files are kept."""
+    """Rename the folder of an earlier run, interrupted or of another recipe, so that its files are kept. Raises
+    UserError if that run, or one that the user has started there, is still going on."""
     if folder.exists():
+        lock = FolderLock()
+        lock.take(folder, log=print, remedy="write another --output")
+        lock.release()
         folder.rename(next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists()))

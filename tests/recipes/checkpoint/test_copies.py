@@ -226,3 +226,28 @@ def test_best_checkpoint_is_kept_at_the_server_after_its_machine_is_lost(recipe:
     shutil.rmtree(recipe.run.folder)
     assert train(change(kept, run={"steps": 8})) == [FINISHED]
     assert sorted(steps_of(recipe)) == ["step-00000002", "step-00000004", "step-00000008"]
+
+
+@pytest.mark.parametrize("name", ["lr[3e-4]", "what?", "a*b", "[!x]", "50% #1 ü"])
+def test_a_name_with_the_signs_of_a_pattern_is_copied_and_fetched(name: str, recipe: Recipe) -> None:
+    recipe = change(recipe, run={"name": name, "steps": 4})
+    assert train(recipe) == [FINISHED]
+    assert sorted(steps_of(recipe)) == ["step-00000002", "step-00000004"]
+    lose_the_disk(recipe)
+    assert train(change(recipe, run={"steps": 6})) == [FINISHED]
+    assert "/checkpoints/step-00000004\n" in log_of(recipe)
+    assert curve(recipe)[5:] and len(curve(recipe)) == 6
+    assert find_weights(f"{recipe.checkpoint.remote}/{name}").path.name
+
+
+@pytest.mark.parametrize("name", ["..", ".hidden", ".lock", ".run-id", ".saved", "x" * 300, "a\tb"])
+def test_a_strange_object_beside_the_small_files_is_left_alone(name: str, recipe: Recipe) -> None:
+    assert train(change(recipe, run={"steps": 2})) == [FINISHED]
+    address = f"{recipe.checkpoint.remote}/{recipe.run.name}/{name}"
+    remote.write(address, b"strange")
+    lose_the_disk(recipe)
+    assert train(change(recipe, run={"steps": 4})) == [FINISHED]
+    assert "/checkpoints/step-00000002\n" in log_of(recipe)
+    assert remote.read(address) == b"strange"
+    file = recipe.run.folder / name
+    assert len(name) > 255 or not file.is_file() or file.read_bytes() != b"strange"

@@ -40,7 +40,7 @@ def read_all() -> bytes:
 
 
 def test_file_is_read_from_any_position(server: ObjectServer) -> None:
-    [file] = remote.find("s3://bucket/data/*.bin")
+    [file] = remote.find("s3://bucket/data/*.bin", pattern=True)
     with file.open() as content:
         for position in (0, 299_999, 65_536, 1, 150_000):
             content.seek(position)
@@ -187,3 +187,12 @@ def test_a_block_that_failed_while_nobody_waited_for_it_is_asked_for_again(monke
     while piece := blocks.read(10):
         found += piece
     assert found == CONTENT[:100]
+
+
+def test_a_file_whose_name_has_the_signs_of_a_pattern_is_found_by_its_name(server: ObjectServer) -> None:
+    for name in ("part[1].jsonl", "part1.jsonl", "part?.jsonl"):
+        remote.write(f"s3://bucket/odd/{name}", b"{}")
+    assert [file.name for file in remote.find("s3://bucket/odd/part[1].jsonl")] == ["part[1].jsonl"]
+    assert [file.name for file in remote.find("s3://bucket/odd/part[1].jsonl", pattern=True)] == ["part1.jsonl"]
+    remote.delete(["s3://bucket/odd/part1.jsonl"])
+    assert [file.name for file in remote.find("s3://bucket/odd/part[1].jsonl", pattern=True)] == ["part[1].jsonl"]

@@ -541,7 +541,9 @@ def test_a_place_that_cannot_hold_the_run_folder_is_refused(tmp_path: Path) -> N
 
 
 def claim(recipe: Recipe, done: int) -> list[str]:
-    return claim_run_folder(recipe, done=done, environment={"done": done}, lock=FolderLock())
+    lock = FolderLock()
+    lock.take(recipe.run.folder, log=print)
+    return claim_run_folder(recipe, done=done, environment={"done": done}, lock=lock)
 
 
 def test_a_new_run_creates_its_folder(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from parallel.dist import World
 from parallel.errors import TemporaryError, UserError
 from recipes.files import reading
 from recipes.files.layout import SAVED
+from recipes.recipe.load import to_toml
 from recipes.recipe.schema import Recipe
+from recipes.training.run_folder import check_output_folder
 from tests.recipes.checkpoint.test_faults import break_calls
 from tests.training import change, rows, run_all, small_recipe, train
 
@@ -52,6 +56,24 @@ def goes_on(recipe: Recipe, world: World) -> None:
     assert train(recipe, world) == 0
     assert [row["step"] for row in rows(recipe)] == [1, 2, 3, 4, 5, 6]
     assert [path.name for path in recipe.run.folder.parent.iterdir()] == [recipe.run.name]
+
+
+def test_a_run_without_its_recipe_goes_on_with_what_the_error_says(
+    trained: Recipe, tmp_path: Path, alone: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = trained.run.folder / "recipe.toml"
+    file.unlink()
+    with pytest.raises(UserError) as caught:
+        check_output_folder(trained)
+    assert str(caught.value).endswith(
+        f"python train.py RECIPE [--section.field value ...] --run.name OTHER --check > {file}"
+    )
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(trained))
+    words = [sys.executable, "train.py", str(recipe), "--run.name", "OTHER", "--check"]
+    with file.open("wb") as out:
+        subprocess.run(words, cwd=Path(__file__).resolve().parents[3], stdout=out, check=True)
+    goes_on(trained, alone)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,9 @@ def claim(recipe, done, kill_at=None):
         left -= 1
     if kill_at is not None:
         sys.addaudithook(watch)
-    claim_run_folder(recipe, done=done, environment={"steps": recipe.run.steps}, lock=FolderLock())
+    lock = FolderLock()
+    lock.take(recipe.run.folder, log=print)
+    claim_run_folder(recipe, done=done, environment={"steps": recipe.run.steps}, lock=lock)
     os._exit(0)
 
 for number in count():

@@ -582,6 +582,15 @@ def test_replacing_the_target_of_a_link_keeps_the_link(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["big"]
 
 
+def test_a_second_export_to_the_same_folder_is_refused_and_leaves_the_first_alone(tmp_path: Path) -> None:
+    with hf_folder.new_folder(tmp_path / "hf") as partial:
+        (partial / "a").touch()
+        second = hf_folder.new_folder(tmp_path / "hf")
+        with pytest.raises(UserError, match="is being written by another process"), second:  # with a lock of its own
+            raise AssertionError
+    assert list(contents(tmp_path / "hf")) == ["a"] and [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 def test_an_export_can_go_to_the_current_folder(
     checkpoint: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from recipes.data.sequences import Sequences, Source
 from recipes.data.tokens.parts import Part, read_cuts, state, unfinished_problem
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import (
+    DOCUMENTS,
     TRAIN,
     VALIDATION,
     BadRowBudget,
@@ -234,3 +235,20 @@ def test_folder_without_parts_has_the_format_of_earlier_versions(tmp_path: Path)
         "number" not in shard for shard in (*index["shards"], json.loads(shard_path(tmp_path / "out", 1).read_text()))
     )
     assert list(index_of(tmp_path / "out").shards) == shards
+
+
+@pytest.mark.parametrize("kind", [TRAIN, VALIDATION, DOCUMENTS])
+def test_rotten_tokens_of_another_part_are_not_taken_over(tmp_path: Path, kind: str) -> None:
+    write_rows(tmp_path / "rows.jsonl", 900)
+    work, folder = work_on(tmp_path / "rows.jsonl"), tmp_path / "out"
+    write_part(folder, work, 1, 2)
+    file = array_path(folder, 1_000_001, kind)
+    rotten = bytearray(file.read_bytes())
+    rotten[-4:] = bytes(byte ^ 1 for byte in rotten[-4:])
+    file.write_bytes(rotten)
+    with pytest.raises(UserError, match=rf"part 1/2 in .* is damaged: .*{kind}.* make it again with --part 1/2"):
+        write_part(folder, work, 2, 2)
+    assert read_index(folder) is None
+    list(write_shards(tmp_path / "alone", work))
+    write_part(folder, work, 1, 2)
+    assert everything(folder) == everything(tmp_path / "alone")
