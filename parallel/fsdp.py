@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from models.interface import blocks_of, interface_of
 from parallel.config import FSDPConfig
-from parallel.dist import all_gather_single
+from parallel.dist import all_gather_single, reduce_scatter_single
 from parallel.mesh import Mesh
 
 
@@ -33,7 +33,7 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         "mesh": mesh.fsdp,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, config.param_dtype),
-            reduce_dtype=getattr(torch, config.reduce_dtype),
+            reduce_dtype=torch.float32,  # micro-batches are added up in it, whatever is sent
             # Activations follow the parameters by themselves; casting would round the float32 rotary tables.
             cast_forward_inputs=False,
         ),
@@ -50,6 +50,8 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         unit.set_force_sum_reduction_for_comms(True)
         if mesh.fsdp.size() > 1:  # one process has nothing to divide by
             unit.set_gradient_divide_factor(1.0)
+        if config.reduce_dtype == "bfloat16":
+            unit.set_custom_reduce_scatter(cast(Any, Bfloat16ReduceScatter()))
     for stack in interface.stacks:
         modules = [model.get_submodule(name) for name in stack]
         units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
@@ -66,6 +68,20 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
     offload = ", offloaded to the host" if config.cpu_offload else ""
     ahead = f", {config.prefetch} blocks gathered ahead" if config.prefetch > 1 else ""
     return f"fsdp: {layout}{copies}, {config.param_dtype} compute, {config.reduce_dtype} reduction{ahead}{offload}"
+
+
+class Bfloat16ReduceScatter:
+    """Reduces in bfloat16 what was added up in float32. With reduce_dtype = bfloat16, FSDP2 would also add up in it.
+
+    FSDP2 asks for the memory of its message and of the sum, which replicas then sum in place, and casts on its way in
+    and out.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=torch.bfloat16, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
 def _shard_parts(model: nn.Module, *, reshard_after_forward: bool, **options: Any) -> None:

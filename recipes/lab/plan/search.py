@@ -363,7 +363,7 @@ def fullest_layers(size: Sizes) -> Collection[int]:
 
 def _gradients_per_block(size: Sizes) -> list[int]:
     """Bytes by which gradients and gathered weights grow from block to block, in the last micro-batch and before."""
-    waiting = size.reduced * size.block.whole
+    waiting = 4 * size.block.whole
     share = (size.held if size.recipe.fsdp.cpu_offload else 4 + size.held) * size.block.share
     weights = size.gathered_block if size.keeps_blocks else 0
     if not size.accumulates:
