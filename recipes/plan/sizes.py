@@ -7,7 +7,7 @@ from math import gcd
 
 from models.activations import Kept, Widths, at_swiglu_per_token, saved_per_token
 from parallel.config import MeshDegrees
-from recipes.plan.work import not_float8
+from recipes.recipe.rules_mesh import not_float8
 from recipes.recipe.schema import Recipe
 
 Pieces = dict[str, int]

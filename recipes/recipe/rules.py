@@ -21,6 +21,7 @@ from recipes.recipe.rules_data import data_is_there, validation_is_possible
 from recipes.recipe.rules_mesh import (
     batch_divides,
     float8_fits_tensor,
+    float8_rows_divide,
     gather_has_a_kernel,
     mesh_divides_model,
     mesh_fits,
@@ -149,6 +150,7 @@ def violations(
         ("mesh", mesh_fits(mesh, **world)),
         ("mesh model float8 batch", mesh_divides_model(mesh, model=model, batch=recipe.batch, float8=float8, **world)),
         ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
+        ("mesh float8 model", float8_rows_divide(mesh, float8=float8, model=model, **world)),
         ("mesh compile.enabled run.device", tensor_can_overlap(mesh, compile=recipe.compile, device=run.device)),
         ("mesh attention.backend", gather_has_a_kernel(mesh, attention=recipe.attention)),
         (

@@ -271,6 +271,14 @@ def test_float8_finds_micro_batches_that_make_short_sequences_divide() -> None:
     assert found.best is not None and found.best.recipe.batch.micro_batch_size % 2 == 0
 
 
+def test_meshes_whose_processes_cannot_share_rows_that_are_gathered_in_float8_are_left_out() -> None:
+    recipe = load(SMOLLM, ["--float8.recipe=tensorwise", "--float8.all_gather=true"], rules=False)
+    recipe = replace(recipe, batch=replace(recipe.batch, global_batch_size=384))
+    found = found_for(recipe, 24, 3, GPUS["H100"], "mesh.tensor")
+    assert found.refused["rows gathered in float8 do not divide"]
+    assert found.best is not None and 2048 % (found.best.degrees.shard * found.best.degrees.context) == 0
+
+
 def test_nodes_that_cannot_be_alike_are_refused() -> None:
     with pytest.raises(UserError, match="12 processes cannot be divided equally among 5 nodes"):
         found_for(load(DEBUG), 12, 5, GPUS["H100"])
