@@ -35,7 +35,7 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
     """
     check_output_folder(recipe)
     trunk = _trunk(recipe)
-    hardware = hardware_of(recipe.run.name) if recipe.run.device != "cpu" else None
+    hardware = hardware_of(recipe.run.name, written=recipe.run.hardware) if recipe.run.device != "cpu" else None
     stages = [Facts.of(stage, processes, nodes, hardware) for stage in stages_of(recipe)]
     other = "" if processes else "; for other numbers: --check --processes N --nodes M"
     lines = [*_head(recipe), *trunk, *_lines_of_stages(stages, other)]

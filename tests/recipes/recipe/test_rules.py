@@ -366,6 +366,20 @@ def test_blocks_that_cannot_recompute_are_refused(mode: Any, blocks: Any, messag
     assert message in the_rule(recipe, "activation_checkpointing.blocks")
 
 
+# Hardware
+
+
+@pytest.mark.parametrize("hardware", ["8h100s", "0xh100", "x8h100", "8xtpu", "48x8x8h100", "_8xh100"])
+def test_hardware_that_is_unknown_is_refused(hardware: str) -> None:
+    found = the_rule(Recipe(run=RunConfig(hardware=hardware)), "run.hardware")
+    assert 'write one such as "8xh100" or "48x8h100", with h100, h200' in found
+
+
+@pytest.mark.parametrize("hardware", ["h100", "8xH100", "8h200", "48x8h100", "2x8xb200", "8xa100-40"])
+def test_hardware_that_is_known_is_accepted(hardware: str) -> None:
+    assert not broken_by(Recipe(run=RunConfig(hardware=hardware)))
+
+
 # Float8
 
 
