@@ -191,7 +191,7 @@ class FSDPConfig:
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the gathered weights and the computation; the sharded master weights are float32."""
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
-    """Precision of the gradient reduce-scatter."""
+    """Precision of the messages that sum gradients over processes; micro-batches are added up in float32."""
     prefetch: Annotated[int, Ge(1)] = 1
     """How many blocks ahead to all-gather weights; each adds the memory of one block's weights."""
     cpu_offload: bool = False

@@ -4,9 +4,10 @@ import ctypes
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,13 +16,14 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from parallel.errors import TemporaryError, UserError
+from parallel.errors import TemporaryError, UserError, listed
 from parallel.messages import Channel, Messages
 from parallel.nodes import Node, arrange, require
 
 Result = TypeVar("Result")
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch 2.13 has the new name, and warns of the old one."""
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch 2.13 has the new names, and warns of the old ones."""
 PREFIX = "shardwright/"
 """Prefix of our keys in the launcher's store."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -31,6 +33,12 @@ MALLOC_VARIABLES = ("MALLOC_", "GLIBC_TUNABLES")
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
 """Parameters of mallopt() in glibc's malloc.h: free memory at the heap's end to give back, and pieces outside of it."""
 LAZY = "TORCH_GLOO_LAZY_INIT"
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets for every process."""
+TASKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Where mpirun and srun say how many processes they started."""
+WAITING = 5.0
+"""Seconds in which the processes of a launcher other than torchrun meet, or a line says that this one waits."""
 
 SILENT = "rank 0 failed and reports it"
 """The text of errors that another rank is already reporting."""
@@ -72,10 +80,8 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
     """
     if flight_recorder is not None:
         _switch_flight_recorder_on(flight_recorder)
-    launched = "RANK" in os.environ
-    rank, local_rank, size = (
-        (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if launched else (0, 0, 1)
-    )
+    place = _place()
+    rank, local_rank, size = place or (0, 0, 1)
     try:
         require(size)
         _connect_on_demand(size)
@@ -97,10 +103,11 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
         keep_freed_memory()
     own = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    if launched:
+    if place:
         if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
             _stay_on_this_machine()
-        dist.init_process_group(backend, timeout=timeout, device_id=own if device == "cuda" else None)
+        with _saying_that_it_waits(rank, size):
+            dist.init_process_group(backend, timeout=timeout, device_id=own if device == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     torch.manual_seed(seed)
@@ -109,6 +116,45 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
     # Two launchers on one host count as two nodes, and so do two hosts with the same name.
     places = messages.from_all((host, int(os.environ.get("GROUP_RANK", "0"))))
     return World(rank, size, own, messages, nodes=arrange(places))
+
+
+def _place() -> tuple[int, int, int] | None:
+    """(rank, rank on this node, number of processes) that torchrun gave this process; None if nothing launched it.
+
+    Raises UserError for what another launcher has set, which would train many times, or wait for nobody.
+    """
+    given = {name: value for name in LAUNCHED if (value := os.environ.get(name))}
+    remedy = "scripts/run.sh starts the processes of a node; to use this one alone, unset"
+    if "RANK" not in given and given.get("WORLD_SIZE", "1") == "1":
+        if many := next((name for name in TASKS if os.environ.get(name, "1") != "1"), None):
+            raise UserError(f"{many}={os.environ[many]}: each of these processes would do the same; {remedy} {many}")
+        return None
+    if missing := [name for name in LAUNCHED if name not in given]:
+        written = listed(f"{name}={given[name]}" for name in ("RANK", "WORLD_SIZE") if name in given)
+        raise UserError(f"{written} without {listed(missing)}, which torchrun sets, too; {remedy} RANK and WORLD_SIZE")
+    try:
+        rank, local_rank, size = (int(given[name]) for name in LAUNCHED[:3])
+    except ValueError:
+        rank, local_rank, size = -1, -1, 0
+    if not 0 <= rank < size or local_rank < 0:
+        written = ", ".join(f"{name}={given[name]}" for name in LAUNCHED[:3])
+        raise UserError(f"{written} is no place among processes; {remedy} RANK and WORLD_SIZE")
+    return rank, local_rank, size
+
+
+@contextmanager
+def _saying_that_it_waits(rank: int, size: int) -> Iterator[None]:
+    """Inside, a line says what this process waits for if that takes long; torchrun starts all of them by itself."""
+    place = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+    text = f"RANK={rank} WORLD_SIZE={size}: waiting at {place} for the other processes, which something else must start"
+    line = threading.Timer(WAITING, print, [text], {"file": sys.stderr, "flush": True})
+    line.daemon = True
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        line.start()
+    try:
+        yield
+    finally:
+        line.cancel()
 
 
 def let_segments_grow() -> None:

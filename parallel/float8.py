@@ -18,11 +18,12 @@ from parallel.errors import UserError
 from parallel.fsdp import plain_name
 
 
-def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str) -> str:
+def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str, shards: int = 1) -> str:
     """Swap every nn.Linear that is not excluded for torchao's Float8Linear, in place. Returns a line for the log.
 
     Raises UserError where the device has no float8 units and emulation was not asked for, where a linear's widths
-    are not multiples of 16 (torchao and the hardware need that), and where nothing at all would be converted.
+    are not multiples of 16 (torchao and the hardware need that), where FSDP's `shards` processes cannot have equal
+    parts of weights to gather in float8, and where nothing at all would be converted.
     """
     if not config.emulate:
         _require_float8_units(config, device_type)
@@ -56,6 +57,13 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str)
             f"float8.recipe = {config.recipe!r} would convert none of the {len(linears)} linears: float8.exclude ="
             f" {list(config.exclude)} leaves nothing{' whose widths are multiples of 16' if uneven else ''}"
             '; exclude less, or write recipe = "none"'
+        )
+    cut = {name: rows for name, module in chosen.items() if (rows := module.out_features) % shards}
+    if config.all_gather and cut:
+        name, rows = next(iter(cut.items()))
+        raise UserError(
+            f"float8.all_gather: {shards} processes cannot share the {rows} rows of {name} equally; write all_gather ="
+            " false, add it to float8.exclude, or change mesh.shard"
         )
     torchao_float8 = _torchao_float8()
     preset = torchao_float8.Float8LinearConfig.from_recipe_name(config.recipe)

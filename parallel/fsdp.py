@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from models.interface import blocks_of, interface_of
 from parallel.config import FSDPConfig
-from parallel.dist import all_gather_single
+from parallel.dist import all_gather_single, reduce_scatter_single
 from parallel.mesh import Mesh
 
 
@@ -33,7 +33,7 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         "mesh": mesh.fsdp,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, config.param_dtype),
-            reduce_dtype=getattr(torch, config.reduce_dtype),
+            reduce_dtype=torch.float32,  # micro-batches are added up in it, whatever is sent
             # Activations follow the parameters by themselves; casting would round the float32 rotary tables.
             cast_forward_inputs=False,
         ),
@@ -50,6 +50,8 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         unit.set_force_sum_reduction_for_comms(True)
         if mesh.fsdp.size() > 1:  # one process has nothing to divide by
             unit.set_gradient_divide_factor(1.0)
+        if config.reduce_dtype == "bfloat16":
+            unit.set_custom_reduce_scatter(cast(Any, Bfloat16ReduceScatter()))
     for stack in interface.stacks:
         modules = [model.get_submodule(name) for name in stack]
         units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
@@ -59,13 +61,27 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
             if config.prefetch > 1:  # one block ahead FSDP2 looks by itself in the backward pass
                 unit.set_modules_to_backward_prefetch(units[max(0, index - config.prefetch) : index][::-1])
 
-    shard, replicate = _shards(mesh), mesh.degrees.replicate
+    shard, replicate = shards_of(mesh), mesh.degrees.replicate
     stage = "ZeRO-3" if reshard else "ZeRO-2"
     layout = f"{stage} over {shard}" if shard > 1 else "no sharding"
     copies = f" x {replicate} replicas" if replicate > 1 else ""
     offload = ", offloaded to the host" if config.cpu_offload else ""
     ahead = f", {config.prefetch} blocks gathered ahead" if config.prefetch > 1 else ""
     return f"fsdp: {layout}{copies}, {config.param_dtype} compute, {config.reduce_dtype} reduction{ahead}{offload}"
+
+
+class Bfloat16ReduceScatter:
+    """Reduces in bfloat16 what was added up in float32. With reduce_dtype = bfloat16, FSDP2 would also add up in it.
+
+    FSDP2 asks for the memory of its message and of the sum, which replicas then sum in place, and casts on its way in
+    and out.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=torch.bfloat16, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
 def _shard_parts(model: nn.Module, *, reshard_after_forward: bool, **options: Any) -> None:
@@ -87,7 +103,7 @@ def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, count in uses.items() if count > 1}
 
 
-def _shards(mesh: Mesh) -> int:
+def shards_of(mesh: Mesh) -> int:
     """Number of parts into which FSDP cuts each parameter."""
     return mesh.degrees.shard * mesh.degrees.context
 
@@ -125,7 +141,7 @@ def units_of(model: nn.Module) -> tuple[FSDPModule, ...]:
 
 def _shards_are_whole(mesh: Mesh, config: FSDPConfig) -> bool:
     # Offloading reads FSDP's extensions from a copy on the device, and tensor parallelism wraps what they return.
-    return _shards(mesh) == 1 and mesh.tensor is None and not config.cpu_offload
+    return shards_of(mesh) == 1 and mesh.tensor is None and not config.cpu_offload
 
 
 def compute_with_whole_shards(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> None:

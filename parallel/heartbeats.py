@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from parallel.dist import PREFIX, World, store_address
 from parallel.errors import UserError
 
 SHARED_MEMORY = Path("/dev/shm")
-"""The folder whose files Linux keeps in memory; without it, or if it is read-only, that for temporary files is used."""
+"""The folder whose files Linux keeps in memory; where it is missing, read-only or full, that for temporary files is."""
 PLACE = 2048
 """Bytes of the board for each process, and as many for its signs."""
 HEAD = struct.Struct("<II")
@@ -35,9 +36,8 @@ ALARM, OVER = 0, 1
 class Board:
     """A file in memory that the processes of one node share: a word of each, which it replaces, and signs for all."""
 
-    def __init__(self, name: str, *, place: int, places: int) -> None:
+    def __init__(self, name: str, *, folder: Path, place: int, places: int) -> None:
         """Every process of the node makes it, in any order. name: unknown to other users and new in every run."""
-        folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         self.path, self._place, self._words = folder / name, place, [""] * places
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -90,7 +90,7 @@ class Heartbeats:
         self._counted = False
         token = world.messages.from_main(secrets.token_hex(16))
         self.place = ranks.index(world.rank)
-        self.board = Board(f"shardwright-{token}-{ranks[0]}", place=self.place, places=len(ranks))
+        self.board = self._board(f"shardwright-{token}-{ranks[0]}", places=len(ranks))
         try:
             world.messages.barrier()
         finally:  # if another process could not make its part of it, too
@@ -101,6 +101,18 @@ class Heartbeats:
                 f" the same node ({world.nodes[self._node].name}); start the processes of a node in one container, or"
                 f" let their containers share {self.board.path.parent}"
             )
+
+    def _board(self, name: str, *, places: int) -> Board:
+        """The node's board, in the same folder on all processes. Raises UserError if neither has room."""
+        make, board = partial(Board, name, place=self.place, places=places), None
+        with suppress(UserError):
+            board = make(folder=SHARED_MEMORY)
+        messages = self._world.messages
+        if messages.from_main(messages.reduce(board is not None, lambda one, other: one and other)) and board:
+            return board
+        if board:
+            board.hide()
+        return make(folder=Path(tempfile.gettempdir()))
 
     def publish(self, words: Sequence[str]) -> None:
         """Replace what all nodes may know of this one's processes."""

@@ -6,18 +6,18 @@ from torch import nn
 
 from parallel.activation_checkpoint import checkpoint_blocks
 from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
-from parallel.fsdp import shard_blocks_and_root
+from parallel.fsdp import shard_blocks_and_root, shards_of
 from parallel.kernels import compile_blocks
 from parallel.mesh import Mesh
 
 
-def to_float8(model: nn.Module, config: Float8Config, *, device_type: str) -> str:
+def to_float8(model: nn.Module, config: Float8Config, *, device_type: str, shards: int = 1) -> str:
     """Swap linears for float8 ones, where the recipe asks for it: else nothing of float8 is imported."""
     if config.recipe == "none":
         return "float8: off"
     from parallel.float8 import convert_linears
 
-    return convert_linears(model, config, device_type=device_type)
+    return convert_linears(model, config, device_type=device_type, shards=shards)
 
 
 def split_matrices(model: nn.Module, mesh: Mesh, *, float8_gathers: bool, overlapped: bool) -> list[str]:
@@ -60,7 +60,7 @@ def parallelize(
     outside = mesh.tensor is not None and compile.enabled and activation_checkpointing.mode == "full"
     return [
         # First, while the linears are plain nn.Linear: torchao swaps them by type.
-        to_float8(model, float8, device_type=mesh.devices.device_type),
+        to_float8(model, float8, device_type=mesh.devices.device_type, shards=shards_of(mesh)),
         # On the (float8) linears: it replaces their parameters by parts, and hooks their inputs and outputs.
         *split_matrices(model, mesh, float8_gathers=float8.gather_activations, overlapped=layout.overlap_tensor),
         # After it, on the heads that it has left each process.

@@ -17,6 +17,7 @@ RECIPE is searched for in the current directory, then in the checkout. Environme
                    the same on all nodes; or, instead of it,
   NNODES, NODE_RANK, MASTER_ADDR   the number of nodes, the index of this one (from 0), and the address of node 0
   MASTER_PORT      a free port on node 0 (default 29500)
+                   In a PyTorchJob, these and NPROC default to the pod's PET_ variables.
   RESTARTS         how many times to restart from the newest checkpoint after a crash or a hang (default 0); on all nodes
 With NPROC or several nodes, --check checks the recipe for that many processes. Under SLURM, use scripts/slurm.sbatch.
 END
@@ -62,7 +63,20 @@ read_hosts() {
 if [ -n "${HOSTFILE:-}" ]; then
     read_hosts || exit 2
 fi
-NNODES=${NNODES:-1}
+# A PyTorchJob of Kubernetes says it in torchrun's own variables, which would override what torchrun is told here.
+NNODES=${NNODES:-${PET_NNODES:-}}
+NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-}}
+MASTER_ADDR=${MASTER_ADDR:-${PET_MASTER_ADDR:-}}
+MASTER_PORT=${MASTER_PORT:-${PET_MASTER_PORT:-}}
+[ -n "${NPROC:-}" ] || ! [ "${PET_NPROC_PER_NODE:-}" -gt 0 ] 2>/dev/null || NPROC=$PET_NPROC_PER_NODE
+unset "${!PET_@}"
+if [ -z "$NNODES" ]; then
+    NNODES=1
+    if [ "${WORLD_SIZE:-1}" != 1 ]; then
+        echo "WORLD_SIZE=$WORLD_SIZE is set, but not NNODES: set NNODES, NODE_RANK and MASTER_ADDR, or NNODES=1" >&2
+        exit 2
+    fi
+fi
 if ! [ "$NNODES" -gt 0 ] 2>/dev/null; then
     echo "NNODES=$NNODES: must be a number of nodes, 1 or more" >&2
     exit 2

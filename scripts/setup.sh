@@ -12,7 +12,7 @@ SETUP_VENV=$ROOT/.venv
 SETUP_STAMP=$SETUP_VENV/shardwright-stamp
 
 setup_say() { echo "set-up: $*" >&2; }
-setup_fail() { echo "set-up failed: $*" >&2; return 1; }
+setup_fail() { echo "set-up failed: $*" >&2; return 2; }
 
 # The stamp is written last, so an interrupted set-up has none. It holds the torch build and the lock file's checksum.
 # cksum is on every POSIX system, and enough to detect a stale environment.
@@ -65,7 +65,7 @@ setup_find_python() {
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then
             if ! "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
                 setup_fail "$candidate cannot create virtual environments; on Debian or Ubuntu: apt-get install python3-venv"
-                return 1
+                return 2
             fi
             echo "$candidate"
             return 0
@@ -161,9 +161,9 @@ setup_build() {
     if [ -e "$SETUP_VENV" ] && ! [ -e "$SETUP_VENV/setup.log" ]; then
         setup_fail "$SETUP_VENV exists but was not made by scripts/setup.sh;" \
             "remove it, or use it as it is by setting PYTHON=$SETUP_VENV/bin/python"
-        return 1
+        return 2
     fi
-    python=$(setup_find_python) || return 1
+    python=$(setup_find_python) || return
     setup_say "creating .venv from requirements.lock with $("$python" --version)"
     rm -rf "$SETUP_VENV" && mkdir "$SETUP_VENV" && : >"$SETUP_VENV/setup.log" || return 1
     if ! { setup_phase "creating the environment" "$python" -m venv "$SETUP_VENV" &&

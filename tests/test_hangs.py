@@ -47,6 +47,37 @@ def test_a_frozen_process_is_named_and_ended(ill: int, axis: str, start: Callabl
     assert not [pid for pid in family if words(pid)]
 
 
+MUON = ("--optimizer.name", "muon", "--optimizer.ns_steps", "99")
+"""Most of a step is Newton-Schulz, and what owners of matrices send each other."""
+GATHER = ("--mesh.context_by", "gather")
+
+
+@pytest.mark.parametrize(
+    ("axis", "options"),
+    [
+        ("shard", MUON),
+        ("replicate", (*MUON, "--mesh.shard", "1")),
+        ("tensor", MUON),
+        ("context", MUON),
+        ("context", ()),
+        ("context", GATHER),
+    ],
+    ids=str,
+)
+def test_a_process_frozen_in_muon_or_beside_its_context_group_is_named(
+    axis: str, options: tuple[str, ...], start: Callable[..., Started]
+) -> None:
+    run = start(*SHORT, "--run.steps", "100000", f"--mesh.{axis}", "2", *options)
+    run.read_until("step      2/")
+    [frozen] = [process for process in run.workers() if rank_of_fork(process) == 1]
+    os.kill(frozen, signal.SIGSTOP)
+    code, _, err = run.end()
+    assert code == HUNG, err
+    assert "does not answer; the process is frozen or its node is gone:\n" in err
+    assert f"  rank 1 on {platform.node()}: last seen in phase " in err
+    assert f"  1 of 2 processes wait for it, rank 0 on {platform.node()} in phase step of step " in err
+
+
 def test_a_run_continues_after_all_its_processes_were_stopped_and_continued(start: Callable[..., Started]) -> None:
     """As with Ctrl-Z or a debugger: the time in between is not a hang."""
     run = start(*SHORT, "--checkpoint.every", "0", "--run.steps", "100000")

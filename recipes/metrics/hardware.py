@@ -7,8 +7,9 @@ unknown device the metrics contain null, not a guess. Imports no torch.
 import re
 from dataclasses import dataclass
 
-MEMORY = {"H100": 81_559 * 2**20, "H200": 143_771 * 2**20}
-"""Bytes in all, as nvidia-smi reports them of the SXM modules, by their name in the names of recipes."""
+_MEBIBYTES = {"H100": 81_559, "H200": 143_771, "A100": 81_920, "A100-40": 40_960, "B200": 183_359, "H100-500W": 97_871}
+MEMORY = {gpu: mebibytes * 2**20 for gpu, mebibytes in _MEBIBYTES.items()}
+"""Bytes in all, as nvidia-smi reports them of the SXM modules, by their name in recipes."""
 # (part of the name from torch.cuda.get_device_name(), dense bf16 FLOP/s, source). The first match counts.
 BF16_PEAKS: tuple[tuple[str, float, str], ...] = (
     ("GB200", 2500e12, "NVIDIA GB200 NVL72 data sheet: 5,000 TFLOP/s bf16 sparse per GPU"),
@@ -53,9 +54,19 @@ class Hardware:
         return MEMORY[self.gpu]
 
 
-def hardware_of(name: str) -> Hardware | None:
-    """The hardware in the name of a recipe or of its run, such as "llama3_70b_64x8h100"; None if there is none."""
-    found = re.search(rf"_(?:(\d+)x)??(?:(\d+)x?)?({'|'.join(MEMORY)})(?![a-z0-9])", name, re.IGNORECASE)
+_NUMBER = r"([1-9]\d{0,5})"
+_WRITTEN = rf"(?:{_NUMBER}x)??(?:{_NUMBER}x?)?({'|'.join(sorted(MEMORY, key=len, reverse=True))})"
+
+
+def hardware_of(name: str, *, written: str = "") -> Hardware | None:
+    """The hardware in the name of a recipe or of its run, such as "llama3_70b_64x8h100"; None if there is none.
+
+    written: run.hardware, such as "64x8h100", which counts instead of the name if it is not empty.
+    """
+    if written:
+        found = re.fullmatch(_WRITTEN, written, re.IGNORECASE)
+    else:
+        found = re.search(rf"_{_WRITTEN}(?![a-z0-9])", name, re.IGNORECASE)
     if found is None:
         return None
     nodes, each = int(found[1] or 1), int(found[2] or 1)

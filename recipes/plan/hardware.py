@@ -59,11 +59,11 @@ GPUS = {
     for gpu in (
         _sxm("H100", memory=MEMORY["H100"], bandwidth=3.35e12),
         _sxm("H200", memory=MEMORY["H200"], bandwidth=4.8e12, family="hopper, HBM3e"),
-        _A100("A100", memory=81_920 * 2**20, bandwidth=2.039e12, source="NVIDIA A100 data sheet, SXM, 80 GB"),
-        _A100("A100-40", memory=40_960 * 2**20, bandwidth=1.555e12, source="NVIDIA A100 data sheet, SXM, 40 GB"),
+        _A100("A100", memory=MEMORY["A100"], bandwidth=2.039e12, source="NVIDIA A100 data sheet, SXM, 80 GB"),
+        _A100("A100-40", memory=MEMORY["A100-40"], bandwidth=1.555e12, source="NVIDIA A100 data sheet, SXM, 40 GB"),
         _sxm(
             "B200",
-            memory=183_359 * 2**20,
+            memory=MEMORY["B200"],
             bandwidth=8e12,
             link=900e9,
             source="NVIDIA DGX B200 data sheet",
@@ -72,7 +72,7 @@ GPUS = {
         ),
         _sxm(
             "H100-500W",
-            memory=97_871 * 2**20,
+            memory=MEMORY["H100-500W"],
             bandwidth=2.4e12,
             source="Meta's H100 of 500 W with HBM2e (docs of torchtitan's benchmarks)",
             family="hopper, 500 W",

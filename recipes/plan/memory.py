@@ -118,7 +118,7 @@ def _gradients(size: Sizes, layers: int, *, head: bool, rest: bool = True) -> Pi
     done = blocks * size.block.share + (size.tables - tables) * size.table.share + (0 if rest else size.norm.share)
     held = size.held if rest else 0  # until the backward pass ends
     return {
-        "accumulated gradients": size.reduced * whole if size.accumulates else 0,
+        "accumulated gradients": 4 * whole if size.accumulates else 0,
         "reduced gradients": (held if size.recipe.fsdp.cpu_offload else 4 + held) * done,
     }
 
@@ -282,9 +282,9 @@ def _embedding(size: Sizes) -> Pieces:
         return last
     own |= _weights(size, layers if keeps else 0, head=keeps, buffers=0)
     before = _fuller(last, _gradients_before(size, 0) | own)
-    if size.micro_batches > 2 or size.element == size.reduced:
+    if size.micro_batches > 2 or size.element == 4:
         return before
-    # The first of two micro-batches copies it to the type in which gradients are added.
+    # The first of two micro-batches copies it to float32, in which gradients are added.
     return _fuller(before, _gradients(size, layers, head=True) | own | {"new gradients": table if size.tied else parts})
 
 

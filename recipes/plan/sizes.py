@@ -7,7 +7,7 @@ from math import gcd
 
 from models.activations import Kept, Widths, at_swiglu_per_token, saved_per_token
 from parallel.config import MeshDegrees
-from recipes.plan.work import not_float8
+from recipes.recipe.rules_mesh import not_float8
 from recipes.recipe.schema import Recipe
 
 Pieces = dict[str, int]
@@ -77,7 +77,7 @@ class Sizes:
 
     @cached_property
     def reduced(self) -> int:
-        """Bytes of an element of gradients that are summed."""
+        """Bytes of an element of gradients that processes sum; micro-batches are added up in float32."""
         return 2 if self.recipe.fsdp.reduce_dtype == "bfloat16" else 4
 
     @cached_property
@@ -213,7 +213,7 @@ class Sizes:
         if self.shards > 1:
             return beside + rounded
         divided = self.reduced * unit.whole if self.degrees.replicate > 1 else 0
-        gone = (self.reduced if self.accumulates else self.element) * unit.whole
+        gone = (4 if self.accumulates else self.element) * unit.whole
         return beside + max(divided, rounded) - gone
 
     @cached_property

@@ -9,8 +9,9 @@ from functools import lru_cache
 from operator import add
 from typing import Literal, NamedTuple
 
-from models.config import LINEARS, LINEARS_IN
-from parallel.config import ActivationCheckpointingConfig, Float8Config, MeshDegrees
+from models.config import LINEARS
+from parallel.config import ActivationCheckpointingConfig, MeshDegrees
+from recipes.recipe.rules_mesh import not_float8
 from recipes.recipe.schema import Recipe
 
 Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
@@ -155,11 +156,6 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8) -> Work:
         overlap_tensor=recipe.mesh.overlap_tensor,
         per_node=per_node,
     )
-
-
-def not_float8(config: Float8Config) -> frozenset[str]:
-    """The linears that are excluded in every block; those excluded in single blocks, by number, are left out."""
-    return frozenset(name for part in config.exclude for name in LINEARS_IN.get(part, (part,)) if name in LINEARS)
 
 
 @lru_cache

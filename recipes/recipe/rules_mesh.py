@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from models.config import ModelConfig
+from models.config import LINEARS, LINEARS_IN, ModelConfig
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
 from parallel.errors import UserError, listed
 from parallel.nodes import Node, require_like_nodes, require_neighbours
@@ -12,8 +12,18 @@ from recipes.data.config import BatchConfig
 from recipes.recipe.fields import Problem, Violation, refusal
 
 
-def require_fits_world(mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[Node]) -> None:
-    """Raises one UserError with everything about the layout that does not fit the processes of these nodes."""
+def require_fits_world(
+    mesh: MeshConfig,
+    batch: BatchConfig,
+    *,
+    nodes: Sequence[Node],
+    float8: Float8Config | None = None,
+    model: ModelConfig | None = None,
+) -> None:
+    """Raises one UserError with everything about the layout that does not fit the processes of these nodes.
+
+    float8, model: with them, also what float8 needs.
+    """
     if mesh.shard == "node":
         require_like_nodes(nodes)
     require_neighbours(nodes, tensor=mesh.tensor)
@@ -23,6 +33,8 @@ def require_fits_world(mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[
         *tensor_groups_fit_nodes(mesh, nodes=nodes),
         *batch_divides(batch, mesh=mesh, processes=processes, nodes=len(nodes)),
     ]
+    if float8 is not None and model is not None:
+        found += float8_rows_divide(mesh, float8=float8, model=model, processes=processes, nodes=len(nodes))
     if found:
         problems = [Problem(key, message) for key, message in found]
         raise refusal(problems, where=f"the recipe on {processes} processes")
@@ -174,6 +186,38 @@ def float8_fits_tensor(mesh: MeshConfig, *, float8: Float8Config) -> Iterator[Vi
         yield "float8.all_gather", "would train to other numbers with mesh.tensor > 1; write all_gather = false"
     if float8.sample_every:
         yield "float8.sample_every", "does not work with mesh.tensor > 1 yet; write 0"
+
+
+def float8_rows_divide(
+    mesh: MeshConfig, *, float8: Float8Config, model: ModelConfig, processes: int | None, nodes: int | None
+) -> Iterator[Violation]:
+    """FSDP gathers weights in float8 without padding, so each process has as many rows of each matrix.
+
+    The matrices of a model of transformers are known when it is built: parallel/float8.py looks at them.
+    """
+    if not float8.all_gather or model.by_transformers or any(mesh_fits(mesh, processes=processes, nodes=nodes)):
+        return
+    degrees = fitted_mesh(mesh, processes, nodes)
+    shards, excluded = degrees.shard * degrees.context, not_float8(float8)
+    query, key = model.heads * model.head_width, model.key_value_heads * model.head_width
+    inner = model.feed_forward_width
+    every = dict(zip(LINEARS, (query, key, key, model.width, inner, inner, model.width), strict=True))
+    rows = {name: count for name, count in every.items() if name not in excluded}
+    if not model.tied_embeddings and "lm_head" not in float8.exclude:
+        rows["lm_head"] = model.vocabulary
+    uneven = next((name for name, count in rows.items() if count % shards), None)
+    if uneven is None:
+        return
+    possible = [degree for degree in range(2, degrees.shard) if degrees.shard % degree == 0]
+    fitting = [degree for degree in possible if not any(count % (degree * degrees.context) for count in rows.values())]
+    larger = f"mesh.shard = {fitting[-1]} with mesh.replicate = -1, or " if fitting and processes else ""
+    rule = f"{shards} processes cannot share the {rows[uneven]} rows of {uneven} equally"
+    yield "float8.all_gather", f"{rule}; write {larger}all_gather = false"
+
+
+def not_float8(config: Float8Config) -> frozenset[str]:
+    """The linears that are excluded in every block; those excluded in single blocks, by number, are left out."""
+    return frozenset(name for part in config.exclude for name in LINEARS_IN.get(part, (part,)) if name in LINEARS)
 
 
 def tensor_can_overlap(mesh: MeshConfig, *, compile: CompileConfig, device: str) -> Iterator[Violation]:

@@ -45,6 +45,8 @@ class RunConfig:
     """Seed of the initial weights and the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" = the GPUs if there are any, otherwise the CPU."""
+    hardware: str = ""
+    """GPUs that --check and --plan assume: "8xh100", or "48x8h100" for 48 nodes; "" = those in the recipe's name."""
     max_skipped_steps: Annotated[int, Ge(1)] = 10
     """A step whose loss or gradient norm is NaN or infinite is skipped; this many in a row stop the run."""
     loss_spike_z: Annotated[float, Ge(0)] = 0.0

@@ -37,7 +37,7 @@ def check(
     """
     check_output_folder(recipe)
     trunk = _trunk(recipe, origins)
-    hardware = hardware_of(recipe.run.name) if recipe.run.device != "cpu" else None
+    hardware = hardware_of(recipe.run.name, written=recipe.run.hardware) if recipe.run.device != "cpu" else None
     stages = [Facts.of(stage, processes, nodes, hardware) for stage in stages_of(recipe)]
     other = "" if processes else "; for other numbers: --check --processes N --nodes M"
     lines = [*_head(recipe), *trunk, *_lines_of_stages(stages, other)]

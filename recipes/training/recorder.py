@@ -72,6 +72,7 @@ class Recorder:
         self._validated: dict[str, float] = {}  # the columns of the validation at the step that follows
         self._validated_at = -1
         self._keep_best = recipe.checkpoint.keep_best
+        self._matrix_share = recipe.optimizer.matrix_share if recipe.optimizer.name == "muon" else None
         self.goodput = after.goodput if after else Goodput(clock, before=progress)
         self._compute: ComputeTime | None = None
         self._stragglers: Stragglers | None = None
@@ -137,6 +138,7 @@ class Recorder:
                 "grad_norm": found.norm.item(),
                 **{column: value.item() for column, value in found.columns.items()},
                 "lr": learning_rate,
+                **({"matrix_lr": learning_rate * self._matrix_share} if self._matrix_share else {}),
                 "step_seconds": step_seconds,
                 "eta_seconds": (self._steps - step) * step_seconds if self._knows_pace else None,
                 "data_seconds": data_seconds,

@@ -2,10 +2,13 @@
 
 import os
 import platform
+import re
 import resource
 import socket
 import statistics
-from contextlib import suppress
+import subprocess
+import sys
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 
 import pytest
@@ -13,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from parallel.config import MeshDegrees
-from parallel.dist import ALLOCATOR_VARIABLES, allocator_settings, let_segments_grow, start, stop
+from parallel.dist import ALLOCATOR_VARIABLES, LAUNCHED, TASKS, allocator_settings, let_segments_grow, start, stop
 from parallel.errors import UserError
 from parallel.mesh import build_mesh
-from tests.processes import run_processes
+from tests.processes import ROOT, free_ports, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -61,8 +64,57 @@ def test_a_variable_that_connects_all_processes_to_all_is_refused_before_any_con
     assert found == [f"{said}TORCH_GLOO_LAZY_INIT=1"] * 2
 
 
+HERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+JOB = {"RANK": "0", "WORLD_SIZE": "2", **HERE}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            JOB,
+            "RANK=0 and WORLD_SIZE=2 without LOCAL_RANK, which torchrun sets, too; scripts/run.sh starts the process",
+        ),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "without MASTER_ADDR and MASTER_PORT, which"),
+        ({"RANK": "", "WORLD_SIZE": "8"}, "WORLD_SIZE=8 without RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which"),
+        (JOB | {"LOCAL_RANK": "0", "RANK": "2"}, "RANK=2, LOCAL_RANK=0, WORLD_SIZE=2 is no place among processes"),
+        (JOB | {"LOCAL_RANK": "one"}, "LOCAL_RANK=one, WORLD_SIZE=2 is no place among processes"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4: each of these processes would do the same; scripts/"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2: each of these processes would do the same"),
+        ({"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "1", **HERE}, ""),
+    ],
+)
+def test_variables_of_other_launchers_are_refused_in_a_sentence(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*LAUNCHED, *TASKS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(message)) if message else nullcontext():
+        start("cpu", seed=0)
+        stop()
+
+
+def test_a_process_says_whom_it_waits_for_if_something_else_than_torchrun_starts_the_others() -> None:
+    [port] = free_ports(1)
+    code = 'from parallel.dist import start; start("cpu", seed=0)'
+    given = JOB | {"LOCAL_RANK": "0", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    process = subprocess.Popen([sys.executable, "-c", code], env=given, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+    finally:
+        process.kill()
+        process.communicate()
+    assert line == (
+        f"RANK=0 WORLD_SIZE=2: waiting at 127.0.0.1:{port} for the other processes, which something else must start\n"
+    )
+
+
 def timeouts_without_a_launcher(timeout: timedelta) -> set[timedelta]:
-    del os.environ["RANK"]
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
     start("cpu", seed=0, timeout=timeout)
     mesh = build_mesh(MeshDegrees(1, 1), device_type="cpu")
     groups = (dist.distributed_c10d._get_default_group(), mesh.data_group, mesh.loss_group)

@@ -161,7 +161,7 @@ def run_sh(checkout: Path, *arguments: str, **environment: str) -> tuple[subproc
     calls = checkout / "calls"
     python = executable(
         checkout / "python",
-        f'[ "$1" = - ] || echo "$OMP_NUM_THREADS" "$@" >>{calls}\n'
+        f'[ "$1" = - ] || echo "$OMP_NUM_THREADS" "$@" $(env | grep ^PET_) >>{calls}\n'
         'case "$*" in *bad.toml*--check*) echo "1 problem" >&2; exit 2;; esac',
     )
     elsewhere = checkout / "elsewhere"
@@ -200,6 +200,36 @@ def test_run_passes_nodes_and_their_processes_on(checkout: Path) -> None:
 def test_run_requires_the_node_rank_with_several_nodes(checkout: Path) -> None:
     result, _ = run_sh(checkout, "pyproject.toml", NPROC="4", NNODES="2")
     assert "set NODE_RANK (0 to NNODES - 1) and MASTER_ADDR" in result.stderr
+
+
+@pytest.mark.slow
+def test_run_takes_the_nodes_of_a_pytorchjob_and_hides_its_variables_from_torchrun(checkout: Path) -> None:
+    """Else PET_NNODES overrides --standalone, and torchrun waits for nodes that nobody starts."""
+    record = checkout / "calls"
+    pod = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_MAX_RESTARTS": "9"}
+    job = {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
+    _, calls = run_sh(checkout, "pyproject.toml", **pod, **job)
+    assert "--nnodes=2 --node-rank=1 --master-addr=127.0.0.1 --master-port=23456 --nproc-per-node=4" in calls[1]
+    assert "PET_" not in calls[1]
+    record.unlink()
+    _, calls = run_sh(checkout, "pyproject.toml", NNODES="1", NPROC="3", **pod, **job)
+    assert "--standalone --nproc-per-node=3" in calls[1]
+    result, _ = run_sh(checkout, "pyproject.toml", PET_NNODES="2", NPROC="2")
+    assert (result.returncode, "NNODES=2: set NODE_RANK" in result.stderr) == (2, True)
+    result, _ = run_sh(checkout, "pyproject.toml", PET_NNODES="1:2", NPROC="2")
+    assert (result.returncode, "NNODES=1:2: must be a number" in result.stderr) == (2, True)
+    record.unlink()
+    result, calls = run_sh(checkout, "pyproject.toml", NPROC="2", **job)
+    assert (result.returncode, calls) == (2, [])
+    assert "WORLD_SIZE=8 is set, but not NNODES: set NNODES, NODE_RANK and MASTER_ADDR, or NNODES=1" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["/nowhere", "./nowhere", "/dev/null"])
+def test_run_refuses_an_interpreter_that_is_not_there(checkout: Path, python: str) -> None:
+    result, calls = run_sh(checkout, "pyproject.toml", PYTHON=python)
+    assert (result.returncode, calls) == (2, [])
+    assert "does not exist or cannot be executed" in result.stderr
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ class Background:
         """Log that the run has waited so many seconds for tokens of this source, and what the process does."""
         self._log(
             f"waiting for the tokens of {source} for {waited:.0f} s; process {self._process.pid} has made"
-            f" {counted(self._tokens.value)}"
+            f" {counted(self._tokens.value)} tokens"
         )
 
     def _start(self) -> None:

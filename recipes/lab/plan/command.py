@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -143,6 +144,26 @@ def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -
     return Answer(table(recipe, found, money), numbers, draw)
 
 
+class Progress:
+    """Says on standard error that a search goes on: once after a second, on a terminal anew each second."""
+
+    def __init__(self) -> None:
+        self._began = self._said = time.monotonic()
+
+    def __call__(self) -> None:
+        now, first = time.monotonic(), self._said == self._began
+        if now - self._said < 1 or not (first or sys.stderr.isatty()):
+            return
+        self._said = now
+        start, end = ("\r", f", {now - self._began:.0f} s ") if sys.stderr.isatty() else ("", "\n")
+        print(f"{start}searching; many GPUs take a minute{end}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Remove the line from a terminal."""
+        if self._said > self._began and sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 def _searched(path: str, changes: Sequence[str], options: Options, world: World) -> Answer:
     """The fastest recipe that fits."""
     from recipes.lab.plan.found import write
@@ -150,6 +171,7 @@ def _searched(path: str, changes: Sequence[str], options: Options, world: World)
 
     recipe = load(path, changes, elsewhere=True)
     fixed = frozenset(word[2:].partition("=")[0].replace("-", "_") for word in changes if word.startswith("--"))
+    progress = Progress()
     found = search(
         recipe,
         processes=world.processes,
@@ -158,7 +180,9 @@ def _searched(path: str, changes: Sequence[str], options: Options, world: World)
         rates=world.rates,
         numerics=options.numerics,
         fixed=fixed,
+        progress=progress,
     )
+    progress.end()
 
     def numbers_of(plan: Plan | None) -> dict[str, Any] | None:
         return None if plan is None else as_json(Size(world, plan), options.money)

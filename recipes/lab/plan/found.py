@@ -11,6 +11,7 @@ from recipes.files.reading import fault
 from recipes.lab.plan.plan import Plan
 from recipes.lab.plan.screen import number
 from recipes.lab.plan.search_space import SEARCHED, Changes, changes
+from recipes.metrics.hardware import MEMORY
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL
 from recipes.recipe.fields import toml
@@ -113,6 +114,11 @@ class Found:
         lines = [*self._table(rows), ""]
         if self.original is None:
             lines += [f"As it is, the recipe cannot run on {self.processes:,} processes."]
+        if self.best.recipe != self.recipe and self.original:
+            gain = self.best.time.tokens_per_second / self.original.time.tokens_per_second - 1
+            off = self.best.time.spread
+            sure = "less than that: measure both" if gain < off else "more than that"
+            lines += [f"Each time is predicted within {off:.0%}; the gain of {gain:+.1%} is {sure}.", ""]
         if difference := self.difference():
             lines += ["The fastest, to paste into the recipe (--write FILE makes one of it):", *_indented(difference)]
         else:
@@ -244,6 +250,10 @@ def write(found: Found, file: Path, *, base: Path) -> None:
     changed = changes(load(base, rules=False), best)
     if "run.name" not in found.fixed:
         changed = {"run": changed.pop("run", {}) | {"name": file.stem}, **changed}
+    if found.gpu.name in MEMORY:  # else measured, as a CPU is
+        count = f"{found.nodes}x{found.processes // found.nodes}" if found.nodes > 1 else f"{found.processes}x"
+        hardware = {"hardware": f"{count}{found.gpu.name.lower()}"}
+        changed = {"run": changed.pop("run", {}) | hardware, **changed}
     for section, one, several in (("data", "source", "mixture"), ("validation", "source", "sources")):
         if section in changed and getattr(getattr(best, section), several):
             changed[section].pop(one, None)  # loading refuses both

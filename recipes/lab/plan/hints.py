@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from parallel.errors import UserError
+from parallel.errors import UserError, listed
 from recipes.lab.plan.plan import Plan, plan
+from recipes.lab.plan.search_space import CHUNKS, PREFETCH, divisors
 from recipes.lab.plan.world import World
 from recipes.recipe.fields import toml, with_values
 from recipes.recipe.rules import violations_elsewhere
 from recipes.recipe.rules_mesh import fitted_mesh
-from recipes.recipe.schema import Recipe
 
 WORTH_IT = 0.01
 """Less of a gain is not worth a line."""
@@ -36,21 +36,28 @@ def hint(found: Plan, world: World) -> str:
 
 def _others(found: Plan, world: World) -> Iterator[tuple[str, Plan]]:
     """Plans that fit and differ in one setting, which changes nothing of what is trained."""
-    for key, value in _settings(found.recipe):
-        recipe = with_values(found.recipe, {key: value})
+    for values in _settings(found):
+        recipe = with_values(found.recipe, values)
         if not any(violations_elsewhere(recipe, processes=world.processes, nodes=world.nodes)):
             degrees = fitted_mesh(recipe.mesh, world.processes, world.nodes)
             with suppress(UserError):  # of what the model of time does not know
                 other = plan(recipe, degrees, gpu=found.gpu, rates=world.rates)
                 if other.fits:
-                    yield f"{key} = {toml(value)}", other
+                    yield listed(f"{key} = {toml(value)}" for key, value in values.items()), other
 
 
-def _settings(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    """Each with one other value."""
+def _settings(found: Plan) -> Iterator[dict[str, Any]]:
+    """Each with one other value; another mesh may need two."""
+    recipe, mesh = found.recipe, found.recipe.mesh
     micro, way = recipe.batch.micro_batch_size, recipe.activation_checkpointing
-    yield "compile.enabled", not recipe.compile.enabled
-    yield from (("activation_checkpointing.mode", mode) for mode in ("none", "selective", "full") if mode != way.mode)
-    yield "fsdp.reshard_after_forward", not recipe.fsdp.reshard_after_forward
-    yield from (("batch.micro_batch_size", size) for size in (micro // 2, 2 * micro) if size)
-    yield from (("mesh.tensor", degree) for degree in (recipe.mesh.tensor // 2, 2 * recipe.mesh.tensor) if degree)
+    yield {"compile.enabled": not recipe.compile.enabled}
+    yield from ({"activation_checkpointing.mode": mode} for mode in ("none", "selective", "full") if mode != way.mode)
+    yield {"fsdp.reshard_after_forward": not recipe.fsdp.reshard_after_forward}
+    yield from ({"fsdp.prefetch": blocks} for blocks in PREFETCH)
+    yield from ({"batch.loss_chunks": chunks} for chunks in CHUNKS)
+    yield from ({"batch.micro_batch_size": size} for size in (micro // 2, 2 * micro) if size)
+    rest = {} if mesh.shard == -1 else {"mesh.shard": -1}
+    yield from ({"mesh.replicate": degree, **rest} for degree in divisors(found.degrees.data_parallel))
+    for axis in ("context", "tensor"):
+        degree = getattr(mesh, axis)
+        yield from ({f"mesh.{axis}": other} for other in (degree // 2, 2 * degree) if other)

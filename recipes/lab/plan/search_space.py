@@ -15,6 +15,7 @@ from recipes.recipe.rules_mesh import (
     batch_divides,
     fitted_mesh,
     float8_fits_tensor,
+    float8_rows_divide,
     gather_has_a_kernel,
     mesh_divides_model,
     mesh_fits,
@@ -39,6 +40,7 @@ REASONS = {
     "batch.sequence_length": SEQUENCE,
     "mesh.tensor": "the model's matrices do not divide",
     "mesh.context": "the heads do not divide",
+    "float8.all_gather": "rows gathered in float8 do not divide",
     **dict.fromkeys(("mesh", "mesh.shard", "mesh.replicate"), "the degrees do not fit the processes"),
 }
 """Key of a broken rule -> what is wrong with the mesh, in a few words."""
@@ -102,6 +104,7 @@ class Space:
             mesh_fits(mesh, **world),
             mesh_divides_model(mesh, model=model, batch=batch, float8=float8, **world),
             float8_fits_tensor(mesh, float8=float8),
+            float8_rows_divide(mesh, float8=float8, model=model, **world),
             tensor_can_overlap(mesh, compile=recipe.compile, device=recipe.run.device),
             gather_has_a_kernel(mesh, attention=recipe.attention),
             batch_divides(batch, mesh=mesh, **world),

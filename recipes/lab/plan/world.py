@@ -1,4 +1,4 @@
-"""The GPUs that a plan is made for, and their number: asked for, in the recipe's name, in this machine, or assumed.
+"""The GPUs that a plan is for, and their number: asked for, in the recipe or its name, in this machine, or assumed.
 
 Imports no torch.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parallel.config import MeshDegrees
 from parallel.errors import UserError, listed
-from recipes.metrics.hardware import hardware_of
+from recipes.metrics.hardware import Hardware, hardware_of
 from recipes.plan.hardware import GPUS, Gpu, devices, gpu_of
 from recipes.plan.rates import RATES, Rates
 from recipes.recipe.fields import one_line
@@ -50,19 +50,19 @@ def world_of(recipe: Recipe, asked: Asked, *, processes: int | None = None, node
     """The GPUs to plan for. Raises UserError if the processes cannot be divided among the nodes.
 
     Args:
-        recipe: its name may hold a kind of GPU and a number, or else its mesh decides about the number.
+        recipe: it or its name may say a kind of GPU and a number, or else its mesh decides about the number.
         asked: about the kind of GPU.
         processes: as asked.
         nodes: as asked.
     """
-    named = hardware_of(recipe.run.name) or hardware_of(asked.file)
+    named, named_by = _named(recipe, asked)
     if processes is None and nodes is not None:
         per_node = _device(recipe, asked, processes=1)[0].per_node
         processes, number_from = nodes * per_node, f"--nodes, {per_node} in each"
     elif processes is not None:
         number_from = "--processes"
     elif named:
-        processes, nodes, number_from = named.processes, named.nodes, "from the recipe's name"
+        processes, nodes, number_from = named.processes, named.nodes, named_by
     else:
         processes, number_from = fitted_mesh(recipe.mesh, None, None).processes, "the fewest that the mesh allows"
     gpu, rates, kind_from = _device(recipe, asked, processes=processes)
@@ -85,6 +85,14 @@ def degrees_of(recipe: Recipe, world: World) -> MeshDegrees:
         raise UserError(f"{world.processes:,} {world.gpu.name}: {one_line(error)}") from None
 
 
+def _named(recipe: Recipe, asked: Asked) -> tuple[Hardware | None, str]:
+    """(the hardware that the recipe is for, if it says so, and where it does)."""
+    run = recipe.run
+    if run.hardware:
+        return hardware_of("", written=run.hardware), "from run.hardware"
+    return hardware_of(run.name) or hardware_of(asked.file), "from the recipe's name"
+
+
 def _device(recipe: Recipe, asked: Asked, *, processes: int) -> tuple[Gpu, Rates, str]:
     """The GPU, its rates on so many processes, and where it comes from."""
     gpu = None if asked.gpu is None else gpu_named(asked.gpu)
@@ -94,8 +102,9 @@ def _device(recipe: Recipe, asked: Asked, *, processes: int) -> tuple[Gpu, Rates
         return *calibrated(asked.calibrated_by, gpu, processes=processes), f"measured: {asked.calibrated_by.name}"
     if gpu is not None:
         return gpu, RATES, "--gpu"
-    if named := hardware_of(recipe.run.name) or hardware_of(asked.file):
-        return GPUS[named.gpu], RATES, "from the recipe's name"
+    named, named_by = _named(recipe, asked)
+    if named:
+        return GPUS[named.gpu], RATES, named_by
     if recipe.run.device == "cpu":
         return GPUS[ASSUMED], RATES, 'assumed: run.device is "cpu", which --calibrated-by FILE describes'
     for device, memory in devices()[:1]:

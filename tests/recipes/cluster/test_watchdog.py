@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from models.sizes import SIZES
+from parallel import heartbeats
 from parallel.config import MeshConfig
 from parallel.dist import on_main, start, stop
 from parallel.heartbeats import ALARM, HUNG, Heartbeats, connect
@@ -178,8 +179,11 @@ class CountingStore:
         return counted
 
 
-def exchange(per_node: int) -> list[object]:
-    """What each process sees before and after an alarm. per_node: processes of each of the nodes."""
+def exchange(per_node: int, full: int | None = None) -> list[object]:
+    """What each process sees before and after an alarm. per_node: processes of each of the nodes. full: the rank whose
+    machine has no room in memory."""
+    if os.environ["RANK"] == str(full):
+        heartbeats.SHARED_MEMORY = Path("/proc")
     os.environ["GROUP_RANK"] = str(int(os.environ["RANK"]) // per_node)
     world = start("cpu", seed=0)
     beats = Heartbeats(world)
@@ -206,7 +210,16 @@ def exchange(per_node: int) -> list[object]:
 
 @pytest.mark.slow
 def test_every_process_reads_all_heartbeats_and_the_alarm() -> None:
-    answers = run_processes(4, exchange, 2)
+    require_heartbeats_and_alarm(run_processes(4, exchange, 2))
+
+
+@pytest.mark.slow
+def test_processes_watch_each_other_where_one_finds_no_room_in_memory() -> None:
+    """It was refused, although there is a folder for temporary files."""
+    require_heartbeats_and_alarm(run_processes(4, exchange, 2, 1))
+
+
+def require_heartbeats_and_alarm(answers: list[Any]) -> None:
     assert sorted(answer[2] for answer in answers) == [False] * 3 + [True]
     boards = [["report of 0", "report of 1"], ["report of 2", "report of 3"]]
     for rank, (before, name_is_there, _, after, posted, alarm, hung) in enumerate(answers):

@@ -91,6 +91,7 @@ def test_the_predicted_peak_is_that_of_a_step(mode: str, chunks: int, reshard: s
         [*DEBUG, "--fsdp.prefetch=3", "--batch.loss_chunks=8"],
         [*DEBUG, "--fsdp.reduce_dtype=bfloat16", "--batch.global_batch_size=32"],
         [*SHORT, "--fsdp.reduce_dtype=bfloat16", "--mesh.replicate=2", "--mesh.shard=4", "--batch.loss_chunks=8"],
+        [*SHORT, "--fsdp.reduce_dtype=bfloat16", "--batch.global_batch_size=48"],
         [*LLAMA_DEBUG, "--batch.loss_chunks=8", "--batch.global_batch_size=32"],
         [*LLAMA_DEBUG, "--batch.loss_chunks=8", "--fsdp.reshard_after_forward=false"],
     ],

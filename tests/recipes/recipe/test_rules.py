@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -365,6 +366,20 @@ def test_blocks_that_cannot_recompute_are_refused(mode: Any, blocks: Any, messag
     assert message in the_rule(recipe, "activation_checkpointing.blocks")
 
 
+# Hardware
+
+
+@pytest.mark.parametrize("hardware", ["8h100s", "0xh100", "x8h100", "8xtpu", "48x8x8h100", "_8xh100"])
+def test_hardware_that_is_unknown_is_refused(hardware: str) -> None:
+    found = the_rule(Recipe(run=RunConfig(hardware=hardware)), "run.hardware")
+    assert 'write one such as "8xh100" or "48x8h100", with h100, h200' in found
+
+
+@pytest.mark.parametrize("hardware", ["h100", "8xH100", "8h200", "48x8h100", "2x8xb200", "8xa100-40"])
+def test_hardware_that_is_known_is_accepted(hardware: str) -> None:
+    assert not broken_by(Recipe(run=RunConfig(hardware=hardware)))
+
+
 # Float8
 
 
@@ -372,6 +387,44 @@ def test_blocks_that_cannot_recompute_are_refused(mode: Any, blocks: Any, messag
 def test_float8_all_gather_without_tensorwise_scaling_is_refused(recipe: Literal["none", "rowwise"]) -> None:
     found = the_rule(Recipe(float8=Float8Config(recipe, all_gather=True)), "float8.all_gather")
     assert f'needs recipe = "tensorwise", not "{recipe}"; write all_gather = false' in found
+
+
+GATHERED = Recipe(
+    model=SIZES["smollm3_3b"],
+    batch=BatchConfig(global_batch_size=48, micro_batch_size=1),
+    float8=Float8Config("tensorwise", all_gather=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "processes", "shards", "remedy"),
+    [
+        (MeshConfig(), 24, 24, "mesh.shard = 8 with mesh.replicate = -1, or "),
+        (MeshConfig(context=3, context_by="gather"), None, 3, ""),
+        (MeshConfig(replicate=4, shard=3, context=2), 24, 6, ""),
+        (MeshConfig(shard=6, context=2, replicate=2), 24, 12, "mesh.shard = 2 with mesh.replicate = -1, or "),
+    ],
+)
+def test_float8_all_gather_is_refused_where_processes_cannot_share_the_rows_of_a_matrix_equally(
+    mesh: MeshConfig, processes: int | None, shards: int, remedy: str
+) -> None:
+    recipe = replace(GATHERED, mesh=mesh, batch=replace(GATHERED.batch, sequence_length=6144))
+    found = the_rule(recipe, "float8.all_gather", processes=processes)
+    assert found == f"{shards} processes cannot share the 2048 rows of q_proj equally; write {remedy}all_gather = false"
+    assert not broken_by(replace(recipe, float8=Float8Config("tensorwise")), processes=processes)
+    others = replace(recipe, float8=replace(recipe.float8, exclude=("attention", "down_proj", "lm_head")))
+    assert "11008 rows of gate_proj" in the_rule(others, "float8.all_gather", processes=processes)
+    if processes is not None:
+        mesh = replace(mesh, shard=8 // mesh.context, replicate=-1)
+        assert not broken_by(replace(recipe, mesh=mesh), processes=processes)
+
+
+def test_float8_all_gather_is_refused_on_other_numbers_of_processes_after_a_resume() -> None:
+    for processes in (8, 24):
+        nodes = arrange([(f"host{process // 8}", 0) for process in range(processes)])
+        of = GATHERED
+        with pytest.raises(UserError, match="24 processes cannot share") if processes == 24 else nullcontext():
+            require_fits_world(of.mesh, of.batch, nodes=nodes, float8=of.float8, model=of.model)
 
 
 def test_float8_all_gather_with_tensorwise_scaling_is_accepted() -> None:

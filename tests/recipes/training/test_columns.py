@@ -124,7 +124,7 @@ def test_a_run_that_asks_writes_the_columns_and_validates_without_the_z_loss(sma
         checkpoint={"every": 0},
         validation={"every": 3},
         metrics={"grad_norms": True, "every": 2},
-        optimizer={"z_loss": 1.0},
+        optimizer={"z_loss": 1.0, "name": "muon", "matrix_lr": 0.02, "lr": 0.005},
     )
     assert "z_loss = 1.0" in to_toml(recipe)
     world = start("cpu", seed=0)
@@ -137,6 +137,7 @@ def test_a_run_that_asks_writes_the_columns_and_validates_without_the_z_loss(sma
     assert [row["step"] for row in steps] == [1, 2, 3]
     for row in steps:
         assert {f"grad_norm/{role}" for role in ROLES if role != "head"} | {"z_loss"} <= set(row)
+        assert row["matrix_lr"] == pytest.approx(4 * row["lr"])
         assert row["z_loss"] > 5 * row["loss"] > 0  # log(512)^2 is 39
     [validation] = [row["validation_loss"] for row in rows if "validation_loss" in row]
     assert validation == pytest.approx(steps[-1]["loss"], rel=0.1)

@@ -75,7 +75,8 @@ def test_plan_is_one_screen_on_standard_output_without_torch(options: list[str],
         capture_output=True,
         text=True,
     )
-    assert (found.returncode, found.stderr) == (0, "")
+    said = "searching; many GPUs take a minute\n" if "--search" in options else ""  # if it takes a second
+    assert found.returncode == 0 and found.stderr in ("", said)
     lines = found.stdout.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= (110 if "--search" in options else 100)
     written = [option for option in options if option.startswith("plan.")]

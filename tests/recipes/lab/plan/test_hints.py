@@ -1,5 +1,6 @@
 """The line of a plan that says what to try next."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from parallel.errors import UserError
 from recipes.lab.plan.hints import hint
 from recipes.lab.plan.plan import Plan, plan
-from recipes.lab.plan.world import Asked, World, world_of
+from recipes.lab.plan.world import Asked, World, degrees_of, world_of
 from recipes.plan.hardware import GPUS
 from recipes.recipe.load import load
 
@@ -28,6 +29,14 @@ def test_the_setting_that_is_fastest_alone_is_named_with_what_it_gains() -> None
     assert said.startswith(
         f"compile.enabled = true: {gain:.0%} faster, {faster.memory.peak / 1e9:.1f} GB; --plan --sea"
     )
+
+
+def test_another_number_of_replicas_alone_is_named_where_it_is_fastest() -> None:
+    """The search found 5.7% with this mesh when the hint said that no setting alone made it 1% faster."""
+    recipe = load(CONFIGS / "smollm3_3b_48x8h100.toml", rules=False)
+    world = world_of(recipe, Asked(""))
+    found = plan(recipe, degrees_of(recipe, world), gpu=world.gpu)
+    assert re.match(r"mesh.replicate = \d and mesh.shard = -1: [56]% faster", hint(found, world))
 
 
 def test_what_makes_a_recipe_fit_comes_first_though_it_is_slower() -> None:

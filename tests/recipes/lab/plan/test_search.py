@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -11,10 +12,12 @@ import pytest
 
 from parallel.config import ActivationCheckpointingConfig, MeshConfig
 from parallel.errors import UserError
+from recipes.lab.plan.command import Progress
 from recipes.lab.plan.found import Found, write
 from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.search import GRAIN, KINDS, SLOWEST, TIE, kind_of, peak, search
 from recipes.lab.plan.search_space import CHUNKS, PREFETCH, SEARCHED, SHARES, changes, tuned
+from recipes.lab.plan.world import Asked, world_of
 from recipes.plan.hardware import GPUS, Gpu
 from recipes.plan.memory import FULL
 from recipes.plan.rates import RATES
@@ -179,7 +182,7 @@ def test_check_accepts_the_recipe_that_is_written_and_finds_what_the_screen_says
     checked = check(file, "--processes", "8", "--nodes", "2")
     assert checked.returncode == 0, checked.stderr
     assert found.best is not None
-    assert load(file, processes=8, nodes=2) == change(found.best.recipe, run={"name": "fast"})
+    assert load(file, processes=8, nodes=2) == change(found.best.recipe, run={"name": "fast", "hardware": "2x4h100"})
     assert f"on 8 processes: {found.best.degrees};" in checked.stdout
 
 
@@ -271,6 +274,14 @@ def test_float8_finds_micro_batches_that_make_short_sequences_divide() -> None:
     assert found.best is not None and found.best.recipe.batch.micro_batch_size % 2 == 0
 
 
+def test_meshes_whose_processes_cannot_share_rows_that_are_gathered_in_float8_are_left_out() -> None:
+    recipe = load(SMOLLM, ["--float8.recipe=tensorwise", "--float8.all_gather=true"], rules=False)
+    recipe = replace(recipe, batch=replace(recipe.batch, global_batch_size=384))
+    found = found_for(recipe, 24, 3, GPUS["H100"], "mesh.tensor")
+    assert found.refused["rows gathered in float8 do not divide"]
+    assert found.best is not None and 2048 % (found.best.degrees.shard * found.best.degrees.context) == 0
+
+
 def test_nodes_that_cannot_be_alike_are_refused() -> None:
     with pytest.raises(UserError, match="12 processes cannot be divided equally among 5 nodes"):
         found_for(load(DEBUG), 12, 5, GPUS["H100"])
@@ -285,6 +296,46 @@ def test_a_file_is_not_overwritten(tmp_path: Path) -> None:
     assert file.read_text() == "# mine"
     with pytest.raises(UserError, match="cannot be written"):
         write(found, tmp_path / "no" / "folder.toml", base=DEBUG)
+
+
+@pytest.mark.parametrize(
+    ("processes", "nodes", "gpu", "hardware"),
+    [(64, 8, "H100", "8x8h100"), (8, 1, "A100-40", "8xa100-40"), (4, 1, "H100-500W", "4xh100-500w")],
+)
+def test_a_recipe_that_a_search_has_written_keeps_its_hardware(
+    processes: int, nodes: int, gpu: str, hardware: str, tmp_path: Path
+) -> None:
+    """Its run is named after its file, which says no hardware: it was read as the 4 GPUs of its mesh."""
+    recipe = load(DEBUG, ["--batch.global_batch_size=64"], rules=False)
+    found = found_for(recipe, processes, nodes, GPUS[gpu], "mesh.tensor", "mesh.context")
+    write(found, tmp_path / "fast.toml", base=DEBUG)
+    written = load(tmp_path / "fast.toml", rules=False)
+    world = world_of(written, Asked("fast"))
+    assert (written.run.hardware, world.gpu.name) == (hardware, gpu)
+    assert (world.processes, world.nodes, world.number_from) == (processes, nodes, "from run.hardware")
+
+
+def test_a_gain_is_shown_with_the_error_of_the_times_that_it_is_a_ratio_of() -> None:
+    recipe = load(SMOLLM, ["--activation_checkpointing.mode=full"], rules=False)
+    found = found_for(recipe, 8, 1, GPUS["H100"])
+    gain = found.best.time.tokens_per_second / found.original.time.tokens_per_second - 1  # type: ignore[union-attr]
+    sure = "more than that" if gain > 0.15 else "less than that: measure both"
+    assert f"Each time is predicted within 15%; the gain of {gain:+.1%} is {sure}." in found.lines()
+
+
+def test_a_search_says_within_two_seconds_that_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress()
+    progress()
+    assert capsys.readouterr().err == ""
+    time.sleep(1.1)
+    for _ in range(3):
+        progress()
+    progress.end()
+    assert capsys.readouterr().err == "searching; many GPUs take a minute\n"
+    called: list[None] = []
+    recipe = load(DEBUG, rules=False)
+    search(recipe, processes=8, nodes=1, gpu=GPUS["H100"], rates=RATES, progress=lambda: called.append(None))
+    assert len(called) > 100
 
 
 def test_numerics_are_listed_apart_and_never_win() -> None:
