@@ -106,6 +106,7 @@ def open_data(
     launch: Launch,
     *,
     tokenizer: str | Tokenizer,
+    vocabulary: int | None = None,
     sequence_length: int,
     seed: int,
     resumed_data_state: Mapping[str, Any],
@@ -117,6 +118,7 @@ def open_data(
         section: of the recipe.
         launch: the process that calls this.
         tokenizer: data.tokenizer, or a tokenizer that is loaded already.
+        vocabulary: entries in the model's embedding; None = any.
         sequence_length: inputs per sequence.
         seed: of the data order.
         resumed_data_state: of the checkpoint to resume from, or {}; on processes that do not write, the data_state of
@@ -135,6 +137,7 @@ def open_data(
     others = [source for source in dict.fromkeys(validation.values()) if source != HELD_OUT]
     _look_at([*raw, *(source for source in others if not is_prepared(source))], section, cache, launch)
     tokenizer = _loaded(tokenizer, raw or list(texts.values()), section, cache, launch)
+    tokenizer = _with_rows(tokenizer, vocabulary)
     training: list[Source] = []
     sources: dict[str, Any] = {}
     data_state: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": sources}
@@ -174,6 +177,17 @@ def _loaded(
     from recipes.data.text.beginning import with_beginning
 
     return with_beginning(tokenizer)
+
+
+def _with_rows(tokenizer: Tokenizer, vocabulary: int | None) -> Tokenizer:
+    """The tokenizer of a model with this embedding. Raises UserError if that has too few rows."""
+    needed = max(tokenizer.needed_rows, (tokenizer.beginning or 0) + 1)
+    if vocabulary is not None and needed > vocabulary:
+        raise UserError(
+            f"data.tokenizer has {needed} entries, more than model.vocabulary = {vocabulary}"
+            f"; write model.vocabulary = {needed} or another tokenizer"
+        )
+    return replace(tokenizer, rows=vocabulary)
 
 
 def _require_training_text(source: Source, launch: Launch, *, fraction: float) -> None:

@@ -1,5 +1,6 @@
 """Generation: the same tokens as transformers, the probabilities of sampling, and whole characters only."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -302,18 +303,29 @@ def test_an_empty_text_starts_after_the_end_of_a_document(bytes_only: Tokenizer,
 
 
 def test_only_a_model_trained_with_a_beginning_token_gets_one(bytes_only: Tokenizer, tmp_path: Path) -> None:
-    """The tokenizers of Llama add it; for a model trained here with such a tokenizer they must not."""
+    """The tokenizers of Llama add it; for a model trained here with such a tokenizer they must not. In a folder of
+    others, tokenizer.json says it where config.json does not, as for transformers and the lm-evaluation-harness."""
     from tokenizers.processors import TemplateProcessing
+
+    from recipes.weights.convert import import_folder
 
     bos = bytes_only.end_of_document
     library = LibraryTokenizer.from_str(bytes_only.backend.to_str())
     library.post_processor = TemplateProcessing(single=f"{END_OF_DOCUMENT} $A", special_tokens=[(END_OF_DOCUMENT, bos)])
     with_bos = build_tokenizer(library.to_str(), where=tmp_path)
-    for token, expected in ((bos, [bos]), (None, [])):
+    for token in (bos, None):
         theirs = their_model("llama")
         theirs.config.bos_token_id = token
-        opened = open_model(folder_of(theirs, with_bos, tmp_path / str(token)), dtype=torch.float32, device=CPU)
-        assert opened.prompt_ids("ab") == expected + bytes_only.encode("ab")
+        folder = folder_of(theirs, with_bos, tmp_path / str(token))
+        import_folder(folder, tmp_path / f"imported {token}")
+        for place in (folder, tmp_path / f"imported {token}"):
+            opened = open_model(place, dtype=torch.float32, device=CPU)
+            assert opened.prompt_ids("ab") == [bos, *bytes_only.encode("ab")]
+    trained = tmp_path / "imported None"
+    description = json.loads((trained / "model.json").read_text())
+    (trained / "model.json").write_text(json.dumps(description | {"text": {"context_length": 16}}))
+    opened = open_model(trained, dtype=torch.float32, device=CPU)
+    assert opened.prompt_ids("ab") == bytes_only.encode("ab")
 
 
 def test_a_tokenizer_of_another_model_is_refused(bytes_only: Tokenizer, tmp_path: Path) -> None:
