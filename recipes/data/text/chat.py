@@ -108,7 +108,8 @@ def read_chat_files(folder: Path) -> dict[str, str]:
 
 def chat_files(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:
     """Files that read_chat_files() reads, with these contents."""
-    return {TEMPLATE: template, TOKENIZER_CONFIG: json.dumps(dict(special_tokens), indent=2) + "\n"}
+    config = {TOKENIZER_CONFIG: json.dumps(dict(special_tokens), indent=2) + "\n"}
+    return config | {TEMPLATE: template} if template else config
 
 
 def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Generation: the same tokens as transformers, the probabilities of sampling, and whole characters only."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -308,6 +307,7 @@ def test_only_a_model_trained_with_a_beginning_token_gets_one(bytes_only: Tokeni
     from tokenizers.processors import TemplateProcessing
 
     from recipes.weights.convert import import_folder
+    from recipes.weights.locate import find_weights
 
     bos = bytes_only.end_of_document
     library = LibraryTokenizer.from_str(bytes_only.backend.to_str())
@@ -321,9 +321,8 @@ def test_only_a_model_trained_with_a_beginning_token_gets_one(bytes_only: Tokeni
         for place in (folder, tmp_path / f"imported {token}"):
             opened = open_model(place, dtype=torch.float32, device=CPU)
             assert opened.prompt_ids("ab") == [bos, *bytes_only.encode("ab")]
-    trained = tmp_path / "imported None"
-    description = json.loads((trained / "model.json").read_text())
-    (trained / "model.json").write_text(json.dumps(description | {"text": {"context_length": 16}}))
+    weights = find_weights(tmp_path / "imported None")
+    trained = replace(weights, facts=replace(weights.facts, bos_token_id=None))
     opened = open_model(trained, dtype=torch.float32, device=CPU)
     assert opened.prompt_ids("ab") == bytes_only.encode("ab")
 
