@@ -230,7 +230,7 @@ def _keep_beside(folder: Path, fields: "PairFields", tokenizer: "Tokenizer") -> 
     from recipes.data.text.chat import chat_files
     from recipes.data.text.tokenizer import END_OF_DOCUMENT_NAMES
 
-    end = tokenizer.backend.id_to_token(tokenizer.end_of_document)
+    end = str(tokenizer.backend.id_to_token(tokenizer.end_of_document))
     template, special = ("", ()) if isinstance(fields, str) else (fields.template, fields.special_tokens)
     named = {} if end in END_OF_DOCUMENT_NAMES else {"eos_token": end}
     for name, text in chat_files(template, {**named, **dict(special)}).items() if template or named else ():

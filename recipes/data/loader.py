@@ -77,7 +77,6 @@ class DataLoader:
                 data,
                 replace(launch, pairing=of_step),
                 tokenizer=settings.tokenizer(),
-                vocabulary=settings.vocabulary,
                 sequence_length=batch.sequence_length,
                 seed=settings.seed,
                 resumed_data_state=state,
@@ -87,6 +86,7 @@ class DataLoader:
         self._looks = world.leads_node
         several = settings.at_several_lengths
         launch = Launch(run="", writes=world.is_main, log=log, looks=self._looks, at_several_lengths=several)
+        launch = replace(launch, vocabulary=settings.vocabulary)
         opened = _open_on_all(world, opened_from, resumed_data_state=resumed_data_state, launch=launch)
         self.tokenizer, self.data_state, self.pairing = opened.tokenizer, opened.data_state, pairing
         end, masked = self.tokenizer.end_of_document, data.document_mask and pairing is None

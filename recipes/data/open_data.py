@@ -67,6 +67,7 @@ class Launch:
     pieces: Pieces = USUAL
     pairing: "Pairing | None" = None
     """How rows become pairs; None = they are text."""
+    vocabulary: int | None = None  # entries in the model's embedding, if known
     at_several_lengths: frozenset[str] = frozenset()
     """Names of the sources that the run reads at several sequence lengths."""
 
@@ -106,7 +107,6 @@ def open_data(
     launch: Launch,
     *,
     tokenizer: str | Tokenizer,
-    vocabulary: int | None = None,
     sequence_length: int,
     seed: int,
     resumed_data_state: Mapping[str, Any],
@@ -118,7 +118,6 @@ def open_data(
         section: of the recipe.
         launch: the process that calls this.
         tokenizer: data.tokenizer, or a tokenizer that is loaded already.
-        vocabulary: entries in the model's embedding; None = any.
         sequence_length: inputs per sequence.
         seed: of the data order.
         resumed_data_state: of the checkpoint to resume from, or {}; on processes that do not write, the data_state of
@@ -137,7 +136,6 @@ def open_data(
     others = [source for source in dict.fromkeys(validation.values()) if source != HELD_OUT]
     _look_at([*raw, *(source for source in others if not is_prepared(source))], section, cache, launch)
     tokenizer = _loaded(tokenizer, raw or list(texts.values()), section, cache, launch)
-    tokenizer = _with_rows(tokenizer, vocabulary)
     training: list[Source] = []
     sources: dict[str, Any] = {}
     data_state: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": sources}
@@ -172,22 +170,11 @@ def _loaded(
     if isinstance(tokenizer, str):
         reading: Any = {"text_field": launch.fields(section), "text_documents": section.text_documents}
         tokenizer = load_tokenizer(tokenizer, sources=corpus, **reading, cache=cache, log=launch.log)
-    if not section.bos:
-        return tokenizer
-    from recipes.data.text.beginning import with_beginning
+    if section.bos:
+        from recipes.data.text.beginning import with_beginning
 
-    return with_beginning(tokenizer)
-
-
-def _with_rows(tokenizer: Tokenizer, vocabulary: int | None) -> Tokenizer:
-    """The tokenizer of a model with this embedding. Raises UserError if that has too few rows."""
-    needed = max(tokenizer.needed_rows, (tokenizer.beginning or 0) + 1)
-    if vocabulary is not None and needed > vocabulary:
-        raise UserError(
-            f"data.tokenizer has {needed} entries, more than model.vocabulary = {vocabulary}"
-            f"; write model.vocabulary = {needed} or another tokenizer"
-        )
-    return replace(tokenizer, rows=vocabulary)
+        tokenizer = with_beginning(tokenizer)
+    return tokenizer if launch.vocabulary is None else tokenizer.with_rows(launch.vocabulary)
 
 
 def _require_training_text(source: Source, launch: Launch, *, fraction: float) -> None:

@@ -96,7 +96,7 @@ def read_tokenizer(folder: Path) -> str:
     try:
         text = read_whole(file).decode()
         token_names(text)
-        return with_tokens_beside(text, folder)
+        return with_tokens_beside(text, file)
     except FileNotFoundError:
         remedy = "copy the tokenizer that the model was trained with into it"
         if slow := sorted(set(names_in(folder)) & {*SLOW_TOKENIZERS}):

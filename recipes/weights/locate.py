@@ -77,7 +77,7 @@ class Weights:
                 self.description.tokenizer,
                 where=self.path / TOKENIZER,
                 ends=ends if isinstance(ends, tuple) else () if ends is None else (ends,),
-                named_end=named_end(self.path),
+                named_end=named_end(self.path / TOKENIZER),
             )
         except TemporaryError:
             raise

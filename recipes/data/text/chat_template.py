@@ -33,7 +33,7 @@ def serve() -> None:
     with suppress(ValueError, OSError):  # there may be a lower limit already
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the parent, whose end closes the input
-    template = None
+    template, answer = None, dict[str, Any]()
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # ends the process, and does not count while others compute
         asked = json.loads(line)

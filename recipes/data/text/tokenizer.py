@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,6 +60,15 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
+    def with_rows(self, rows: int) -> "Tokenizer":
+        """The tokenizer of a model with so many rows. Raises UserError for fewer than every text needs."""
+        if (needed := max(self.needed_rows, (self.beginning or 0) + 1)) > rows:
+            raise UserError(
+                f"data.tokenizer has {needed} entries, more than model.vocabulary = {rows}"
+                f"; write model.vocabulary = {needed} or another tokenizer"
+            )
+        return replace(self, rows=rows)
+
     def require_rows(self, ids: Sequence[int]) -> None:
         """Raises UserError if the model has no row for one of these tokens."""
         if self.rows is None or not ids or (largest := max(ids)) < self.rows:
@@ -80,8 +89,10 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
     nothing and does not import tokenizers: reads a tokenizer.json as plain JSON."""
     try:
         if (size := training_size(spec)) is None:
+            from recipes.data.text.tokens_beside import named_end
+
             path = tokenizer_file(spec)
-            needed = _read_ids(read_tokenizer(path), where=path, named_end=end_beside(path)).largest_needed
+            needed = _read_ids(read_tokenizer(path), where=path, named_end=named_end(path)).largest_needed
             if needed >= vocabulary:
                 return (
                     f"'{path}' has ids up to {needed}, but model.vocabulary is {vocabulary}; raise model.vocabulary "
@@ -178,20 +189,9 @@ def read_tokenizer(path: Path) -> str:
         text = read_patiently(lambda: read_whole(path).decode(), what=f"data.tokenizer: '{path}'")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.tokenizer: cannot read '{path}': {error}") from error
-    if path.name != TOKENIZER:
-        return text
     from recipes.data.text.tokens_beside import with_tokens_beside
 
-    return with_tokens_beside(text, path.parent)
-
-
-def end_beside(path: Path) -> str:
-    """The token that ends texts by the tokenizer_config.json beside a tokenizer.json; "" where there is none."""
-    if path.name != TOKENIZER:
-        return ""
-    from recipes.data.text.tokens_beside import named_end
-
-    return named_end(path.parent)
+    return with_tokens_beside(text, path)
 
 
 class Ids(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.files.layout import MODEL
+from recipes.files.layout import MODEL, TOKENIZER
 from recipes.files.reading import json_object, names_in, read_patiently, read_whole
 
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
@@ -27,10 +27,11 @@ Token = dict[str, Any]
 """Its "content" and FLAGS."""
 
 
-def with_tokens_beside(text: str, folder: Path) -> str:
-    """The tokenizer.json of a folder with the tokens that transformers adds to it from the files beside it, without the
+def with_tokens_beside(text: str, file: Path) -> str:
+    """The text of a tokenizer.json with the tokens that transformers adds to it from the files beside it, without the
     dropout of BPE; unchanged if there is nothing of that. Raises UserError for a file that cannot be used."""
-    names = {*names_in(folder)}
+    folder = file.parent
+    names = {*names_in(folder)} if file.name == TOKENIZER else set[str]()
     try:
         content = json_object(text)
         own = [_token(added) for added in content.get("added_tokens") or ()]
@@ -53,10 +54,10 @@ def with_tokens_beside(text: str, folder: Path) -> str:
     return _with_added(text, content, missing) if missing else text
 
 
-def named_end(folder: Path) -> str:
-    """The token that ends texts by tokenizer_config.json; "" where it names none."""
-    file = folder / TOKENIZER_CONFIG
-    return end_of(_read(file)) if file.exists() else ""
+def named_end(file: Path) -> str:
+    """The token that ends texts by the tokenizer_config.json beside a tokenizer.json; "" where there is none."""
+    beside = file.with_name(TOKENIZER_CONFIG)
+    return end_of(_read(beside)) if file.name == TOKENIZER and beside.exists() else ""
 
 
 def end_of(config: Mapping[str, Any]) -> str:
@@ -89,7 +90,9 @@ def _missing(
 ) -> Iterator[Token]:
     """The tokens that tokenizer.json lacks or has with other flags, in the order in which transformers adds them."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    named = {name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)}
+    named: dict[str, Any] = {
+        name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)
+    }
     named |= {name: config[name] for name in NAMED if config.get(name)}
     beside: dict[int, Token] = {}
     if "added_tokens_decoder" in config:
