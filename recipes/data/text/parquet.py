@@ -13,7 +13,6 @@ from recipes.data.text.row import (
     Place,
     Row,
     Rows,
-    invalid_byte,
     names_of,
     no_such_field,
     reason,
@@ -113,7 +112,7 @@ def _column(column: Any, text_field: str, *, nested: bool) -> Iterator[tuple[Any
             try:
                 yield scalar.as_py(), ""
             except UnicodeDecodeError as error:
-                yield None, invalid_byte(error.object, error.start)
+                yield None, f"invalid UTF-8: byte {error.object[error.start]:#04x} at {error.start + 1}"
         return
     for value in values:
         yield value, ""

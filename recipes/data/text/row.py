@@ -176,14 +176,10 @@ def decoded_text(data: bytes | bytearray, *, offset: int = 0) -> tuple[str, str]
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        return "", invalid_byte(data, error.start, offset=offset)
+        alone = data[error.start] >= 0xA0 and data[error.start + 1 : error.start + 2].isascii()
+        where = f"byte {data[error.start]:#04x} at {offset + error.start + 1}"
+        return "", f"invalid UTF-8: {where}{LATIN_1 if alone else ''}"
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text, ""
-
-
-def invalid_byte(data: bytes | bytearray, at: int, *, offset: int = 0) -> str:
-    """The problem of a byte that is not UTF-8. offset: bytes before `data`."""
-    latin_1 = LATIN_1 if data[at] >= 0xA0 and data[at + 1 : at + 2].isascii() else ""
-    return f"invalid UTF-8: byte {data[at]:#04x} at {offset + at + 1}{latin_1}"
 
 
 def _is_share_of_utf_16(nuls: int, size: int) -> bool:
