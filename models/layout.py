@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from models.transformers_config import TransformersConfig
 
 FREQUENCIES = r"rotary_emb\.inv_freq$"
 """Old files hold the rotary frequencies, which follow from config.json."""
+MASKS = r"(attn|attention)\.(masked_)?bias$"
+"""Old files hold the causal mask, (1, 1, T, T), and the value of what it hides, (); transformers ignores both."""
 
 
 class Stored(NamedTuple):
@@ -47,6 +50,11 @@ class Layout:
     """Prefix of the names in files; missing where the model was saved without its head."""
     ignored: tuple[str, ...] = (FREQUENCIES,)
     """Patterns of names in files whose values follow from config.json."""
+
+    def ignores(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether files may hold this tensor although the model has no place for it."""
+        mask = shape in ((), (1,)) or (len(shape) == 4 and shape == (1, 1, shape[2], shape[2]))
+        return any(re.search(pattern, name) for pattern in (*self.ignored, *[MASKS] * mask))
 
     def spellings(self, name: str) -> Iterator[str]:
         """The names that a tensor may have in files: this one, then the one with the prefix missing or added."""

@@ -176,7 +176,6 @@ def stored_layout(config: ModelConfig) -> Layout:
         prefix=prefix if hasattr(model.model, prefix) else "",
         ignored=(
             FREQUENCIES,
-            r"attn\.masked_bias$",  # of old files, beside "attn.bias"
             *(model.model._keys_to_ignore_on_load_unexpected or ()),
             *(f"(^|\\.){re.escape(name)}$" for name in computed),
         ),

@@ -115,6 +115,7 @@ def _generate(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, _leave)
     device, dtype = choose_device(options.device, options.dtype)
     weights = find_weights(options.model)
+    sampling = replace(sampling, repetition_penalty=weights.description.repetition_penalty(where=weights.path))
     open_as = open_exported if max(search.values()) > 1 else open_model
     opened = open_as(weights, dtype=dtype, device=device)
     if options.temperature is None:

@@ -1,4 +1,5 @@
-"""What a test without the mark `slow` may not do: start a process, compile or train a run."""
+"""What a test without the mark `slow` may not do: start a process, compile or train a run. The small process that runs
+a chat template is allowed."""
 
 import multiprocessing.process
 import os
@@ -10,6 +11,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
+from recipes.data.text.chat import SERVE
 
 
 @contextmanager
@@ -27,7 +30,12 @@ def only_quick_work() -> Iterator[None]:
         return refuse
 
     start = refusing("starts a process")
-    slow = [(subprocess.Popen, "__init__", start), (multiprocessing.process.BaseProcess, "start", start)]
+    popen = subprocess.Popen.__init__
+
+    def start_other(self: Any, command: Any, *more: Any, **named: Any) -> None:
+        (popen if SERVE in command else start)(self, command, *more, **named)
+
+    slow = [(subprocess.Popen, "__init__", start_other), (multiprocessing.process.BaseProcess, "start", start)]
     slow += [(os, name, start) for name in ("fork", "forkpty", "posix_spawn") if hasattr(os, name)]
     slow += [(torch, "compile", refusing("compiles"))]
     if trainer := sys.modules.get("recipes.training.trainer"):

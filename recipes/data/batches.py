@@ -1,6 +1,7 @@
 """What a loader takes its micro-batches from."""
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, cast
 
@@ -34,6 +35,7 @@ class Batches:
         data_ranks: int,
         end_of_document: int | None,
         device: torch.device,
+        require_rows: Callable[[Sequence[int]], object] = lambda tokens: None,
     ) -> None:
         """Read nothing yet.
 
@@ -43,13 +45,14 @@ class Batches:
             data_rank, data_ranks: which of how many equal shares of the global batch this process reads.
             end_of_document: id of this token, to keep attention inside documents; None = do not.
             device: where the batches go.
+            require_rows: called with the largest token of each share; raises UserError if the model does not know it.
         """
         self.sequences = sequences
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self._share = global_batch_size // data_ranks
         self._offset = data_rank * self._share
         self._end_of_document = end_of_document
-        self._device = device
+        self._device, self._require_rows = device, require_rows
         self._waiting: deque[tuple[int, Future[list[MicroBatch]]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         self._first_batch = self._first = 0
@@ -81,6 +84,7 @@ class Batches:
         self.sequences.require(first, self._global_batch_size)
         first += self._offset
         rows = torch.from_numpy(cast(Sequences, self.sequences).rows(first, self._share))  # (b, T + 1)
+        self._require_rows([int(rows.max())])
         inputs, targets = rows[:, :-1], rows[:, 1:]
         if available is not None and first + self._share > available:
             targets = targets.clone()

@@ -86,14 +86,15 @@ class DataLoader:
         self._looks = world.leads_node
         several = settings.at_several_lengths
         launch = Launch(run="", writes=world.is_main, log=log, looks=self._looks, at_several_lengths=several)
+        launch = replace(launch, vocabulary=settings.vocabulary)
         opened = _open_on_all(world, opened_from, resumed_data_state=resumed_data_state, launch=launch)
-        _require_vocabulary(opened.tokenizer, settings.vocabulary)
         self.tokenizer, self.data_state, self.pairing = opened.tokenizer, opened.data_state, pairing
         end, masked = self.tokenizer.end_of_document, data.document_mask and pairing is None
         self.document_boundary = end if masked else None
         """The token that attention does not look past, if the recipe asks for that."""
         reader = _reader_of_batches(pairing, end_of_document=end, boundary=self.document_boundary)
         share: dict[str, Any] = {"data_rank": mesh.data_rank, "data_ranks": mesh.data_ranks, "device": world.device}
+        share["require_rows"] = self.tokenizer.require_rows
         sizes = {"global_batch_size": batch.global_batch_size, "micro_batch_size": batch.micro_batch_size}
         batches = partial(reader, **sizes, **share)
         self.training = batches(opened.training)
@@ -267,15 +268,6 @@ def _reader_of_batches(
     from recipes.data.pair_batches import PairBatches
 
     return partial(PairBatches, pairing=pairing, end_of_document=end_of_document)
-
-
-def _require_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
-    """Raises UserError if the tokenizer has more entries than the model's embedding."""
-    if (entries := tokenizer.vocabulary) > vocabulary:
-        raise UserError(
-            f"data.tokenizer has {entries} entries, more than model.vocabulary = {vocabulary}"
-            f"; write model.vocabulary = {entries} or another tokenizer"
-        )
 
 
 def _remedy(source: Source) -> str:

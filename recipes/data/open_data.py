@@ -67,6 +67,7 @@ class Launch:
     pieces: Pieces = USUAL
     pairing: "Pairing | None" = None
     """How rows become pairs; None = they are text."""
+    vocabulary: int | None = None  # entries in the model's embedding, if known
     at_several_lengths: frozenset[str] = frozenset()
     """Names of the sources that the run reads at several sequence lengths."""
 
@@ -169,11 +170,11 @@ def _loaded(
     if isinstance(tokenizer, str):
         reading: Any = {"text_field": launch.fields(section), "text_documents": section.text_documents}
         tokenizer = load_tokenizer(tokenizer, sources=corpus, **reading, cache=cache, log=launch.log)
-    if not section.bos:
-        return tokenizer
-    from recipes.data.text.beginning import with_beginning
+    if section.bos:
+        from recipes.data.text.beginning import with_beginning
 
-    return with_beginning(tokenizer)
+        tokenizer = with_beginning(tokenizer)
+    return tokenizer if launch.vocabulary is None else tokenizer.with_rows(launch.vocabulary)
 
 
 def _require_training_text(source: Source, launch: Launch, *, fraction: float) -> None:

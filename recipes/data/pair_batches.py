@@ -59,6 +59,7 @@ class PairBatches(Batches):
             tokens = source.shortened(pair)
             end = used + len(tokens) - 1
             ids = (tokens & ID).astype(np.int64)
+            self._require_rows([int(ids.max())])
             starts[used], inputs[used:end] = True, ids[:-1]
             targets[used:end] = np.where(tokens[1:] & LEARNED, ids[1:], IGNORED)
             used = end
@@ -91,6 +92,7 @@ class PairBatches(Batches):
         targets = np.full(shape, IGNORED, dtype=np.int64)
         decoder[:, 0] = self._pairing.decoder_start
         for row, ((prompt, answer), (_, _, counts)) in enumerate(zip(parts, pairs, strict=True)):
+            self._require_rows([int(max(prompt.max(), answer.max()))])
             encoder[row, : len(prompt)], mask[row, : len(prompt)] = prompt, True
             decoder[row, 1 : len(answer) + 1] = answer[: shape[1] - 1]  # as transformers shifts labels
             if counts:

@@ -7,6 +7,7 @@ from recipes.data.text.sources import file_size
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
 from recipes.data.tokens.shards import TOKENIZER, TRAIN, Index, array_path, open_index
 from recipes.data.tokens.workspace import VERIFY_UP_TO_BYTES, damage
+from recipes.files.reading import read_whole
 
 
 def matching_index(
@@ -44,9 +45,9 @@ def _other_beginning(folder: Path, index: Index, tokenizer: Tokenizer) -> str | 
         if tokenizer.beginning is None:
             if index.tokenizer_fingerprint == with_beginning(tokenizer).fingerprint:
                 return f"data.bos: '{folder}' was prepared with --bos; write bos = true"
-        elif (
-            with_beginning(build_tokenizer(where.read_text("utf-8"), where=where)).fingerprint == tokenizer.fingerprint
-        ):
+            return None
+        plain = build_tokenizer(read_whole(where).decode(), where=where)
+        if with_beginning(plain).fingerprint == tokenizer.fingerprint:
             return f"data.bos: '{folder}' was prepared without --bos; write bos = false, or prepare it again with --bos"
     except (OSError, UnicodeDecodeError, UserError):
         pass  # it is of another tokenizer

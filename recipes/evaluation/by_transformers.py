@@ -35,7 +35,7 @@ def open_exported(weights: Weights, *, dtype: torch.dtype, device: torch.device)
             export_checkpoint(weights.path, folder, dtype=dtype)
             model = read_folder(folder, dtype=dtype, device=device)
     reads_prompts = weights.model.is_encoder_decoder
-    return OpenedModel(model, tokenizer, weights.facts, weights.ends, encoder_decoder=reads_prompts)
+    return OpenedModel(model, tokenizer, weights.facts_of_text, weights.ends, encoder_decoder=reads_prompts)
 
 
 def check_search(*, beams: int, outputs: int, temperature: float | None) -> None:

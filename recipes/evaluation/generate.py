@@ -35,7 +35,7 @@ def open_model(path: str | Path | Weights, *, dtype: torch.dtype, device: torch.
         model = Decoder(weights.model)
     model = model.to(dtype).to_empty(device=device)
     load_weights(model, weights)
-    return OpenedModel(model, tokenizer, weights.facts, weights.ends)
+    return OpenedModel(model, tokenizer, weights.facts_of_text, weights.ends)
 
 
 def choose_device(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
@@ -99,7 +99,7 @@ def generate(
     capacity = min(longest, len(prompt_ids) + FIRST_TOKENS)
     cache = _cache(model, capacity)
     generator = torch.Generator().manual_seed(sampling.seed)
-    new = torch.tensor([prompt_ids], device=device)  # (1, T)
+    new, text = torch.tensor([prompt_ids], device=device), list(prompt_ids)  # (1, T)
     for _ in range(sampling.max_tokens):
         if cache.length + new.shape[1] > capacity:
             capacity = min(longest, 2 * capacity)
@@ -109,9 +109,10 @@ def generate(
                 logits = model(piece, cache=cache)[0, -1]  # (V,)
         if not logits.isfinite().all():
             raise UserError(f"after {cache.length} tokens the logits are NaN or infinite: the weights are unusable")
-        token = next_token(logits, sampling, generator=generator)
+        token = next_token(logits, sampling, generator=generator, seen=text)
         if token in stop_ids:
             return
+        text.append(token)
         yield token
         new = torch.tensor([[token]], device=device)  # (1, 1)
 

@@ -45,10 +45,14 @@ SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 class HarnessModel(TemplateLM):
     """Our model, as the harness asks it."""
 
-    def __init__(self, scored: Scored, tokenizer: Any, *, ends: Sequence[int]) -> None:
-        """tokenizer: of transformers, as in the exported folder. ends: tokens that end a generated text."""
+    def __init__(
+        self, scored: Scored, tokenizer: Any, *, ends: Sequence[int], vocabulary: int, repetition_penalty: float
+    ) -> None:
+        """tokenizer: of transformers, as in the exported folder. ends: tokens that end a generated text. vocabulary:
+        entries in the model's embedding. repetition_penalty: of generation_config.json."""
         super().__init__()
         self.scored, self.tokenizer = scored, tokenizer
+        self._vocabulary, self._repetition_penalty = vocabulary, repetition_penalty
         self.ends = {*ends, tokenizer.eos_token_id}
 
     @property
@@ -69,7 +73,13 @@ class HarnessModel(TemplateLM):
         """The tokens of a text; a text that spells out the beginning token gets no other one."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        if (largest := max(ids, default=0)) >= self._vocabulary:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise UserError(
+                f"a task's text holds token {largest}, {token!r}, but the model has {self._vocabulary} rows"
+            )
+        return ids
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """(log-likelihood, whether it is the greedy text) of each continuation of a context."""
@@ -135,6 +145,7 @@ class HarnessModel(TemplateLM):
             top_k=int(sampled["top_k"] or 0),
             top_p=float(1 if sampled["top_p"] is None else sampled["top_p"]),
             seed=seed,
+            repetition_penalty=self._repetition_penalty,
         )
         ids = self.tok_encode(context)[-room:] or [self.prefix_token_id]
         return Prompt(ids, self.ends, partial(self._holds, self._lengths(stop)), sampling), stop
@@ -155,15 +166,23 @@ def tokenizer_of(description: Description) -> Any:
         raise UserError(INSTALL) from None
     with TemporaryDirectory(prefix="shardwright-") as place:
         write_description(Path(place), description, dtype="float32")
-        return read_tokenizer(Path(place))
+        try:
+            return read_tokenizer(Path(place))
+        except Exception as error:  # of whatever kind transformers raises for a setting that it cannot use
+            raise UserError(f"transformers refuses the tokenizer and its settings: {_reason(error)}") from None
 
 
 def harness_model(scored: Scored, description: Description) -> HarnessModel:
     """The model of a checkpoint, a folder or a run, as the harness asks it. Raises UserError."""
     if description.model.is_encoder_decoder:
         raise UserError("tasks are evaluated with models that continue a text, not with encoder-decoder models")
-    ends = description.ends(where=Path())  # read before, so that it is not named
-    return HarnessModel(scored, tokenizer_of(description), ends=ends)
+    return HarnessModel(
+        scored,
+        tokenizer_of(description),
+        ends=description.ends(where=Path()),  # read before, so that the place is not named
+        vocabulary=description.model.vocabulary,
+        repetition_penalty=description.repetition_penalty(where=Path()),
+    )
 
 
 # Tasks

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import tokenizers
 from torch import nn
 
 from models.config import TextFacts
-from recipes.data.text.tokenizer import Tokenizer
+from recipes.data.text.tokenizer import Tokenizer, text_library
 
 # Tokens that are decoded together; beyond this, tokens whose text is complete are dropped.
 WINDOW_TOKENS = 16
@@ -37,12 +36,14 @@ class OpenedModel:
         # The config of a model trained with a beginning token names it, and then its tokenizer adds it. Models trained
         # here see none, whatever their tokenizer would add.
         if self.as_pairs:
-            library = tokenizers.Tokenizer.from_str(self.tokenizer.json)
-            library.no_truncation()
-            return list(library.encode(text, add_special_tokens=self.encoder_decoder).ids)
-        special = self.facts.bos_token_id is not None or self.encoder_decoder
-        ids = self.tokenizer.backend.encode(text, add_special_tokens=special).ids
-        return ids or [self.tokenizer.end_of_document]  # a document starts after it
+            library, special = text_library(self.tokenizer.json, spelled_out=True), self.encoder_decoder
+        else:
+            library = self.tokenizer.backend
+            special = self.facts.bos_token_id is not None or self.encoder_decoder
+        ids = list(library.encode(text, add_special_tokens=special).ids)
+        self.tokenizer.require_rows(ids)
+        # A document starts after the end of another one.
+        return ids if ids or self.as_pairs else [self.tokenizer.end_of_document]
 
     def stop_ids(self) -> set[int]:
         """Every token that can end a text."""

@@ -1,6 +1,7 @@
 """Chooses the next token. V vocabulary."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ class Sampling:
     al. 2020), as in transformers."""
     seed: int = 0
     """The same seed gives the same tokens."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that the text has already are less likely (Keskar et al. 2019), as in transformers."""
 
     def require_possible(self) -> None:
         """Raises one UserError that lists every value out of range."""
@@ -43,12 +46,17 @@ class Sampling:
             raise UserError("\n".join(problems))
 
 
-def next_token(logits: Tensor, sampling: Sampling, *, generator: torch.Generator) -> int:
+def next_token(logits: Tensor, sampling: Sampling, *, generator: torch.Generator, seen: Collection[int] = ()) -> int:
     """Draw one token from its logits (V,) with the probabilities of odds(); at temperature 0, take the most likely one.
 
-    The generator is on the CPU, so that a seed draws the same tokens on every kind of device.
+    The generator is on the CPU, so that a seed draws the same tokens on every kind of device. seen: the tokens of the
+    text, to which the repetition penalty applies.
     """
     logits = logits.float().cpu()
+    if sampling.repetition_penalty != 1 and seen:
+        ids = torch.tensor(sorted(set(seen)))
+        penalty = torch.tensor(sampling.repetition_penalty)
+        logits = logits.index_copy(0, ids, logits[ids] * torch.where(logits[ids] < 0, penalty, 1 / penalty))
     if sampling.temperature == 0:
         return int(logits.argmax())
     return int(torch.multinomial(odds(logits, sampling), 1, generator=generator))

@@ -165,7 +165,7 @@ def _passes(scored: Scored, prompts: dict[int, Prompt], texts: dict[int, list[in
             else:
                 for piece in torch.tensor([new], device=scored.device).split(PREFILL_TOKENS, dim=1):
                     logits = yield piece, cache, -1
-            token = next_token(logits, prompt.sampling, generator=generator)
+            token = next_token(logits, prompt.sampling, generator=generator, seen=[*prompt.tokens, *text])
             if token in prompt.ends:
                 break
             text.append(token)

@@ -2,6 +2,7 @@
 that cannot be listed is not empty. Imports no torch."""
 
 import errno
+import json
 import os
 import re
 import stat
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel.errors import TemporaryError, UserError
 
@@ -25,6 +26,8 @@ MAY_PASS = {
 """Errors of a server, a connection or a machine that may pass."""
 PASSING = MAY_PASS | {errno.EACCES}
 """Errors that may pass where something is read that was readable before: the ticket of a login may have expired."""
+LARGEST_TEXT = 1_000_000_000
+"""Bytes of the largest file that is read as one text."""
 PAUSES = (1.0, 4.0)
 """Seconds before each further attempt to read."""
 
@@ -116,6 +119,24 @@ def is_folder(path: Path) -> bool:
     return stat.S_ISDIR(patiently(mode))
 
 
+def read_whole(file: Path, *, most: int = LARGEST_TEXT) -> bytes:
+    """The contents of a file. Raises OSError, also for one of more than `most` bytes, and for a pipe or a device, whose
+    contents may never end."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # or opening a pipe would wait for somebody to write to it
+    try:
+        about = os.fstat(descriptor)
+        if stat.S_ISDIR(about.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(file))
+        if about.st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(file))
+        with os.fdopen(descriptor, "rb", closefd=False) as content:
+            return content.read()
+    finally:
+        os.close(descriptor)
+
+
 def read_text(file: Path, *, errors: str = "strict") -> str:
     """The contents of a file of text. Raises UserError if it cannot be read, TemporaryError for a fault that stays.
 
@@ -124,11 +145,22 @@ def read_text(file: Path, *, errors: str = "strict") -> str:
 
     def text() -> str:
         try:
-            return file.read_text(encoding="utf-8", errors=errors)
+            return read_whole(file).decode(errors=errors)
         except OSError as error:
             raise fault(f"{file} cannot be read", error) from None
 
     return patiently(text)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The JSON object that is this text. Raises ValueError for any other text."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("it must contain one JSON object")
+    return content
 
 
 def memory_map(file: Path) -> "np.ndarray":

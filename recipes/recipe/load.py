@@ -12,7 +12,7 @@ import tomli
 from models.config import FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.files.reading import fault
+from recipes.files.reading import fault, read_whole
 from recipes.recipe.fields import (
     Problem,
     accept,
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BENCHMARKS = CONFIGS / "benchmarks"
+LARGEST_RECIPE = 100_000_000
+"""Bytes of the largest file of a recipe."""
 
 NO_SHAPE = ("name", "weights", "config", "dropout")
 """The fields of [model] that say where its shape comes from, or what else is done with it."""
@@ -284,7 +286,7 @@ def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:
     """The contents of one TOML file. Raises UserError with the position of a syntax error."""
     file = shown(path) + named_by
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_whole(path, most=LARGEST_RECIPE).decode("utf-8-sig")
         return tomli.loads(text)
     except IsADirectoryError:
         inside = ", ".join(sorted(recipe.name for recipe in path.glob("*.toml"))) or "no .toml file"

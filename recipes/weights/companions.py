@@ -4,18 +4,19 @@ A run that starts from such a folder keeps these texts in its checkpoints, and e
 """
 
 import json
+import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError, listed
+from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG, end_of, with_tokens_beside
 from recipes.files.layout import TOKENIZER
-from recipes.files.reading import fault, names_in, read_patiently
+from recipes.files.reading import fault, json_object, names_in, read_patiently, read_whole
 
-TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
-COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", GENERATION_CONFIG)
-MAX_BYTES = 10_000_000
-"""The largest such file: every checkpoint holds a copy. Published ones have at most some 100 kB."""
+GENERATION_CONFIG = "generation_config.json"
+COMPANIONS = (TOKENIZER_CONFIG, SPECIAL_TOKENS, "chat_template.jinja", GENERATION_CONFIG)
 OUR_CLASS = "PreTrainedTokenizerFast"
 """The class that reads everything from tokenizer.json; others add tokens of their own."""
 ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
@@ -38,20 +39,17 @@ def read_companions(folder: Path) -> dict[str, str]:
     for name in COMPANIONS:
         file = folder / name
         try:
-            if file.stat().st_size > MAX_BYTES:
-                raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-            # Not read_text(), which would change the ends of lines.
-            found[name] = read_patiently(file.read_bytes, what=str(file)).decode()
-            if name.endswith(".json") and not isinstance(json.loads(found[name]), dict):
-                raise ValueError("it must contain one JSON object")
+            found[name] = read_patiently(partial(read_whole, file, most=MAX_BYTES), what=str(file)).decode()
+            if name.endswith(".json"):
+                json_object(found[name])
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise UserError(
                 f"{file} cannot be used: {reason}; copy it again, or delete it to train and export without it"
             ) from None
-    _ = generation_ends(found, where=folder)
+    _ = generation_ends(found, where=folder), repetition_penalty(found, where=folder)
     return found
 
 
@@ -62,6 +60,22 @@ def generation_ends(companions: Mapping[str, str], *, where: Path) -> tuple[int,
     if not all(type(end) is int and end >= 0 for end in ends):
         raise UserError(f"{where / GENERATION_CONFIG}: eos_token_id = {ends!r}: must be token ids")
     return tuple(ends)
+
+
+def tokenizer_ends(companions: Mapping[str, str], tokenizer: str) -> tuple[int, ...]:
+    """The token that ends texts by tokenizer_config.json, if it names one of the tokenizer's."""
+    end = end_of(json.loads(companions.get(TOKENIZER_CONFIG, "{}")))
+    return tuple(number for number, token in token_names(tokenizer).items() if token == end) if end else ()
+
+
+def repetition_penalty(companions: Mapping[str, str], *, where: Path) -> float:
+    """That of generation_config.json. Raises UserError unless it is a number above 0."""
+    penalty = json.loads(companions.get(GENERATION_CONFIG, "{}")).get("repetition_penalty")
+    if penalty is None:
+        return 1.0
+    if type(penalty) not in (int, float) or not 0 < penalty < math.inf:
+        raise UserError(f"{where / GENERATION_CONFIG}: repetition_penalty = {penalty!r}: must be a number above 0")
+    return float(penalty)
 
 
 def exported_tokenizer_config(kept: Mapping[str, Any], ours: Mapping[str, Any], *, begins: bool) -> dict[str, Any]:
@@ -77,12 +91,12 @@ def exported_tokenizer_config(kept: Mapping[str, Any], ours: Mapping[str, Any], 
 
 
 def read_tokenizer(folder: Path) -> str:
-    """The text of tokenizer.json. Raises UserError if it is missing or damaged."""
+    """The text of tokenizer.json, with the tokens beside it. Raises UserError if it is missing or damaged."""
     file = folder / TOKENIZER
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_whole(file).decode()
         token_names(text)
-        return text
+        return with_tokens_beside(text, file)
     except FileNotFoundError:
         remedy = "copy the tokenizer that the model was trained with into it"
         if slow := sorted(set(names_in(folder)) & {*SLOW_TOKENIZERS}):
@@ -90,6 +104,8 @@ def read_tokenizer(folder: Path) -> str:
         raise UserError(f"{folder} has no {TOKENIZER}; {remedy}") from None
     except OSError as error:
         raise fault(f"{file} cannot be read", error) from None
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is not a tokenizer.json of Hugging Face tokenizers: {error!r}") from None
 

@@ -1,6 +1,7 @@
 """Moves weights into models, checkpoints, Hugging Face folders: one tensor at a time, so hosts need little memory."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -97,7 +98,7 @@ def import_folder(folder: Path, checkpoint: Path) -> None:
         if name in stored:
             _require_equal(stored[copy.of], stored[name], box=WHOLE)
     _ = weights.tokenizer  # raises UserError if our programs cannot use it
-    description = weights.description
+    description = replace(weights.description, facts=weights.facts_of_text, begins=False)
     with hf_folder.new_folder(checkpoint) as partial:
         shapes = {name: (how.shape, DTYPES[stored[name][1].dtype]) for name, how in layout.tensors.items()}
 

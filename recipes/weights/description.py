@@ -30,14 +30,24 @@ class Description:
     """The text of tokenizer.json."""
     companions: Mapping[str, str] = field(default_factory=dict)
     """File name -> text of what came with the weights: chat template, special tokens, generation settings."""
+    begins: bool = False
+    """Whether the tokenizer adds tokens to a text although facts.bos_token_id is None."""
 
     def ends(self, *, where: Path) -> tuple[int, ...]:
-        """Every token that may end a text, by config.json and by the generation settings. where: they are from."""
-        from recipes.weights.companions import generation_ends
+        """Every token that may end a text, by config.json, generation settings and tokenizer_config.json. where: they
+        are from."""
+        from recipes.weights.companions import generation_ends, tokenizer_ends
 
         given = self.facts.eos_token_id
         ends = given if isinstance(given, tuple) else () if given is None else (given,)
-        return tuple(dict.fromkeys((*ends, *generation_ends(self.companions, where=where))))
+        named = tokenizer_ends(self.companions, self.tokenizer)
+        return tuple(dict.fromkeys((*ends, *generation_ends(self.companions, where=where), *named)))
+
+    def repetition_penalty(self, *, where: Path) -> float:
+        """That of the generation settings. where: they are from."""
+        from recipes.weights.companions import repetition_penalty
+
+        return repetition_penalty(self.companions, where=where)
 
 
 def checkpoint_files(description: Description) -> dict[str, str]:

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +19,13 @@ from models.hf_config import config_to_transformers, read_model
 from models.layout import layout_of
 from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError, listed
+from recipes.data.text.tokens_beside import TOKENIZER_CONFIG
 from recipes.files.layout import TOKENIZER
 from recipes.files.lock import written_alone
-from recipes.files.reading import fault, is_folder, may_pass, names_in
+from recipes.files.reading import fault, is_folder, json_object, may_pass, names_in, read_whole
 from recipes.weights.companions import (
     GENERATION_CONFIG,
     OUR_CLASS,
-    TOKENIZER_CONFIG,
     exported_tokenizer_config,
     token_names,
     without_added_tokens,
@@ -138,7 +137,7 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
         for file, entry in stored.values()
         if entry.dtype not in DTYPE_BYTES
     ]
-    unknown = [name for name in found if not any(re.search(pattern, name) for pattern in layout.ignored)]
+    unknown = [name for name, (_, entry) in found.items() if not layout.ignores(name, entry.shape)]
     if unknown:
         problems.append(f"the model has no place for {_some(unknown)}")
     if problems:
@@ -203,16 +202,11 @@ def read_header(file: Path) -> list[Entry]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        if file.stat().st_size > MAX_HEADER_BYTES:
-            raise UserError(f"{file} has more than {MAX_HEADER_BYTES:,} bytes; copy it again")
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return json_object(read_whole(file, most=MAX_HEADER_BYTES).decode())
     except OSError as error:
         raise fault(f"{file} cannot be read", error) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file} must contain one JSON object")
-    return content
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON that can be used: {error}") from None
 
 
 def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
@@ -299,7 +293,7 @@ def write_description(folder: Path, description: Description, *, dtype: str) -> 
     facts, companions = description.facts, dict(description.companions)
     model = description.model
     # The pairs of an encoder-decoder model are tokenized as by its own tokenizer.
-    begins = facts.bos_token_id is not None or model.is_encoder_decoder
+    begins = facts.bos_token_id is not None or description.begins or model.is_encoder_decoder
     if isinstance(model, TransformersConfig):
         config = config_to_transformers(model, facts, dtype=dtype)
     else:

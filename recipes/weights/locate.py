@@ -1,5 +1,6 @@
 """Where trained weights are: in a Hugging Face folder, or in one of our checkpoints. Imports no torch."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,11 +36,24 @@ class Weights:
     @cached_property
     def description(self) -> Description:
         """The description with the texts of all its files. Raises UserError where one is missing or damaged."""
-        from recipes.weights.companions import read_companions, read_tokenizer
+        from recipes.weights.companions import read_companions, read_tokenizer, without_added_tokens
         from recipes.weights.hf_folder import without_generated
 
-        description = Description(self.model, self.facts, read_tokenizer(self.path))
-        return replace(description, companions=without_generated(read_companions(self.path), description))
+        text = read_tokenizer(self.path)
+        description = Description(self.model, self.facts, text)
+        companions = without_generated(read_companions(self.path), description)
+        nameless = not self.is_checkpoint and self.facts.bos_token_id is None
+        return replace(description, companions=companions, begins=nameless and without_added_tokens(text) is not text)
+
+    @cached_property
+    def facts_of_text(self) -> TextFacts:
+        """The facts, with the token that tokenizer.json begins texts with where config.json names none."""
+        if not self.description.begins:
+            return self.facts
+        from recipes.data.text.beginning import added_beginning
+
+        _, begin = added_beginning(json.loads(self.description.tokenizer)) or ("", None)
+        return replace(self.facts, bos_token_id=begin)
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -57,6 +71,7 @@ class Weights:
     def tokenizer(self) -> "Tokenizer":
         """The tokenizer of the folder. Raises UserError where it is missing or does not fit the model."""
         from recipes.data.text.tokenizer import build_tokenizer
+        from recipes.data.text.tokens_beside import named_end
 
         try:
             ends = self.facts.eos_token_id
@@ -64,17 +79,18 @@ class Weights:
                 self.description.tokenizer,
                 where=self.path / TOKENIZER,
                 ends=ends if isinstance(ends, tuple) else () if ends is None else (ends,),
+                named_end=named_end(self.path / TOKENIZER),
             )
         except TemporaryError:
             raise
         except UserError as error:
             raise UserError(str(error).removeprefix("data.tokenizer: ")) from None
-        if tokenizer.vocabulary > self.model.vocabulary:
+        if tokenizer.needed_rows > self.model.vocabulary:
             raise UserError(
-                f"{self.path}: {TOKENIZER} has ids up to {tokenizer.vocabulary - 1}, but the model's vocabulary is"
+                f"{self.path}: {TOKENIZER} has ids up to {tokenizer.needed_rows - 1}, but the model's vocabulary is"
                 f" {self.model.vocabulary}; they do not belong together"
             )
-        return tokenizer
+        return replace(tokenizer, rows=self.model.vocabulary)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from recipes.data.pair_rules import pair_problems
 from recipes.data.pair_sequences import Pairing
 from recipes.data.text.chat import chat_settings, read_chat_files
 from recipes.data.text.pair_format import PairFormat
-from recipes.weights.companions import GENERATION_CONFIG, TOKENIZER_CONFIG
+from recipes.data.text.tokens_beside import TOKENIZER_CONFIG
+from recipes.weights.companions import GENERATION_CONFIG
 from recipes.weights.locate import InitialWeights, Weights
 
 

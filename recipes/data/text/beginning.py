@@ -56,11 +56,8 @@ def beginning_problem(spec: str) -> str | None:
 
 def _beginning(content: dict[str, Any]) -> tuple[str, int]:
     """Name and id of the token: what the post-processor puts first, or else the first of NAMES. Raises UserError."""
-    for processor in _processors(content.get("post_processor")):
-        if processor.get("type") == "TemplateProcessing":
-            first = processor["single"][0].get("SpecialToken")
-            if first:
-                return first["id"], processor["special_tokens"][first["id"]]["ids"][0]
+    if first := added_beginning(content):
+        return first
     ids = {added["content"]: added["id"] for added in content.get("added_tokens") or ()}
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, list):  # of Unigram models
@@ -72,6 +69,16 @@ def _beginning(content: dict[str, Any]) -> tuple[str, int]:
         f"data.bos: the tokenizer has no token that begins a text: its post-processor adds none, and there is no"
         f" {', '.join(NAMES)}; {REMEDY}"
     )
+
+
+def added_beginning(content: dict[str, Any]) -> tuple[str, int] | None:
+    """Name and id of the token that the post-processor of a tokenizer.json puts first; None = it puts none."""
+    for processor in _processors(content.get("post_processor")):
+        if processor.get("type") == "TemplateProcessing":
+            first = processor["single"][0].get("SpecialToken")
+            if first:
+                return first["id"], processor["special_tokens"][first["id"]]["ids"][0]
+    return None
 
 
 def _processors(processor: dict[str, Any] | None) -> Iterator[dict[str, Any]]:

@@ -1,23 +1,28 @@
 """Chat templates: the Jinja text of a tokenizer that makes one text of the messages of a chat, and which characters of
-it are answers. Templates run in Jinja's sandbox, with the names that transformers gives them. Imports no torch."""
+it are answers. chat_template.py runs them. Imports no torch."""
 
-import datetime
 import json
-import re
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Mapping
-from os.path import commonprefix
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel.errors import UserError
-from recipes.files.reading import read_patiently
+from recipes.data.text.chat_template import MEMORY, SECONDS, TODAY
+from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG
+from recipes.files.reading import json_object, read_patiently, read_whole
 
-TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
-MARKS = "\ufdd0", "\ufdd1"
-"""Stand around an answer while the template is rendered. Unicode assigns no characters to them."""
-MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-TODAY = "strftime_now"
-SAFE_JINJA = (3, 1, 6)
+TEMPLATE = "chat_template.jinja"
+MOST_ENDS = 5
+"""Processes that a template may end."""
+ROOT = Path(__file__).resolve().parents[3]
+SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from recipes.data.text.chat_template import serve; serve()"
 
 
 class Rendered(NamedTuple):
@@ -29,148 +34,63 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """A compiled template."""
+    """A template in a process of its own, which is started again after one that a chat ended."""
 
     def __init__(self, template: str, *, special_tokens: Mapping[str, str], date: str) -> None:
         """special_tokens: bos_token and so on. date: what the template takes for today, YYYY-MM-DD. Raises UserError
         for a template that cannot be compiled."""
-        from jinja2 import TemplateError
-
-        self._marked = MARKED.search(template) is not None
-        self._special = dict(special_tokens)
-        try:
-            self._template = _environment(date).from_string(template)
-        except TemplateError as error:
-            raise UserError(f"data.chat_template: the chat template is not valid Jinja: {error}") from None
+        self._first = {"template": template, "special_tokens": dict(special_tokens), "date": date}
+        self._one_at_a_time, self._ends = threading.Lock(), 0
+        self._process = self._started()
 
     def render(self, messages: list[dict[str, Any]]) -> Rendered | str:
-        """The chat, or why it has none.
-
-        Answers are what the template puts between {% generation %} and {% endgeneration %}. In a template without
-        these, an answer is what its message adds to the text of those before, with the prompt for it.
-        """
-        try:
-            if self._marked:
-                if any(mark in json.dumps(messages, ensure_ascii=False) for mark in MARKS):
-                    return "chat template: a message holds U+FDD0 or U+FDD1, which are no characters"
-                return self._by_marks(self._text(messages))
-            return self._by_prefixes(messages)
-        except Exception as error:  # whatever the code of a template runs into
-            return f"chat template: {' '.join(str(error).split())[:300] or type(error).__name__}"
+        """The chat, or why it has none. Raises UserError for a template that ended its process too often."""
+        found = self._answer({"messages": messages, "prompt": False})
+        return f"chat template: {found['problem']}" if "problem" in found else Rendered(**found)
 
     def prompt(self, messages: list[dict[str, Any]]) -> str:
         """The text that an assistant goes on from. Raises UserError for messages that the template refuses."""
-        from jinja2 import TemplateError
+        found = self._answer({"messages": messages, "prompt": True})
+        if "problem" in found:
+            raise UserError(f"the chat template refuses this prompt: {found['problem']}")
+        return str(found["text"])
 
-        try:
-            return self._text(messages, prompt=True)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-            raise UserError(f"the chat template refuses this prompt: {error}") from None
+    def _answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        with self._one_at_a_time:
+            found = _exchanged(self._process, question)
+            if self._process.poll() is not None:
+                self._ends += 1
+                if self._ends >= MOST_ENDS:
+                    raise UserError(f"data.chat_template: {found['problem']}, {MOST_ENDS} times; repair the template")
+                self._process = self._started()
+        return found
 
-    def _text(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
-        nothing = {"tools": None, "documents": None}
-        text: str = self._template.render(messages=messages, add_generation_prompt=prompt, **nothing, **self._special)
-        return text
-
-    def _by_marks(self, text: str) -> Rendered:
-        begin, end = MARKS
-        parts, answers, place = re.split(f"([{begin}{end}])", text), [], 0
-        opened: list[int] = []
-        for part in parts:
-            if part == begin:
-                opened.append(place)
-            elif part == end:
-                answers.append((opened.pop(), place))
-            else:
-                place += len(part)
-        return Rendered("".join(part for part in parts if part not in MARKS), answers)
-
-    def _by_prefixes(self, messages: list[dict[str, Any]]) -> Rendered | str:
-        text, answers = self._text(messages), []
-        for number, message in enumerate(messages):
-            if message[ROLE] != ASSISTANT:
-                continue
-            before, after = self._text(messages[:number], prompt=True), self._text(messages[: number + 1])
-            if not text.startswith(before):  # some write no prompt for an answer, others one that begins a thought
-                shared = commonprefix([before, text])  # noqa: RUF071  characters are meant
-                before = max(self._text(messages[:number]), shared, key=len)
-            end = len(after.rstrip()) if after[len(before) :].strip() else len(after)
-            if not text.startswith(after):
-                end = self._end_of(str(message.get(CONTENT) or ""), text, len(before))
-            if not text.startswith(before) or not end:
-                return (
-                    f"chat template: it writes the messages up to number {number + 1} differently when others follow,"
-                    " so the answer cannot be found; mark answers in it with {% generation %}"
-                )
-            answers.append((len(before), end))
-        return Rendered(text, answers)
-
-    def _end_of(self, content: str, text: str, begin: int) -> int:
-        """The end of an answer that begins there with its content, and of the token that ends it; 0 = it does not. For
-        templates that write an answer differently, with thoughts for example, while it is the last message."""
-        content, end_token = content.strip(), self._special.get("eos_token", "")
-        begin += len(text[begin:]) - len(text[begin:].lstrip())
-        if not content or not text.startswith(content, begin):
-            return 0
-        end = begin + len(content)
-        space = len(text[end:]) - len(text[end:].lstrip())
-        return end + space + len(end_token) if end_token and text.startswith(end_token, end + space) else end
+    def _started(self) -> "subprocess.Popen[str]":
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen([sys.executable, "-c", SERVE, str(ROOT)], text=True, **pipes)
+        weakref.finalize(self, _end, process)
+        if problem := _exchanged(process, self._first).get("problem"):
+            raise UserError(f"data.chat_template: the chat template cannot be compiled: {problem}")
+        return process
 
 
-def _environment(date: str) -> Any:
-    """Jinja's sandbox, without what a template could reach Python itself with: it came with somebody's weights."""
-    import jinja2
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
+def _exchanged(process: "subprocess.Popen[str]", question: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of a template's process, or the problem that it has ended."""
+    assert process.stdin and process.stdout
+    with suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+    if line := process.stdout.readline():
+        return dict(json.loads(line))
+    if process.wait() == -signal.SIGPROF:
+        return {"problem": f"it computes for more than {SECONDS} s"}
+    return {"problem": f"it ended its process, most likely by using more than {MEMORY / 1e9:g} GB of memory"}
 
-    if tuple(map(int, re.findall(r"\d+", jinja2.__version__)[:3])) < SAFE_JINJA:
-        found, safe = jinja2.__version__, ".".join(map(str, SAFE_JINJA))
-        raise UserError(f"data.messages_field: the sandbox of jinja2 {found} leaks; pip install 'jinja2>={safe}'")
 
-    class PlainNamespace(Namespace):
-        """namespace() without names that Python uses."""
-
-        def __init__(self, *arguments: Any, **names: Any) -> None:
-            super().__init__()
-            for name, value in dict(*arguments, **names).items():
-                self[name] = value
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            if name.startswith("_"):
-                raise TemplateError(f"namespace() may not hold {name!r}")
-            super().__setitem__(name, value)
-
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}."""
-
-        def __init__(self, environment: Any) -> None:
-            super().__init__(environment)
-            self.tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-        def mark(self, caller: Any) -> str:
-            return f"{MARKS[0]}{caller()}{MARKS[1]}"
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own is for HTML
-
-    def strftime_now(format: str) -> str:
-        return datetime.date.fromisoformat(date).strftime(format)
-
-    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    sandbox.filters["tojson"] = tojson
-    sandbox.globals |= {"raise_exception": raise_exception, TODAY: strftime_now, "namespace": PlainNamespace}
-    sandbox.globals["dict"] = lambda *arguments, **names: dict(*arguments, **names)
-    return sandbox
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    with suppress(BrokenPipeError), process:  # closes its pipes, and waits for it
+        pass
 
 
 def read_chat_files(folder: Path) -> dict[str, str]:
@@ -179,8 +99,8 @@ def read_chat_files(folder: Path) -> dict[str, str]:
     for name in (TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS):
         file = folder / name
         try:
-            if file.is_file():
-                found[name] = read_patiently(file.read_bytes, what=str(file)).decode()
+            if file.exists():
+                found[name] = read_patiently(partial(read_whole, file, most=MAX_BYTES), what=str(file)).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file} cannot be read: {error}") from None
     return found
@@ -188,7 +108,8 @@ def read_chat_files(folder: Path) -> dict[str, str]:
 
 def chat_files(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:
     """Files that read_chat_files() reads, with these contents."""
-    return {TEMPLATE: template, TOKENIZER_CONFIG: json.dumps(dict(special_tokens), indent=2) + "\n"}
+    config = {TOKENIZER_CONFIG: json.dumps(dict(special_tokens), indent=2) + "\n"}
+    return config | {TEMPLATE: template} if template else config
 
 
 def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict[str, Any]:
@@ -203,11 +124,11 @@ def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict
         UserError: if there is no template, or it needs a date.
     """
     try:
-        config = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
-        special = {**json.loads(files.get(SPECIAL_TOKENS, "{}")), **config}
+        special, config = (json_object(files.get(name, "{}")) for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG))
+        given = _named(config.get("chat_template"))
     except ValueError as error:
         raise UserError(f"data.messages_field: {TOKENIZER_CONFIG} of the tokenizer is damaged: {error}") from None
-    text = _template_file(template) if template else files.get(TEMPLATE) or _named(config.get("chat_template"))
+    text = _template_file(template) if template else files.get(TEMPLATE) or given
     if not text:
         raise UserError(
             f"data.messages_field: the tokenizer came without a chat template ({TEMPLATE}, or chat_template in"
@@ -219,7 +140,7 @@ def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict
             "data.chat_date: the chat template writes today's date, but tokens must not depend on the day that they are"
             ' made; write the date that it shall use, such as chat_date = "2026-01-31"'
         )
-    tokens = {name: _content(value) for name, value in special.items() if name.endswith("_token")}
+    tokens = {name: _content(value) for name, value in {**special, **config}.items() if name.endswith("_token")}
     return {
         "template": text,
         "special_tokens": tuple(sorted((name, token) for name, token in tokens.items() if token and name in text)),
@@ -230,20 +151,19 @@ def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict
 def _template_file(template: str) -> str:
     file = Path(template).expanduser()
     try:
-        return read_patiently(file.read_bytes, what=f"data.chat_template: '{file}'").decode()
+        return read_patiently(partial(read_whole, file, most=MAX_BYTES), what=f"data.chat_template: '{file}'").decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.chat_template: '{file}' cannot be read: {error}") from None
 
 
 def _named(templates: Any) -> str:
-    """The template of tokenizer_config.json: one, or the default one of a list."""
-    if isinstance(templates, list):
-        return next((str(one["template"]) for one in templates if one.get("name") == "default"), "")
+    """The template of tokenizer_config.json: one, or the default one of a list. Raises ValueError for anything else."""
+    if isinstance(templates, list) and all(isinstance(one, dict) for one in templates):
+        templates = next((one.get("template") for one in templates if one.get("name") == "default"), None)
+    if not isinstance(templates, str | None):
+        raise ValueError("chat_template must be a text, or a list of names and templates")
     return templates or ""
 
 
 def _content(token: Any) -> str:
     return token if isinstance(token, str) else str(token.get("content", "")) if isinstance(token, dict) else ""
-
-
-ROLE, CONTENT, ASSISTANT = "role", "content", "assistant"

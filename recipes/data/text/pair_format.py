@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from parallel.errors import UserError
-from recipes.data.text.chat import ASSISTANT, CONTENT, ROLE
+from recipes.data.text.chat_template import ASSISTANT, CONTENT, ROLE
 from recipes.data.text.row import Row, no_such_field, text_or_problem
 
 if TYPE_CHECKING:
@@ -183,12 +183,10 @@ class PairEncoder:
 
     def __init__(self, format: PairFormat, tokenizer: "Tokenizer") -> None:
         """Raises UserError for a chat template that cannot be compiled."""
-        import tokenizers
+        from recipes.data.text.tokenizer import text_library
 
-        self._format, self._end = format, tokenizer.end_of_document
-        self._library = tokenizers.Tokenizer.from_str(tokenizer.json)
-        self._library.no_truncation()
-        self._library.no_padding()
+        self._format, self._end, self._tokenizer = format, tokenizer.end_of_document, tokenizer
+        self._library = text_library(tokenizer.json, spelled_out=True)
         self._template = None
         if format.messages:
             from recipes.data.text.chat import ChatTemplate
@@ -202,6 +200,8 @@ class PairEncoder:
         encode = self._of_chats if self._template else self._of_fields
         try:
             encoded = encode(contents)
+        except UserError:
+            raise
         except Exception:  # the library raises nothing more specific, and does not say for which text
             encoded = [_alone(encode, content) for content in contents]
         of_text = iter(encoded)
@@ -214,6 +214,7 @@ class PairEncoder:
             elif pair is not None:
                 pairs.append(pair)
             found.append(row)
+        self._tokenizer.require_rows([int((pair & ID).max()) for pair in pairs])
         return found, pairs
 
     def _of_fields(self, contents: Sequence[list[str]]) -> list[np.ndarray | str]:
@@ -246,6 +247,8 @@ def _alone(encode: Callable[[list[Any]], list[np.ndarray | str]], content: Any) 
     """The stored pair of this content, or its problem."""
     try:
         return encode([content])[0]
+    except UserError:
+        raise
     except Exception as error:
         return f"cannot be encoded: {error}"
 

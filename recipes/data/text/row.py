@@ -20,6 +20,7 @@ LONGEST_WORD = 1_000_000
 WORDS = re.compile(r"\w+|[^\w\s]+|\s+")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+LATIN_1 = "; if the file is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 OLD > NEW"
 UTF_16 = "looks like UTF-16; convert the file: iconv -f UTF-16 -t UTF-8 OLD > NEW"
 # The share of NUL bytes in UTF-16: half of English, and a line ending now and then of other scripts.
 UTF_16_NULS = (0.02, 0.6)
@@ -118,7 +119,8 @@ def text_or_problem(value: Any, *, text_field: str) -> tuple[str, str]:
         try:
             value.encode()
         except UnicodeEncodeError as error:  # JSON can escape one half of a surrogate pair
-            return "", f"invalid Unicode: half a surrogate pair at character {error.start + 1}"
+            latin_1 = LATIN_1 if 0xDCA0 <= ord(value[error.start]) <= 0xDCFF else ""  # such bytes of .csv become these
+            return "", f"invalid Unicode: half a surrogate pair at character {error.start + 1}{latin_1}"
     if "\0" in value and _is_share_of_utf_16(value.count("\0"), len(value)):
         return "", UTF_16
     if len(value) > LONGEST_WORD and (longest := _longest_word(value)) > LONGEST_WORD:
@@ -174,7 +176,9 @@ def decoded_text(data: bytes | bytearray, *, offset: int = 0) -> tuple[str, str]
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        return "", f"invalid UTF-8: byte {data[error.start]:#04x} at {offset + error.start + 1}"
+        alone = data[error.start] >= 0xA0 and data[error.start + 1 : error.start + 2].isascii()
+        where = f"byte {data[error.start]:#04x} at {offset + error.start + 1}"
+        return "", f"invalid UTF-8: {where}{LATIN_1 if alone else ''}"
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text, ""
 
 

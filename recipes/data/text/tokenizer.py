@@ -5,14 +5,15 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
 from parallel.errors import TemporaryError, UserError
-from recipes.files.reading import is_remote, read_patiently
+from recipes.files.layout import TOKENIZER
+from recipes.files.reading import is_remote, read_patiently, read_whole
 
 if TYPE_CHECKING:
     import tokenizers
@@ -42,8 +43,13 @@ class Tokenizer:
     backend: "tokenizers.Tokenizer"
     beginning: int | None = None
     """Id of the token that begins each document; None = none does."""
+    needed_rows: int = 0
+    """Rows of an embedding that has one for every token but added ones, which need not occur in a text."""
+    rows: int | None = None
+    """Rows of the embedding of the model that reads the tokens, if it is known."""
 
     def encode(self, text: str) -> list[int]:
+        """The tokens of a document. Raises UserError for one that the model has no row for."""
         return self._begun(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
@@ -54,7 +60,27 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
+    def with_rows(self, rows: int) -> "Tokenizer":
+        """The tokenizer of a model with so many rows. Raises UserError for fewer than every text needs."""
+        if (needed := max(self.needed_rows, (self.beginning or 0) + 1)) > rows:
+            raise UserError(
+                f"data.tokenizer has {needed} entries, more than model.vocabulary = {rows}"
+                f"; write model.vocabulary = {needed} or another tokenizer"
+            )
+        return replace(self, rows=rows)
+
+    def require_rows(self, ids: Sequence[int]) -> None:
+        """Raises UserError if the model has no row for one of these tokens."""
+        if self.rows is None or not ids or (largest := max(ids)) < self.rows:
+            return
+        raise UserError(
+            f"the text holds token {largest}, {self.backend.id_to_token(largest)!r}, but the model has {self.rows} rows"
+            " in its embedding: take it out of the text, or give a model with a larger vocabulary"
+        )
+
     def _begun(self, ids: list[int]) -> list[int]:
+        if self.rows is not None and self.rows < self.vocabulary:
+            self.require_rows(ids)
         return ids if self.beginning is None else [self.beginning, *ids]
 
 
@@ -63,12 +89,14 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
     nothing and does not import tokenizers: reads a tokenizer.json as plain JSON."""
     try:
         if (size := training_size(spec)) is None:
+            from recipes.data.text.tokens_beside import named_end
+
             path = tokenizer_file(spec)
-            largest, _ = _read_ids(read_tokenizer(path), where=path)
-            if largest >= vocabulary:
+            needed = _read_ids(read_tokenizer(path), where=path, named_end=named_end(path)).largest_needed
+            if needed >= vocabulary:
                 return (
-                    f"'{path}' has ids up to {largest}, but model.vocabulary is {vocabulary}; raise model.vocabulary "
-                    f"to {largest + 1} or more, or give a smaller tokenizer"
+                    f"'{path}' has ids up to {needed}, but model.vocabulary is {vocabulary}; raise model.vocabulary "
+                    f"to {needed + 1} or more, or give a smaller tokenizer"
                 )
         elif size > vocabulary:
             return (
@@ -137,7 +165,7 @@ def tokenizer_file(spec: str) -> Path:
     else:
         path = Path(spec).expanduser()
     if path.is_dir():
-        file = path / "tokenizer.json"
+        file = path / TOKENIZER
         if not file.is_file():
             raise UserError(
                 f"data.tokenizer: the folder {spec!r} has no tokenizer.json; give one that has, or 'train:N'"
@@ -156,15 +184,28 @@ def tokenizer_file(spec: str) -> Path:
 
 
 def read_tokenizer(path: Path) -> str:
+    """The text of a tokenizer.json, with the tokens that transformers reads beside it. Raises UserError."""
     try:
-        return read_patiently(lambda: path.read_text(encoding="utf-8"), what=f"data.tokenizer: '{path}'")
+        text = read_patiently(lambda: read_whole(path).decode(), what=f"data.tokenizer: '{path}'")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.tokenizer: cannot read '{path}': {error}") from error
+    from recipes.data.text.tokens_beside import with_tokens_beside
+
+    return with_tokens_beside(text, path)
 
 
-def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> tuple[int, int]:
-    """The largest id in a tokenizer.json, read as JSON, and the id that ends documents: the first of `ends` that is an
-    added token, or else the first of END_OF_DOCUMENT_NAMES."""
+class Ids(NamedTuple):
+    """What a tokenizer.json says of token ids."""
+
+    largest: int
+    largest_needed: int
+    """The largest of those that every model needs: added tokens need not occur in a text."""
+    end_of_document: int
+
+
+def _read_ids(text: str, *, where: Path, ends: Sequence[int] = (), named_end: str = "") -> Ids:
+    """The ids in a tokenizer.json, read as JSON. Documents end with the first of `ends` that is an added token, or else
+    the first of END_OF_DOCUMENT_NAMES and named_end that is any token."""
     wrong = f"data.tokenizer: '{where}' is not a tokenizer.json as Hugging Face tokenizers writes it"
     try:
         content: Any = json.loads(text)
@@ -174,50 +215,58 @@ def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> tuple[int,
         entries = content["model"]["vocab"]  # Unigram models list (token, score) pairs, all others map token to id
         ids = {token: number for number, (token, _) in enumerate(entries)} if isinstance(entries, list) else entries
         added_ids = {added["content"]: added["id"] for added in content.get("added_tokens") or ()}
+        words = [number for token, number in ids.items() if token not in added_ids]
         ids = ids | added_ids
         largest = max(ids.values())
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{wrong}: no entries under 'model.vocab'") from error
-    for end in ends:
-        if end in added_ids.values():  # the id of an ordinary word is a mistake, such as a model family's default
-            return largest, end
-    for name in END_OF_DOCUMENT_NAMES:
-        if name in ids:
-            return largest, ids[name]
-    raise UserError(
-        f"data.tokenizer: '{where}' has no token that ends a document; looked for {', '.join(END_OF_DOCUMENT_NAMES)}; "
-        f"add one of them, or give another tokenizer"
-    )
+    # The id of an ordinary word is a mistake, such as a model family's default.
+    given = [end for end in ends if end in added_ids.values()]
+    names = [ids[name] for name in (*END_OF_DOCUMENT_NAMES, named_end) if name and name in ids]
+    if not given + names:
+        raise UserError(
+            f"data.tokenizer: '{where}' has no token that ends a document; looked for"
+            f" {', '.join(END_OF_DOCUMENT_NAMES)}; add one of them, or give another tokenizer"
+        )
+    end_of_document = (given + names)[0]
+    return Ids(largest, max([*words, end_of_document]), end_of_document)
 
 
-def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Tokenizer:
-    """The tokenizer of a tokenizer.json with this text. Raises UserError, naming `where` the text is from. ends: ids
-    that the model's config gives for the end of a document, best first."""
-    largest, end_of_document = _read_ids(text, where=where, ends=ends)
-    text = _with_special(text, end_of_document)
+def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = (), named_end: str = "") -> Tokenizer:
+    """The tokenizer of a tokenizer.json with this text. Raises UserError, naming `where` the text is from.
+
+    ends: ids that the model's config gives for the end of a document, best first. named_end: the token that
+    tokenizer_config.json names for it, where nothing else is known.
+    """
+    ids = _read_ids(text, where=where, ends=ends, named_end=named_end)
+    text = _with_special(text, ids.end_of_document)
     try:
         library = text_library(text)
     except Exception as error:  # the library raises nothing more specific
         raise UserError(f"data.tokenizer: the tokenizers library rejects '{where}': {error}") from error
     return Tokenizer(
-        vocabulary=largest + 1,
-        end_of_document=end_of_document,
+        vocabulary=ids.largest + 1,
+        needed_rows=ids.largest_needed + 1,
+        end_of_document=ids.end_of_document,
         fingerprint=xxhash.xxh3_128_hexdigest(text.encode()),
         json=text,
         backend=library,
     )
 
 
-def text_library(text: str) -> "tokenizers.Tokenizer":
-    """The library's tokenizer of a tokenizer.json, for ordinary text."""
+def text_library(text: str, *, spelled_out: bool = False) -> "tokenizers.Tokenizer":
+    """The library's tokenizer of a tokenizer.json, for all text of training, generation and evaluation: nothing in the
+    file cuts it, pads it or makes chance decide. spelled_out: special tokens that a text spells out are these tokens,
+    as in pairs and chats; otherwise it does not end its document, unless the model has that token as an ordinary
+    word."""
     import tokenizers
 
     library = tokenizers.Tokenizer.from_str(text)
-    # A file may contain truncation and padding settings; here text is neither truncated nor padded. A text that spells
-    # out an added token does not end its document, unless the model has that token as an ordinary word.
     library.no_truncation()
     library.no_padding()
-    library.encode_special_tokens = True
+    if isinstance(library.model, tokenizers.models.BPE):
+        library.model.dropout = None
+    library.encode_special_tokens = not spelled_out
     return library
 
 

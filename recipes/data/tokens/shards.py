@@ -31,7 +31,7 @@ import xxhash
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files.atomic import write_whole
-from recipes.files.reading import is_remote, memory_map, read_patiently
+from recipes.files.reading import is_remote, memory_map, read_patiently, read_whole
 
 # Part of every fingerprint: raise it when the same source starts to give different files.
 FORMAT_VERSION = 2
@@ -183,7 +183,7 @@ def read_index(folder: Path) -> Index | None:
             return None
         shards = tuple(_shard({"number": place} | shard) for place, shard in enumerate(content.pop("shards")))
         return Index(**content | {"files": tuple(content["files"])}, shards=shards)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -257,7 +257,7 @@ class BadRowBudget:
 
 def _text(file: Path) -> str:
     """The contents of a file. Raises OSError, and TemporaryError if that may pass."""
-    return read_patiently(lambda: file.read_text(encoding="utf-8"), what=f"data.source: '{file}'")
+    return read_patiently(lambda: read_whole(file).decode(), what=f"data.source: '{file}'")
 
 
 def _mapped(file: Path) -> np.ndarray:

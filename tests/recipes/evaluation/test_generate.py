@@ -302,18 +302,29 @@ def test_an_empty_text_starts_after_the_end_of_a_document(bytes_only: Tokenizer,
 
 
 def test_only_a_model_trained_with_a_beginning_token_gets_one(bytes_only: Tokenizer, tmp_path: Path) -> None:
-    """The tokenizers of Llama add it; for a model trained here with such a tokenizer they must not."""
+    """The tokenizers of Llama add it; for a model trained here with such a tokenizer they must not. In a folder of
+    others, tokenizer.json says it where config.json does not, as for transformers and the lm-evaluation-harness."""
     from tokenizers.processors import TemplateProcessing
+
+    from recipes.weights.convert import import_folder
+    from recipes.weights.locate import find_weights
 
     bos = bytes_only.end_of_document
     library = LibraryTokenizer.from_str(bytes_only.backend.to_str())
     library.post_processor = TemplateProcessing(single=f"{END_OF_DOCUMENT} $A", special_tokens=[(END_OF_DOCUMENT, bos)])
     with_bos = build_tokenizer(library.to_str(), where=tmp_path)
-    for token, expected in ((bos, [bos]), (None, [])):
+    for token in (bos, None):
         theirs = their_model("llama")
         theirs.config.bos_token_id = token
-        opened = open_model(folder_of(theirs, with_bos, tmp_path / str(token)), dtype=torch.float32, device=CPU)
-        assert opened.prompt_ids("ab") == expected + bytes_only.encode("ab")
+        folder = folder_of(theirs, with_bos, tmp_path / str(token))
+        import_folder(folder, tmp_path / f"imported {token}")
+        for place in (folder, tmp_path / f"imported {token}"):
+            opened = open_model(place, dtype=torch.float32, device=CPU)
+            assert opened.prompt_ids("ab") == [bos, *bytes_only.encode("ab")]
+    weights = find_weights(tmp_path / "imported None")
+    trained = replace(weights, facts=replace(weights.facts, bos_token_id=None))
+    opened = open_model(trained, dtype=torch.float32, device=CPU)
+    assert opened.prompt_ids("ab") == bytes_only.encode("ab")
 
 
 def test_a_tokenizer_of_another_model_is_refused(bytes_only: Tokenizer, tmp_path: Path) -> None:

@@ -112,6 +112,48 @@ def test_answers_are_those_of_the_harness_itself_on_any_number_of_processes(fold
             require_equal(found, expected)
 
 
+def begin_texts(folder: Path, *, named: bool, settings: dict[str, Any]) -> Path:
+    """Let tokenizer.json alone begin texts with a token, which tokenizer_config.json names or not."""
+    from tokenizers import Tokenizer, processors
+
+    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    library = Tokenizer.from_file(str(file))
+    begin = "a"  # any token with a row in the embedding
+    template = {"single": f"{begin} $A", "special_tokens": [(begin, library.token_to_id(begin))]}
+    library.post_processor = processors.TemplateProcessing(**template)
+    library.save(str(file))
+    if named:
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token": begin}))
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(generation | settings))
+    return folder
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_beginning_that_only_the_tokenizer_adds_counts_as_for_the_harness(
+    named: bool, tmp_path: Path, alone: None
+) -> None:
+    """And so does the repetition penalty of the folder's generation settings."""
+    pytest.importorskip("accelerate", reason="the harness's own model class needs accelerate, which is not installed")
+    from lm_eval.models.huggingface import HFLM
+
+    folder = begin_texts(write_model(tmp_path), named=named, settings={"repetition_penalty": 1.3})
+    assert json.loads((folder / "config.json").read_text())["bos_token_id"] is None
+    theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
+    expected = {kind: getattr(theirs, kind)(requests(kind), disable_tqdm=True) for kind in KINDS}
+    require_equal({kind: getattr(ours(folder), kind)(requests(kind)) for kind in KINDS}, expected)
+
+
+def test_token_without_a_row_in_the_embedding_is_an_error_of_the_task(tmp_path: Path, alone: None) -> None:
+    folder, images = write_model(tmp_path), [f"<image{n}>" for n in range(300)]
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"extra_special_tokens": images}))
+    model = ours(folder)
+    assert model.tok_encode("words and numbers")
+    with pytest.raises(UserError, match=r"a task's text holds token \d{3}, '<image299>', but the model has 300 rows"):
+        model.loglikelihood([SimpleNamespace(args=("a <image299>", " b"), task_name="t", doc_id=0)])
+
+
 def test_batches_of_any_size_give_the_same_answers(folder: Path, alone: None) -> None:
     first, second = (
         {kind: getattr(ours(folder, batch_tokens=tokens), kind)(requests(kind)) for kind in KINDS}

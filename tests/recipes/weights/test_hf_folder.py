@@ -384,7 +384,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "tokenizer of another": (lambda folder: edit_tokenizer(folder, '"b": 1', '"b": 67'), "ids up to 67, but the"),
     "tokenizer without an end": (
-        lambda folder: edit_config(folder, eos_token_id=None) or edit_tokenizer(folder, "</s>", "</t>"),
+        lambda folder: (
+            edit_config(folder, eos_token_id=None)
+            or edit_tokenizer(folder, "</s>", "</t>")
+            or (folder / "tokenizer_config.json").unlink()
+        ),
         "has no token that ends a document",
     ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),

@@ -22,6 +22,28 @@ from tests.families import FAMILIES
 from tests.processes import run_processes
 from tests.recipes.weights.test_hf_folder import TOKENIZER, tensors
 
+GPTJ = {
+    "model_type": "gptj",
+    "vocab_size": 96,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "rotary_dim": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT_NEO = {
+    "model_type": "gpt_neo",
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_position_embeddings": 64,
+    "attention_types": [[["global", "local"], 1]],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 LLAMA = FAMILIES["mistral"] | {"model_type": "llama", "attention_bias": True}
 BART = {"model_type": "bart", "d_model": 32, "vocab_size": 96, "max_position_embeddings": 32, "pad_token_id": 0}
 BART |= {f"{part}_{key}": size for part in ("encoder", "decoder") for key, size in (("layers", 1), ("ffn_dim", 48))}
@@ -133,6 +155,29 @@ def test_what_old_gpt_neox_files_computed_beforehand_is_ignored(tmp_path: Path) 
     named = {f"gpt_neox.layers.0.attention.{name}": value for name, value in old.items()}
     edit_tensors(tmp_path / "in", lambda found: found | named)
     assert tensors(round_trip(tmp_path / "in", tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "place"),
+    [
+        (GPTJ, "transformer.h.0.attn."),
+        (GPT_NEO, "transformer.h.1.attn.attention."),
+    ],
+    ids=["gpt-j", "gpt-neo"],
+)
+def test_masks_in_old_files_are_ignored_as_transformers_does(
+    settings: dict[str, Any], place: str, tmp_path: Path
+) -> None:
+    write_reference(tmp_path / "in", settings, torch.float32, "1GB")
+    before = tensors(tmp_path / "in")
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
+    old = {f"{place}bias": mask, f"{place}masked_bias": torch.tensor(-1e9)}
+    edit_tensors(tmp_path / "in", lambda found: found | old)
+    assert tensors(round_trip(tmp_path / "in", tmp_path)) == before
+    bias = {"transformer.h.0.attn.bias": torch.zeros(48)}  # not a mask
+    edit_tensors(tmp_path / "in", lambda found: found | bias)
+    with pytest.raises(UserError, match=r"the model has no place for transformer\.h\.0\.attn\.bias"):
+        import_folder(tmp_path / "in", tmp_path / "again")
 
 
 def test_equal_copies_of_a_tied_weight_are_read_once(gpt2: Path, tmp_path: Path) -> None:

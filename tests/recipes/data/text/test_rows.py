@@ -16,7 +16,7 @@ from parallel.errors import UserError
 from recipes.data.text import csv_rows, parquet, plain_text, readers, sources, stdlib
 from recipes.data.text import row as row_module
 from recipes.data.text.plain_text import CHUNK_BYTES, LONGEST_CHUNK_BYTES
-from recipes.data.text.row import Row
+from recipes.data.text.row import LATIN_1, Row
 from recipes.data.text.rows import open_rows, readable_documents
 
 ROOT = Path(sources.__file__).parents[3]
@@ -163,7 +163,8 @@ def test_rows_are_located_by_file_and_line_row_or_document(tmp_path: Path) -> No
         (b"{}", "no field 'text'; it has (none)"),
         (b'{"text": ["x"]}', "not text: field 'text' holds list"),
         (b'{"text": null}', "null"),
-        (b'{"text": "\xff"}', "invalid UTF-8: byte 0xff at 11"),
+        (b'{"text": "\xff"}', f"invalid UTF-8: byte 0xff at 11{LATIN_1}"),
+        (b'{"text": "gr\xfcn"}', f"invalid UTF-8: byte 0xfc at 13{LATIN_1}"),
         (b'{"text": "\xed\xa0\xbd"}', "invalid UTF-8: byte 0xed at 11"),
         (b'{"text": "x\\ud83d"}', "invalid Unicode: half a surrogate pair at character 2"),
     ],
@@ -182,7 +183,7 @@ def test_invalid_bytes_in_plain_text_lose_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"".join(pieces))
     first, bad, last = rows_of(tmp_path)
     assert (first.text.encode(), last.text.encode()) == (pieces[0], pieces[2])
-    assert bad == Row("", 0, 2, f"invalid UTF-8: byte 0xff at {len(pieces[0]) + 3001}")
+    assert bad == Row("", 0, 2, f"invalid UTF-8: byte 0xff at {len(pieces[0]) + 3001}{LATIN_1}")
 
 
 def test_cut_by_length_splits_no_character_and_no_line_ending(tmp_path: Path) -> None:
@@ -198,7 +199,7 @@ def test_python_file_that_is_not_utf8_is_a_bad_row(tmp_path: Path, monkeypatch: 
     (tmp_path / "a.py").write_bytes(b"# \xe9\n")
     (tmp_path / "b.py").write_bytes(b"\xef\xbb\xbfpass\r\n")
     monkeypatch.setattr(stdlib, "stdlib_folder", lambda: tmp_path)
-    assert rows_of(sources.STDLIB) == [Row("", 0, 1, "invalid UTF-8: byte 0xe9 at 3"), Row("pass\n", 1, 1)]
+    assert rows_of(sources.STDLIB) == [Row("", 0, 1, f"invalid UTF-8: byte 0xe9 at 3{LATIN_1}"), Row("pass\n", 1, 1)]
 
 
 def test_parquet_values_that_are_not_text_are_bad_rows(tmp_path: Path) -> None:

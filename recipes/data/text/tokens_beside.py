@@ -1,0 +1,134 @@
+"""What transformers knows of a tokenizer from the files beside its tokenizer.json: further added tokens, and the one
+that ends texts. Imports no torch."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import UserError
+from recipes.files.layout import MODEL, TOKENIZER
+from recipes.files.reading import json_object, names_in, read_patiently, read_whole
+
+TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
+MAX_BYTES = 10_000_000
+"""The largest of these files."""
+WHOLE = {MODEL, "owner.txt"}
+"""Files of our checkpoints and shards, whose tokenizer.json says everything: what they were made with."""
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that have a name, in the order in which transformers adds them."""
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+REFUSED = {"split_special_tokens": False, "fast_tokenizer_files": None}
+"""Settings that make other tokens of a text, and the values without an effect."""
+
+Token = dict[str, Any]
+"""Its "content" and FLAGS."""
+
+
+def with_tokens_beside(text: str, file: Path) -> str:
+    """The text of a tokenizer.json with the tokens that transformers adds to it from the files beside it, without the
+    dropout of BPE; unchanged if there is nothing of that. Raises UserError for a file that cannot be used."""
+    folder = file.parent
+    names = {*names_in(folder)} if file.name == TOKENIZER else set[str]()
+    try:
+        content = json_object(text)
+        own = [_token(added) for added in content.get("added_tokens") or ()]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return text  # whoever reads it says so
+    if WHOLE & names:
+        return text
+    if isinstance(content.get("model"), dict) and content["model"].get("dropout"):
+        content["model"]["dropout"] = None
+        text = json.dumps(content, ensure_ascii=False)
+    files = {name: _read(folder / name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS) if name in names}
+    config = files.get(TOKENIZER_CONFIG, {})
+    if asked := [name for name, usual in REFUSED.items() if config.get(name, usual) != usual]:
+        raise UserError(f"{folder / TOKENIZER_CONFIG}: {asked[0]} is not supported; take it out")
+    try:
+        missing = [*_missing(config, files.get(SPECIAL_TOKENS, {}), files.get(ADDED_TOKENS, {}), own, content)]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        where = " or ".join(str(folder / name) for name in files)
+        raise UserError(f"{where} cannot be used: its tokens are not as transformers writes them ({error})") from None
+    return _with_added(text, content, missing) if missing else text
+
+
+def named_end(file: Path) -> str:
+    """The token that ends texts by the tokenizer_config.json beside a tokenizer.json; "" where there is none."""
+    beside = file.with_name(TOKENIZER_CONFIG)
+    return end_of(_read(beside)) if file.name == TOKENIZER and beside.exists() else ""
+
+
+def end_of(config: Mapping[str, Any]) -> str:
+    """The token that ends texts by the contents of a tokenizer_config.json; "" where they name none."""
+    end = config.get("eos_token")
+    return str(end.get("content", "") if isinstance(end, dict) else end or "")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return json_object(read_patiently(partial(read_whole, file, most=MAX_BYTES), what=str(file)).decode())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{file} cannot be used: {reason}; copy it again, or delete it") from None
+
+
+def _token(given: Any, *, special: bool = False) -> Token:
+    """A token with the flags that it has where it is given by its name, or without some of them."""
+    given = {"content": given} if isinstance(given, str) else given
+    special = special or bool(given.get("special"))
+    usual = dict.fromkeys(FLAGS, False) | {"normalized": not special}
+    found = usual | {key: value for key, value in given.items() if key in FLAGS} | {"special": special}
+    if not isinstance(given["content"], str) or not all(isinstance(found[flag], bool) for flag in FLAGS):
+        raise ValueError(f"{str(given)[:100]}")
+    return found | {"content": given["content"]}
+
+
+def _missing(
+    config: dict[str, Any], special: dict[str, Any], added: dict[str, Any], own: list[Token], content: dict[str, Any]
+) -> Iterator[Token]:
+    """The tokens that tokenizer.json lacks or has with other flags, in the order in which transformers adds them."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    named: dict[str, Any] = {
+        name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)
+    }
+    named |= {name: config[name] for name in NAMED if config.get(name)}
+    beside: dict[int, Token] = {}
+    if "added_tokens_decoder" in config:
+        beside = {int(number): _token(token) for number, token in config["added_tokens_decoder"].items()}
+    else:  # as transformers read and wrote them before there was this key
+        named |= {name: _token(value, special=True) for name, value in special.items() if name.endswith("_token")}
+        extra = [*extra, *special.get("extra_special_tokens", [])] if isinstance(extra, list) else extra
+        contents = {_token(token)["content"] for token in (*named.values(), *extra)}
+        beside = {number: _token(name, special=name in contents) for name, number in added.items()}
+        beside |= {token["id"]: _token(token) for token in content.get("added_tokens") or ()}
+        extra = extra or special.get("additional_special_tokens", [])
+    if isinstance(extra, dict):
+        named, extra = named | extra, []
+    order = sorted(named, key=lambda name: NAMED.index(name) if name in NAMED else len(NAMED))
+    specials = [_token(token, special=True) for token in (*(named[name] for name in order), *extra)]
+    names = {token["content"] for token in specials[: len(named)]}
+    known = {token["content"] for token in (*own, *beside.values())}
+    for _, token in sorted(beside.items()):
+        if token not in own:
+            yield token | {"special": token["special"] or token["content"] in names}
+    for token in specials:
+        if token["content"] and token["content"] not in known:
+            known.add(token["content"])
+            yield token
+
+
+def _with_added(text: str, content: dict[str, Any], missing: Iterable[Token]) -> str:
+    """The tokenizer.json with these tokens, and the ids that the library gives them."""
+    import tokenizers
+
+    try:
+        library = tokenizers.Tokenizer.from_str(text)
+    except Exception:  # whoever builds it says so
+        return text
+    library.add_tokens([tokenizers.AddedToken(**token) for token in missing])
+    added = json.loads(library.to_str())["added_tokens"]
+    if added == content.get("added_tokens"):
+        return text
+    return json.dumps(content | {"added_tokens": added}, ensure_ascii=False)
