@@ -12,6 +12,7 @@ import tyro
 
 from recipes.recipe.fields import Problem, accept, complaint, field_types, sections, toml, unknown_key, value_of
 from recipes.recipe.schema import Recipe
+from recipes.recipe.synonyms import FIELDS
 
 ORIGIN = "command line"
 OPTIONS = ("check", "plan", "processes", "nodes", "help")
@@ -67,7 +68,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem
     groups = {}
     for key, values in found:
         if (annotation := field_types().get(key)) is None:
-            close = get_close_matches(key, (*OPTIONS, *OF_PLAN), n=1)
+            close = [] if key in FIELDS else get_close_matches(key, (*OPTIONS, *OF_PLAN), n=1)
             message = f"unknown; did you mean --{close[0]}?" if close else unknown_key(key)
             message = "needs --plan" if key in OF_PLAN else message
             problems.append(Problem(key, message, " ".join(values), ORIGIN))

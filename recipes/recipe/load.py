@@ -12,8 +12,10 @@ import tomli
 from models.config import FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
+from recipes.files.paths import SHOWN, user_path
 from recipes.files.reading import fault
 from recipes.recipe.fields import (
+    MOST_PROBLEMS,
     Problem,
     accept,
     choose_source,
@@ -26,6 +28,7 @@ from recipes.recipe.fields import (
     unknown_key,
     unknown_section,
 )
+from recipes.recipe.paths import settle_paths
 from recipes.recipe.rules import Given, Written, broken_rules
 from recipes.recipe.schema import Recipe, RunConfig
 
@@ -87,7 +90,7 @@ def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[
     given: Given = {}
     problems: list[Problem] = []
     written: tuple[Any, str] = ([], "")
-    for origin, tables in [*_read_chain(Path(path)), *options.get("over", ())]:
+    for origin, tables in [*_read_chain(user_path(path)), *options.get("over", ())]:
         written = (tables["stages"], origin) if "stages" in tables else written
         problems += _take({name: table for name, table in tables.items() if name != "stages"}, origin, given)
     arguments, of_stages = _split(arguments)
@@ -97,6 +100,10 @@ def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[
         overrides, wrong = command_line.parse(arguments, _assemble(given, None))
         given |= {key: (value, command_line.ORIGIN) for key, value in overrides.items()}
         problems += wrong + choose_source(given, overrides, command_line.ORIGIN)
+    settled = {key: value for key, (value, _) in given.items()}
+    origins = {key: origin for key, (_, origin) in given.items()}
+    problems += settle_paths(settled, origins)
+    given = {key: (value, origins[key]) for key, value in settled.items()}
     weights = _initial_weights(given)
     if not any(problem.key == "model.name" for problem in problems):
         problems += _check_size(given, weights)
@@ -174,7 +181,9 @@ def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
     problems: list[Problem] = []
     written: dict[str, Any] = {}
     for section, table in tables.items():
-        if section in sections() and not isinstance(table, dict):
+        if section not in sections() and len(problems) >= MOST_PROBLEMS:
+            problems.append(Problem(section, ""))  # only counted
+        elif section in sections() and not isinstance(table, dict):
             message = f"is a section; write [{section}] on a separate line and its keys below"
             problems.append(Problem(section, message, toml(table), origin))
         elif section not in sections() and isinstance(table, dict):
@@ -184,6 +193,9 @@ def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
         else:
             for name, value in table.items():
                 key = f"{section}.{name}"
+                if key not in field_types() and len(problems) >= MOST_PROBLEMS:
+                    problems.append(Problem(key, ""))
+                    continue
                 wrong = complaint(key, value) if key in field_types() else unknown_key(key)
                 if wrong:
                     problems.append(Problem(key, wrong, toml(value), origin))
@@ -274,7 +286,7 @@ def _read_chain(path: Path) -> list[Layer]:
             return layers
         if not isinstance(base, str):
             raise UserError(f'base = {toml(base)} in {shown(path)}: must be a file name; write base = "other.toml"')
-        path = path.parent / base
+        path = user_path(path.parent / base)
 
 
 def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:
@@ -295,10 +307,11 @@ def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:
         raise UserError(f"{file} is not UTF-8 text (line {line}, byte {error.start}); save it as UTF-8") from None
     except tomli.TOMLDecodeError as error:
         line_text = (text.splitlines() or [""])[min(error.lineno, len(text.splitlines())) - 1]
+        first = max(0, error.colno - 1 - SHOWN // 2)  # of a line of megabytes, what is around the error
         hint = '; strings need "quotes", booleans are true and false' if error.msg == "Invalid value" else ""
         raise UserError(
             f"{file} is not TOML: line {error.lineno}, column {error.colno}: {error.msg}{hint}\n"
-            f"  {line_text}\n  {' ' * (error.colno - 1)}^"
+            f"  {line_text[first : first + SHOWN]}\n  {' ' * (error.colno - 1 - first)}^"
         ) from None
     except (ValueError, RecursionError) as error:  # such as numbers with thousands of digits, or very deep lists
         raise UserError(f"{file} cannot be read: {error}") from None

@@ -21,6 +21,7 @@ from models.layout import layout_of
 from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.files.layout import TOKENIZER
+from recipes.files.paths import user_path
 from recipes.files.reading import fault, is_folder, may_pass, names_in
 from recipes.weights.companions import (
     GENERATION_CONFIG,
@@ -62,10 +63,7 @@ StoredTensors = dict[str, tuple[Path, Entry]]
 
 def config_file(path: str) -> Path:
     """The config.json that model.config names, by itself or by its folder. Raises UserError if there is none."""
-    try:
-        file = Path(path).expanduser()
-    except RuntimeError as error:  # no such user in ~user
-        raise UserError(f"{path} cannot be read: {error}") from None
+    file = user_path(path)
     if is_folder(file):
         file = file / HF_CONFIG
     if not file.exists():

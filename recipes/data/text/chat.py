@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel.errors import UserError
+from recipes.files.paths import user_path
 from recipes.files.reading import read_patiently
 
 TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
@@ -228,7 +229,7 @@ def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict
 
 
 def _template_file(template: str) -> str:
-    file = Path(template).expanduser()
+    file = user_path(template)
     try:
         return read_patiently(file.read_bytes, what=f"data.chat_template: '{file}'").decode()
     except (OSError, UnicodeDecodeError) as error:

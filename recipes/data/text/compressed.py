@@ -40,11 +40,11 @@ def before_the_break(path: File, size: int) -> tuple[int, int]:
     file of this size breaks off."""
     lines = place = 0
     try:
-        with closing(_InPieces(path, max(1, min(BREAK_BYTES, size // FINEST)))) as file:
-            with _decompressed(path, file) as stream:
-                while text := stream.read(BREAK_BYTES):
-                    if found := text.count(b"\n"):  # without any, it may be what damage decompresses to
-                        lines, place = lines + found, file.place
+        piece = max(1, min(BREAK_BYTES, size // FINEST))
+        with closing(_InPieces(path, piece)) as file, _decompressed(path, file) as stream:
+            while text := stream.read(BREAK_BYTES):
+                if found := text.count(b"\n"):  # without any, it may be what damage decompresses to
+                    lines, place = lines + found, file.place
     except BROKEN:
         pass  # this is the place, or the file is gone
     return lines, place

@@ -23,8 +23,8 @@ START = Place(0)
 
 
 class RowStream(Iterator[Row]):
-    """The rows of a source after a cursor. Iterating raises UserError for the hub, and of files for a .zst that needs too
-    large a window."""
+    """The rows of a source after a cursor. Iterating raises UserError for the hub, and for a .zst whose window is too
+    wide."""
 
     def __init__(self, rows: Iterator[tuple[Row, Place]], *, files: Sequence[str], start: Place) -> None:
         self.files = files

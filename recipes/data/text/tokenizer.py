@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from parallel.errors import TemporaryError, UserError
+from recipes.files.paths import user_path
 from recipes.files.reading import is_remote, read_patiently
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def tokenizer_file(spec: str) -> Path:
         copy = local_copy(spec, only=("*.json",))
         path = copy / spec.rpartition("/")[2] if spec.endswith(".json") else copy
     else:
-        path = Path(spec).expanduser()
+        path = user_path(spec)
     if path.is_dir():
         file = path / "tokenizer.json"
         if not file.is_file():

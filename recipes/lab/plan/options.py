@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from parallel.errors import UserError
+from recipes.files.paths import user_path
 from recipes.lab.plan.screen import Money
 from recipes.plan.hardware import GPUS
 
@@ -85,7 +86,7 @@ def _checked(given: Namespace) -> Options:
         nodes=None if given.nodes is None else _whole("--nodes", given.nodes),
         gpu=given.gpu,
         money=Money(_tokens(given.tokens), _price(given.price)),
-        calibrated_by=None if given.calibrated_by is None else Path(given.calibrated_by).expanduser(),
+        calibrated_by=None if given.calibrated_by is None else user_path(given.calibrated_by),
         search=given.search,
         numerics=given.numerics,
         write=None if given.write is None else _new(given.write),
@@ -158,7 +159,7 @@ def _picture(text: str) -> Path:
 
 def _in_a_folder(name: str, text: str) -> Path:
     """A path in a folder that there is."""
-    path = Path(text).expanduser()
+    path = user_path(text)
     if not path.parent.is_dir():
         raise UserError(f"{name} {text}: there is no folder {path.parent}; make it first")
     return path
