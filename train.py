@@ -64,12 +64,12 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         return FINISHED
     if not arguments:
         raise UserError(f"no recipe given, as in train.py configs/smollm3_debug.toml --check\n\n{USAGE}")
-    loaded = load_run(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
     if options.check:
         from recipes.training.check import check
 
-        check(loaded.recipe, processes=options.processes, nodes=options.nodes)
+        check(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
         return FINISHED
+    loaded = load_run(arguments[0], arguments[1:])
     from recipes.training.run import train  # torch, from here on
 
     return train(loaded, began=options.began)

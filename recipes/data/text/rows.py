@@ -94,6 +94,15 @@ def open_rows(
     return RowStream(rows(), files=names, start=start)
 
 
+def first_problem(source: str, *, text_field: "PairFields", text_documents: str) -> str:
+    """What is wrong with the first row of a source of files; "" if nothing is. Raises UserError if it has no rows, or
+    none with a text field at its beginning."""
+    rows = open_rows(source, text_field=text_field, text_documents=text_documents)
+    if (row := next(rows, None)) is None:
+        raise UserError(f"data.source: {source!r} has no rows; give another source")
+    return f"{rows.where(row)}: {row.problem}" if row.problem else ""
+
+
 def _until(end: int, rows: Rows) -> Rows:
     """The rows up to this byte of their file (of .parquet, this row), and what is lost if it breaks off before."""
     for row, place in rows:
