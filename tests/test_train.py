@@ -210,3 +210,14 @@ def test_check_opens_the_first_row_of_every_source_and_names_those_it_cannot(fol
     )
     code, out, err = train(folder, DEBUG, "--data.source", "hf:someone/something", "--check")
     assert "read: 0; not looked at: hf:someone/something, later rows" in out.splitlines()[-1]
+
+
+def test_help_of_a_section_lists_only_its_fields(folder: Path) -> None:
+    code, out, err = train(folder, "--help", "optimizer")
+    assert (code, err) == (0, "")
+    assert "--optimizer.lr" in out and "--run.steps" not in out
+    code, out, _ = train(folder, DEBUG, "--optimizer.lr", "0.125", "--help", "[optimizer]")
+    assert "(default: 0.125)" in " ".join(out.split()) and "--run.steps" not in out
+    code, out, err = train(folder, "--help", "training")
+    assert (code, err) == (2, "--help training: unknown section; did you mean [run]?\n")
+    assert "did you mean" in train(folder, "smollm3_debug", "--help")[2]

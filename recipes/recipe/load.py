@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import tomli
 
-from models.config import FROM_CONFIG, FROM_WEIGHTS, ModelConfig
+from models.config import CUSTOM, FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.files.paths import SHOWN, user_path
@@ -41,6 +41,9 @@ BENCHMARKS = CONFIGS / "benchmarks"
 
 NO_SHAPE = ("name", "weights", "config", "dropout")
 """The fields of [model] that say where its shape comes from, or what else is done with it."""
+
+SHAPE = tuple(field.name for field in fields(ModelConfig) if field.default is MISSING and field.name != "name")
+"""The fields of [model] without a default."""
 
 Layer = tuple[str, dict[str, Any]]
 """(where it was written, its sections)."""
@@ -118,6 +121,15 @@ def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[
         raise refusal(problems, where=shown(Path(path)))
     needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
     return LoadedRecipe(recipe, weights.find() if weights and needs_weights else None)
+
+
+def print_help(arguments: list[str], *, usage: str) -> None:
+    """Print what --help shows beside these arguments: a recipe with its overrides, a section, both or neither."""
+    from recipes.recipe import command_line
+
+    arguments, section = command_line.split_section(arguments)
+    recipe = load(arguments[0], arguments[1:], rules=False) if arguments else None
+    command_line.print_help(recipe, usage=usage, section=section)
 
 
 def _initial_weights(given: Given) -> "InitialWeights | None":
@@ -223,6 +235,8 @@ def _size(given: Given, weights: "InitialWeights | None") -> ModelConfig:
     name = given.get("model.name", ("", ""))[0]
     if name in SIZES:
         return SIZES[name]
+    if name == CUSTOM:  # _check_size reports what is missing; what has a default is not that of another size
+        return ModelConfig(name=CUSTOM, **{field: getattr(Recipe().model, field) for field in SHAPE})
     if name in (FROM_WEIGHTS, FROM_CONFIG) and weights is not None and not _shape_is_given(given):
         try:
             return weights.model()
@@ -240,14 +254,18 @@ def _shape_is_given(given: Given) -> bool:
 def _check_size(given: Given, weights: "InitialWeights | None") -> list[Problem]:
     """model.name selects the values of all other [model] fields, so it must be present and known."""
     known = (
-        f"the sizes in models/sizes.py are {', '.join(SIZES)}; {FROM_WEIGHTS} takes the model of model.weights, and"
-        f" {FROM_CONFIG} that of model.config"
+        f"the sizes in models/sizes.py are {', '.join(SIZES)}; {FROM_WEIGHTS} takes the model of model.weights,"
+        f" {FROM_CONFIG} that of model.config, and {CUSTOM} the fields that you write"
     )
     if "model.name" not in given:
         return [Problem("model.name", f'is missing; write name = "smollm3_debug" below [model]; {known}')]
     name, origin = given["model.name"]
     if name in SIZES:
         return []
+    if name == CUSTOM:
+        missing = [field for field in SHAPE if f"model.{field}" not in given]
+        rule = 'is missing; name = "custom" takes nothing from a size; write it below [model]'
+        return [Problem(f"model.{field}", rule, "", origin) for field in missing]
     if name in (FROM_WEIGHTS, FROM_CONFIG):
         key = "model.weights" if name == FROM_WEIGHTS else "model.config"
         path, origin = given.get(key, ("", origin))
@@ -264,7 +282,7 @@ def _check_size(given: Given, weights: "InitialWeights | None") -> list[Problem]
             for key, (value, where) in given.items()
             if key.startswith("model.") and key.partition(".")[2] not in NO_SHAPE
         ]
-    close = get_close_matches(name, [*SIZES, FROM_WEIGHTS, FROM_CONFIG], n=1)
+    close = get_close_matches(name, [*SIZES, FROM_WEIGHTS, FROM_CONFIG, CUSTOM], n=1)
     hint = f"did you mean {toml(close[0])}? " if close else ""
     return [Problem("model.name", f"unknown size; {hint}{known}", toml(name), origin)]
 

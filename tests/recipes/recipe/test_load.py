@@ -743,3 +743,40 @@ def test_words_of_other_programs_are_none_of_ours_and_lead_to_fields() -> None:
     assert {field for field in FIELDS.values() if " " not in field} <= field_types().keys()
     assert set(SECTIONS.values()) <= sections().keys()
     assert not SECTIONS.keys() & sections().keys()
+
+
+# A size of one's own
+
+OWN = """[model]
+name = "custom"
+layers = 2
+width = 64
+feed_forward_width = 96
+heads = 4
+key_value_heads = 2
+head_width = 16
+vocabulary = 512
+tied_embeddings = true
+norm_eps = 1e-5
+rope_theta = 10000.0
+"""
+
+
+def test_a_custom_model_takes_what_it_omits_from_the_defaults_and_not_from_a_size() -> None:
+    model = recipe_of(OWN, "--data.tokenizer", "train:512").model
+    assert (model.layers, model.width, model.no_rope_every, model.rope_scaling) == (2, 64, 0, "none")
+    Path("resolved.toml").write_text(to_toml(recipe_of(OWN, "--data.tokenizer", "train:512")))
+    assert load("resolved.toml").model == model
+
+
+def test_a_custom_model_without_its_whole_shape_is_refused_with_every_missing_field() -> None:
+    message = refused('[model]\nname = "custom"\nlayers = 2\n')
+    assert message.startswith("9 problems in x.toml")
+    assert "model.rope_theta (x.toml) is missing" in message
+
+
+def test_the_page_about_models_shows_a_custom_one_that_loads() -> None:
+    page = (CONFIGS.parent / "docs" / "models.md").read_text()
+    shown = page.partition("    [model]\n")[2].partition("\n\n")[0]
+    recipe = recipe_of("[model]\n" + shown.replace("    ", "") + '\n[data]\ntokenizer = "train:32000"\n')
+    assert recipe.model.num_params() > 1e8
