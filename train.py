@@ -26,7 +26,8 @@ usage: train.py RECIPE [--section.field value ...]    (recipes are in configs/)
   train.py RECIPE --optimizer.lr 1e-3   override any field
   train.py RECIPE --check [--processes N [--nodes M]]   print it resolved
   train.py RECIPE --plan [--help]       predict memory, time and cost on GPUs
-  train.py [RECIPE] --help | --version  list all fields | print the version"""
+  train.py [RECIPE] --help [SECTION]    list all fields, or those of a section
+  train.py --version                    print the version"""
 
 
 def main(arguments: list[str]) -> int:
@@ -51,25 +52,23 @@ def main(arguments: list[str]) -> int:
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Train, check or print help; arguments: the recipe and its overrides. Returns the exit code. Raises UserError."""
-    from recipes.recipe.load import load, load_run
+    from recipes.recipe.load import load_run, print_help
 
     if arguments and arguments[0].startswith("-"):
         raise UserError(f"the recipe must come first: train.py RECIPE {' '.join(arguments)}")
     if any(count is not None and (count < 1 or not options.check) for count in (options.processes, options.nodes)):
         raise UserError("--processes N and --nodes M, at least 1, need --check; to train on N: NPROC=N scripts/run.sh")
     if options.help:
-        from recipes.recipe.command_line import print_help
-
-        print_help(load(arguments[0], arguments[1:], rules=False) if arguments else None, usage=USAGE)
+        print_help(arguments, usage=USAGE)
         return FINISHED
     if not arguments:
         raise UserError(f"no recipe given, as in train.py configs/smollm3_debug.toml --check\n\n{USAGE}")
-    loaded = load_run(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
     if options.check:
         from recipes.training.check import check
 
-        check(loaded.recipe, processes=options.processes, nodes=options.nodes, origins=loaded.origins)
+        check(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
         return FINISHED
+    loaded = load_run(arguments[0], arguments[1:])
     from recipes.training.run import train  # torch, from here on
 
     return train(loaded, began=options.began)

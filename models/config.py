@@ -10,6 +10,8 @@ FROM_WEIGHTS = "from_weights"
 """The value of model.name for the model of model.weights, and of data.tokenizer for their tokenizer."""
 FROM_CONFIG = "from_config"
 """The value of model.name for the model of model.config, with random weights."""
+CUSTOM = "custom"
+"""The value of model.name for a shape of one's own: the recipe writes every field without a default."""
 # Far beyond every published model. Without a limit, one wrong digit would list or allocate until the memory is full.
 LARGEST = {
     "layers": 10_000,
@@ -31,7 +33,7 @@ class ModelConfig:
     """Shape and constants of the decoder. `name` selects values from models/sizes.py; every field can override one."""
 
     name: str
-    """A size from models/sizes.py, such as "smollm3_3b"; "from_weights" or "from_config" for the shape of those."""
+    """A size from models/sizes.py, "from_weights" or "from_config" for the shape of those, or "custom" for your own."""
     layers: Annotated[int, Ge(1)]
     """Number of blocks."""
     width: Annotated[int, Ge(1)]

@@ -17,6 +17,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.checkpoint import look  # noqa: E402
+from recipes.files.paths import path_argument  # noqa: E402
 
 USAGE = """\
 checkpoint.py list PATH      a table of checkpoints: step, size, visible damage
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 1 for damage, 2 for an error that the user can fix."""
     parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False)
     parser.add_argument("command", choices=("list", "verify", "show"), help=argparse.SUPPRESS)
-    parser.add_argument("path", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("path", type=path_argument, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     sound = True
     try:

@@ -15,6 +15,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
+from recipes.files.paths import path_argument  # noqa: E402
 
 USAGE = """\
 convert_hf.py import FOLDER CHECKPOINT                    Hugging Face folder to new checkpoint
@@ -30,8 +31,8 @@ def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 2 for what the user can fix, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False)
     parser.add_argument("direction", choices=("import", "export", "upload"), help=argparse.SUPPRESS)
-    parser.add_argument("source", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("target", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("source", type=path_argument, help=argparse.SUPPRESS)
+    parser.add_argument("target", type=path_argument, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help=argparse.SUPPRESS)
     parser.add_argument("--private", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

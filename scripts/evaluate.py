@@ -29,6 +29,7 @@ explain_wrong_interpreter()
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.atomic import write_whole  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, leave  # noqa: E402
+from recipes.files.paths import path_argument  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,7 +87,7 @@ def main(arguments: list[str]) -> int:
     tasks = parser.add_argument_group("tasks of the lm-evaluation-harness, instead of a text")
     tasks.add_argument("--tasks", help="names, YAML files and folders of them, separated by commas")
     tasks.add_argument("--num-fewshot", "--num_fewshot", type=int, help="examples in each prompt (as the task says)")
-    tasks.add_argument("--output", type=Path, help="also write all results to this file, as JSON")
+    tasks.add_argument("--output", type=path_argument, help="also write all results to this file, as JSON")
     pairs = parser.add_argument_group("pairs", "of which only the answers are predicted; defaults are those of the run")
     for name, meaning in PAIR_OPTIONS.items():
         pairs.add_argument(f"--{name.replace('_', '-')}", help=meaning)

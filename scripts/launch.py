@@ -23,6 +23,9 @@ from recipes.files.screen import open_missing  # noqa: E402
 
 def main() -> int:
     open_missing()
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     workers = Workers()
     handle_stop_signals(workers.stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/restarts.py blocks them until this line

@@ -19,6 +19,7 @@ explain_wrong_interpreter()
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
 from recipes.files.layout import CURVES  # noqa: E402
+from recipes.files.paths import path_argument  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
@@ -36,10 +37,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Draw what runs have logged: losses, rates, memory, and where their time went.", allow_abbrev=False
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, such as runs/NAME; running ones as well")
+    parser.add_argument(
+        "runs", nargs="+", type=path_argument, help="folders of runs, such as runs/NAME; running ones as well"
+    )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path_argument,
         help="a .png, or a .html with values below the pointer; default: curves.png in the folder of a single run, and"
         " curves.png here for several",
     )

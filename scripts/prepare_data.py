@@ -27,6 +27,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
+from recipes.files.paths import path_argument, user_path  # noqa: E402
 from recipes.files.reading import may_pass  # noqa: E402
 from recipes.files.screen import Screen, open_missing, tell  # noqa: E402
 from recipes.files.units import counted  # noqa: E402
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__.removesuffix(" Imports no torch.\n"), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", help="as data.source in a recipe: a file, folder or glob of text, hf:ID, ...")
-    parser.add_argument("folder", type=Path, help="folder for the shards")
+    parser.add_argument("folder", type=path_argument, help="folder for the shards")
     parser.add_argument("--tokenizer", required=True, help='as data.tokenizer: a tokenizer.json, its folder, "train:N"')
     parser.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
     parser.add_argument(
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bad-row-budget", type=float, default=0.01, help="largest share of bad rows (default: 0.01)")
     parser.add_argument("--cores", type=int, help="cores to use (default: all)")
     parser.add_argument(
-        "--cache", type=Path, default=Path("~/.cache/shardwright"), help="folder for trained tokenizers"
+        "--cache", type=path_argument, default=Path("~/.cache/shardwright"), help="folder for trained tokenizers"
     )
     parser.add_argument(
         "--part", type=_part, default=(1, 1), metavar="I/N", help="only make part I of N, on one of N machines"
@@ -124,7 +125,7 @@ def prepare(options: argparse.Namespace) -> None:
     from recipes.data.tokens.workspace import preparation, unclaim, would_read_itself
 
     _require_valid(options)
-    folder = options.folder.expanduser()
+    folder = user_path(options.folder)
     if is_prepared(options.source):
         raise UserError(f"'{options.source}' is prepared already; use it as data.source")
     if folder.exists() and not folder.is_dir():

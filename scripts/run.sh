@@ -23,10 +23,11 @@ With NPROC or several nodes, --check checks the recipe for that many processes. 
 END
 }
 
-if [ "$#" -eq 1 ] && [ "$1" = -h ]; then
-    usage
-    exit 0
-fi
+installed=${PYTHON:-$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python}
+case "$#${1-}" in
+    1-h) usage && exit ;;
+    1--help) command -v "$installed" >/dev/null || { usage && exit; } ;; # which installs nothing
+esac
 
 # shellcheck source=scripts/setup.sh
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh" || exit

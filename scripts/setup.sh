@@ -7,6 +7,7 @@
 #
 # SETUP_EXTRAS=dev also requires the test tools of the caller's PYTHON (.venv always has them).
 
+[ "${BASH_SOURCE[0]}" != "$0" ] || { sed -n '/^# shellcheck/d; /^#/!q; s/^# \{0,1\}//p' "$0" && exit; }
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 SETUP_VENV=$ROOT/.venv
 SETUP_STAMP=$SETUP_VENV/shardwright-stamp

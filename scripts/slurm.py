@@ -30,6 +30,9 @@ from recipes.recipe.schema import RunConfig  # noqa: E402
 
 def main(arguments: list[str]) -> int:
     open_missing()
+    if arguments in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if arguments[:1] == ["--node"]:
         return run_node(Path(arguments[1]), arguments[2:])
     if arguments == ["--pack"]:

@@ -24,10 +24,15 @@ from recipes.recipe.load import load  # noqa: E402
 
 def main(command: list[str]) -> int:
     open_missing()
+    if command in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     try:
+        if str(ROOT / "train.py") not in command[:-1]:
+            raise UserError(f"supervise.py: started by scripts/run.sh with RESTARTS=N\n{__doc__}")
         recipe, *overrides = command[command.index(str(ROOT / "train.py")) + 1 :]
         run = load(recipe, overrides, rules=False).run
-        restarts = number_of_restarts(os.environ["RESTARTS"])
+        restarts = number_of_restarts(os.environ.get("RESTARTS", ""))
     except UserError as error:
         tell(str(error))
         return TEMPORARY if isinstance(error, TemporaryError) else REFUSED

@@ -6,6 +6,7 @@
 #                                        (default: what is not committed, or else the last commit)
 #   scripts/test.sh --all                and all other tests
 set -uo pipefail
+case ${1-} in -h | --help) sed -n '/^#!/d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "$0" && exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 SETUP_EXTRAS=dev

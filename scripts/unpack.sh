@@ -6,6 +6,7 @@
 # deletes it. Only what is needed before there is Python: it runs on 2,048 nodes at once, and reads no shared file but
 # the two of the pack.
 set -euo pipefail
+case ${1-} in -h | --help) sed -n '/^#!/d; /^#SBATCH/d; /^#/!q; s/^# \{0,1\}//p' "$0" && exit ;; esac
 
 node=${SLURMD_NODENAME:-$(hostname)}
 # To recipes/cluster/slurm.py, which counts the nodes.

@@ -7,6 +7,7 @@ docs/parallelism.md from its tests, the examples of docs/plan.md from the comman
 import json
 import re
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from contextlib import chdir, redirect_stdout
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -56,8 +57,12 @@ A recipe is a TOML file. Each value comes from the first of these layers that se
 4. for `[model]`, the size that `model.name` selects;
 5. the defaults below.
 
-`python train.py RECIPE --check` prints a summary and the resolved recipe, or everything that is wrong with it. Types
-are strict: `1` is a number, but `1e3` is not an integer, `"3e-4"` is not a number, and an unknown key is an error.
+A relative path to read (text, tokenizer, weights, config, template, tasks) is looked for in the current folder, then
+beside the file that names it, then in the checkout. `run.output` and `data.cache` are relative to the current folder.
+
+`python train.py RECIPE --check` prints a summary, the resolved recipe and, last, `ok` with what was not looked at; or
+everything that is wrong, and its count. It reads the first row of every source on this machine. Types are strict: `1`
+is a number, but `1e3` is not an integer, `"3e-4"` is not a number, and an unknown key is an error.
 `[[stages]]` tables divide a run into parts that differ in some of these values: [stages.md](stages.md#stages).
 
 Editors with a language server for TOML (taplo; in VS Code, Even Better TOML) complete and check a recipe whose first
@@ -295,6 +300,7 @@ def _columns(case: str) -> set[str]:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page())
     SCHEMA.write_text(schema_text())

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tomli
 
@@ -54,7 +56,10 @@ def test_check_prints_the_resolved_recipe_without_torch(folder: Path) -> None:
     code, out, err = train_anew(folder, DEBUG, "--run.steps", "300", "--check", "--processes", "2")
     assert (code, err) == (0, "")
     summary, _, recipe = out.partition("\n\n")
-    assert recipe == to_toml(load(DEBUG, ["--run.steps", "300"]))
+    resolved, _, verdict = recipe.removesuffix("\n").rpartition("\n")
+    assert resolved + "\n" == to_toml(load(DEBUG, ["--run.steps", "300"]))
+    seen = "sources whose first row was read: 1; not looked at: later rows, GPUs and room on the disk"
+    assert verdict == f"# ok: {seen}"
     steps = "300 of 16 x 256 = 4,096 tokens, 1,228,800 in all; learning rate 0.003, wsd, warm-up 30, final decay 60"
     assert f"# steps: {steps}\n# on 2 processes: replicate 1 x shard 2; " in summary
     assert "# validation: every 50 steps, on 0.02 of the documents\n# checkpoints: every 50 steps" in summary
@@ -175,3 +180,44 @@ def test_a_fault_that_may_pass_and_a_refusal_have_their_exit_codes(
     monkeypatch.setattr("recipes.recipe.load.load_run", load_run)
     assert runpy.run_path(str(ROOT / "train.py"))["main"](["recipe.toml"]) == code
     assert str(error) in capfd.readouterr().err
+
+
+def test_check_ends_with_the_count_of_problems(folder: Path) -> None:
+    code, out, err = train(folder, DEBUG, "--run.stepz", "3", "--batch.seq_len", "3", "--check")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1] == f"refused: 2 problems in {DEBUG}"
+    code, out, err = train(folder, "nosuch.toml", "--check")
+    assert (code, out, err.splitlines()[-1]) == (2, "", "refused: 1 problem")
+
+
+def test_check_opens_the_first_row_of_every_source_and_names_those_it_cannot(folder: Path) -> None:
+    good, wrong = folder / "good.jsonl", folder / "wrong.parquet"
+    good.write_text('{"text": "one"}\n' * 1000)
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["one"]}), wrong)
+    mixed = ["--data.mixture", str(good), "1", str(wrong), "1"]
+    code, out, err = train(folder, DEBUG, *mixed, "--check")
+    assert (code, out) == (2, "")
+    assert "no field 'text'; it has 'content'" in " ".join(err.split())
+    assert err.splitlines()[-1] == "refused: 1 problem in the first rows"
+    held_out = ["--data.source", "hf:someone/something", "--validation.source", str(wrong)]
+    assert "validation.source" in train(folder, DEBUG, *held_out, "--check")[2]
+    wrong.write_bytes(b"")
+    good.write_text('nonsense\n{"text": "one"}\n')
+    code, out, err = train(folder, DEBUG, "--data.source", str(good), "--check")
+    assert (code, err) == (
+        0,
+        f"warning: the first row is bad: '{good}', line 1: not JSON: Expecting value (character 1)\n",
+    )
+    code, out, err = train(folder, DEBUG, "--data.source", "hf:someone/something", "--check")
+    assert "read: 0; not looked at: hf:someone/something, later rows" in out.splitlines()[-1]
+
+
+def test_help_of_a_section_lists_only_its_fields(folder: Path) -> None:
+    code, out, err = train(folder, "--help", "optimizer")
+    assert (code, err) == (0, "")
+    assert "--optimizer.lr" in out and "--run.steps" not in out
+    code, out, _ = train(folder, DEBUG, "--optimizer.lr", "0.125", "--help", "[optimizer]")
+    assert "(default: 0.125)" in " ".join(out.split()) and "--run.steps" not in out
+    code, out, err = train(folder, "--help", "training")
+    assert (code, err) == (2, "--help training: unknown section; did you mean [run]?\n")
+    assert "did you mean" in train(folder, "smollm3_debug", "--help")[2]

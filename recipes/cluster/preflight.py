@@ -21,6 +21,7 @@ from parallel.nodes import Node, abbreviated
 from recipes.cluster.findings import Room, report, wrong_results
 from recipes.cluster.links import clock_bounds, measure_links
 from recipes.files.layout import holds_results
+from recipes.files.paths import user_path
 from recipes.files.version import of_package
 from recipes.metrics.throughput import device_name
 
@@ -86,7 +87,7 @@ def preflight(
         require_one_folder(folder, world, what="the run's folder", field="run.output")
         cache = world.messages.from_main(cache)
         if cache is not None:
-            require_one_folder(cache.expanduser() / "tokens", world, what="the token cache", field="data.cache")
+            require_one_folder(user_path(cache) / "tokens", world, what="the token cache", field="data.cache")
     mine = local_room(folder, world.device), clock_bounds(world), measure_links(world, groups)
     everyone = world.messages.to_main(mine)  # rank 0 alone judges and logs
     if problems := world.messages.from_main(wrong_results([link for *_, link in everyone], nodes) if everyone else []):

@@ -40,6 +40,7 @@ from recipes.data.tokens.workspace import (
     whole_shards,
     would_read_itself,
 )
+from recipes.files.paths import user_path
 from recipes.files.reading import may_pass
 from recipes.files.units import counted
 
@@ -131,7 +132,7 @@ def open_data(
     resumed, resumed_validation = (resumed_data_state.get(part, {}) for part in ("sources", "validation"))
     prepared = {name for name in section.sources if is_prepared(name)}
     texts = {name: resumed.get(name, {}).get("source") or pinned(name) for name in section.sources}
-    cache = Path(section.cache).expanduser()
+    cache = user_path(section.cache)
     raw = [text for name, text in texts.items() if name not in prepared]
     others = [source for source in dict.fromkeys(validation.values()) if source != HELD_OUT]
     _look_at([*raw, *(source for source in others if not is_prepared(source))], section, cache, launch)
@@ -250,7 +251,7 @@ def _tokens(
     if not launch.looks:
         if resumed["prepared"]:
             return _Tokens(prepared_folder(name, Path(section.cache), log=launch.log), dict(resumed))
-        return _Tokens(Path(section.cache).expanduser() / "tokens" / resumed["tokens"], dict(resumed))
+        return _Tokens(user_path(section.cache) / "tokens" / resumed["tokens"], dict(resumed))
     if is_prepared(name):
         return _prepared_tokens(name, text, section, tokenizer, launch, setting=setting)
     return _cached_tokens(name, text, section, tokenizer, used=resumed.get("tokens", ""), launch=launch)
@@ -291,7 +292,7 @@ def _cached_tokens(
         validation_fraction=section.validation_fraction,
         pieces=launch.pieces,
     )
-    cache = Path(section.cache).expanduser() / "tokens"
+    cache = user_path(section.cache) / "tokens"
     background = None
     if not launch.writes:
         folder = cache / (used or work.fingerprint)

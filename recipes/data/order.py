@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from parallel.errors import listed
+
 # Weights of a mixture are rounded to multiples of 1 / this, and are exact over any so many sequences in a row.
 MIXTURE_PERIOD = 10_000
 # Four are enough for large sizes; with halves of a few bits, each round adds little.
@@ -80,12 +82,17 @@ class SequenceOrder:
         return (self.origin + (numbers + 1) * self.sequence_length + total - 1) // total - 1
 
 
+NAMED = 5
+"""Sources named in a message at most."""
+
+
 def mixture_problem(weights: Mapping[str, float]) -> str | None:
     """What is wrong with the shares of these sources, or None."""
     small = [source for source, weight in weights.items() if weight * MIXTURE_PERIOD < sum(weights.values())]
     if not small:
         return None
-    return f"gives {', '.join(map(repr, small))} less than 1 / {MIXTURE_PERIOD} of the tokens; raise it or leave it out"
+    named = [*map(repr, small[:NAMED]), *([f"{len(small) - NAMED:,} more"] if len(small) > NAMED else [])]
+    return f"gives {listed(named)} less than 1 / {MIXTURE_PERIOD} of the tokens; raise it or leave it out"
 
 
 class Mixture:

@@ -2,10 +2,10 @@
 
 import datetime
 from collections.abc import Iterator
-from pathlib import Path
 
 from recipes.data.config import DataConfig
 from recipes.data.text.sources import is_stdlib
+from recipes.files.paths import user_path
 
 TWO_FIELDS = "prompt_field and answer_field"
 FIELDS = f'{TWO_FIELDS}, or messages_field = "messages"'
@@ -52,7 +52,7 @@ def _settings_fit(data: DataConfig) -> Iterator[tuple[str, str]]:
                 "the chat template writes such text" if data.messages_field else "write messages_field, or omit it"
             )
             yield name, f"has no effect with {'messages' if data.messages_field else 'prompt'}_field; {instead}"
-    if data.messages_field and data.chat_template and not Path(data.chat_template).expanduser().is_file():
+    if data.messages_field and data.chat_template and not user_path(data.chat_template).is_file():
         yield "chat_template", f"'{data.chat_template}' does not exist; give a file with a Jinja template"
     try:
         _ = data.chat_date and datetime.date.fromisoformat(data.chat_date)

@@ -12,6 +12,7 @@ import xxhash
 
 from parallel.errors import UserError
 from recipes.files.lock import NoLocks, open_locked
+from recipes.files.paths import user_path
 from recipes.files.remote import download, find
 
 COPIES = Path("~/.cache/shardwright")
@@ -48,7 +49,7 @@ def local_copy(
     if not files:
         raise UserError(f"{address} does not exist, or has no file {' '.join(only)} in it")
     identity = repr([(file.name, *file.state) for file in files])
-    place = cache.expanduser() / "remote"
+    place = user_path(cache) / "remote"
     last = place_there.rpartition("/")[2]
     folder = place / f"{last}-{xxhash.xxh3_128_hexdigest(f'{address} {identity}'.encode())}"
     if folder.is_dir():

@@ -1,15 +1,17 @@
 """Command-line overrides, `--section.field value`, and --help, both parsed by tyro. Imports no torch."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import field, make_dataclass
 from difflib import get_close_matches
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import tyro
 
+from parallel.errors import UserError
 from recipes.recipe.fields import (
     COMMAND_LINE,
     Problem,
@@ -19,9 +21,11 @@ from recipes.recipe.fields import (
     sections,
     toml,
     unknown_key,
+    unknown_section,
     value_of,
 )
 from recipes.recipe.schema import Recipe
+from recipes.recipe.synonyms import FIELDS
 
 ORIGIN = COMMAND_LINE
 OPTIONS = ("check", "plan", "processes", "nodes", "help")
@@ -52,12 +56,25 @@ def parse(arguments: Sequence[str], defaults: Recipe) -> tuple[dict[str, Any], l
     return values, problems
 
 
-def print_help(recipe: Recipe | None, *, usage: str) -> None:
-    """Print every field, grouped by section, with its documentation and its value in the recipe (None: the default)."""
+def split_section(arguments: list[str]) -> tuple[list[str], str]:
+    """The other arguments of --help, and the section that the last one names; "" if it names none."""
+    named = arguments[-1].strip("[]") if arguments else ""
+    if named in sections():
+        return arguments[:-1], named
+    if len(arguments) == 1 and not Path(named).exists() and "did you mean" in (message := unknown_section(named)):
+        raise UserError(f"--help {named}: {message}")
+    return arguments, ""
+
+
+def print_help(recipe: Recipe | None, *, usage: str, section: str = "") -> None:
+    """Print every field, grouped by section, with its documentation and its value in the recipe (None: the default).
+
+    section: the only one to print.
+    """
     description = "Train a recipe. The end of this text lists the forms of the command."
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     with suppress(SystemExit):
-        _tyro(["--help"], recipe or Recipe(), description=description)
+        _tyro(["--help"], recipe or Recipe(), [section] if section else sections(), description=description)
     print(usage)
 
 
@@ -77,7 +94,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem
     groups = {}
     for key, values in found:
         if (annotation := field_types().get(key)) is None:
-            close = get_close_matches(key, (*OPTIONS, *OF_PLAN), n=1)
+            close = [] if key in FIELDS else get_close_matches(key, (*OPTIONS, *OF_PLAN), n=1)
             message = f"unknown; did you mean --{close[0]}?" if close else unknown_key(key)
             message = "needs --plan" if key in OF_PLAN else message
             problems.append(Problem(key, message, " ".join(values), ORIGIN))
@@ -97,14 +114,15 @@ def _quietly(words: list[str], defaults: Recipe) -> Recipe | None:
     return None
 
 
-def _tyro(words: list[str], defaults: Recipe, **options: Any) -> Recipe:
+def _tyro(words: list[str], defaults: Recipe, names: Iterable[str] | None = None, **options: Any) -> Recipe:
+    names = names or sections()
     # All but the stages, which are not a section: recipes/recipe/stage_tables.py reads their arguments.
-    kind = make_dataclass("Recipe", [(name, cls, field()) for name, cls in sections().items()], frozen=True)
+    kind = make_dataclass("Recipe", [(name, sections()[name], field()) for name in names], frozen=True)
     return tyro.cli(
         kind,
         prog="train.py RECIPE",
         args=words,
-        default=kind(**{name: getattr(defaults, name) for name in sections()}),
+        default=kind(**{name: getattr(defaults, name) for name in names}),
         use_underscores=True,  # as in recipe files
         config=(tyro.conf.FlagConversionOff,),  # --compile.enabled True, which scripts can generate
         **options,

@@ -13,11 +13,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tomli
 import tomli_w
-from annotated_types import MinLen
+from annotated_types import Interval, MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from parallel.errors import TemporaryError, UserError, listed
+from recipes.files.paths import shorten
 from recipes.recipe.schema import ONE_OR_SEVERAL, Recipe
+from recipes.recipe.synonyms import FIELDS, NO, OFF, SECTIONS, VALUES, YES
 
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 VALUE_WORDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
@@ -28,6 +30,8 @@ EXAMPLES = {
 """Examples for fields whose default is not a useful one."""
 COMMAND_LINE = "command line"
 """Where a value was written that no file has."""
+LARGEST = 2**63
+"""Integers of TOML are smaller."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """Attribute of a range of annotated_types -> its sign."""
 NO_PIPELINE = (
@@ -117,6 +121,8 @@ def accept(annotation: Any, value: Any) -> Any:
     """
     if get_origin(annotation) is tuple and isinstance(value, list):
         value = tuple(value)
+    if _beyond(value):
+        TypeAdapter(Annotated[int, Interval(gt=-LARGEST, lt=LARGEST)]).validate_python(LARGEST)  # raises
     return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False)).validate_python(value, strict=True)
 
 
@@ -142,26 +148,36 @@ def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
     of_right_type = any("_than" in kind or kind == "finite_number" for kind in kinds)
     of_right_type = of_right_type or (get_origin(annotation) is tuple and isinstance(value, list))
     if kinds[0].endswith("_type") and not flag and not of_right_type:
-        rule += f", and {toml(value)} is {VALUE_WORDS.get(type(value), 'a ' + type(value).__name__)}"
+        rule += f", and {shorten(toml(value))} is {VALUE_WORDS.get(type(value), 'a ' + type(value).__name__)}"
+    if _beyond(value):
+        rule += f" and < {LARGEST}" if of_right_type else ""
     close = [candidate for candidate in _readings(annotation, value) if accepts(annotation, candidate)]
+    if not close and (_is_wish(value) or annotation is bool or get_origin(annotation) is Literal):
+        return rule  # says all that there is; the default would be one answer to any wish
     instead = close[0] if close else EXAMPLES.get(key, value_of(Recipe(), key))
     example = "" if close else "for example "
     if flag:
         instead = [word for item in instead.items() for word in item] if isinstance(instead, dict) else instead
         words = instead if isinstance(instead, list | tuple) else [instead]
-        return f"{rule}; write {example}--{key} {' '.join(map(str, words))}".rstrip()
+        typed = " ".join(str(word).lower() if isinstance(word, bool) else str(word) for word in words)
+        return f"{rule}; write {example}--{key} {typed}".rstrip()
     return f"{rule}; write {example}{key.partition('.')[2]} = {toml(instead)}"
 
 
 def _readings(annotation: Any, value: Any) -> list[Any]:
     """What the user may have meant by a value of the wrong type, most likely first."""
+    choices = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
+    words = [word for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
     readings: list[Any] = []
+    if _is_wish(value):
+        readings += [True, *(word for word in words if word not in OFF and choices == (annotation,))]
+    elif value is False or (isinstance(value, str) and value.lower() in NO):
+        readings += OFF
     if isinstance(value, str):
+        readings += [VALUES[word] for word in (value.lower().replace("-", "_"),) if word in VALUES]
         for text in (value, value.lower()):  # "3e-4", "True"
-            with suppress(tomli.TOMLDecodeError):
+            with suppress(ValueError, RecursionError):  # also of thousands of digits, and of very deep lists
                 readings.append(tomli.loads(f"v = {text}")["v"])
-        choices = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
-        words = [word for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
         readings += get_close_matches(value.lower(), words, n=1, cutoff=0.5)
     readings += [int(x) for x in (value, *readings) if isinstance(x, float) and x.is_integer()]  # 1e3
     if get_origin(annotation) is tuple and not isinstance(value, list | dict):
@@ -169,15 +185,27 @@ def _readings(annotation: Any, value: Any) -> list[Any]:
     elif isinstance(value, list) and len(value) == 1:
         readings += value
     if isinstance(value, int | float):
-        readings.append(str(value))
+        readings += [str(value), *([bool(value)] if value in (0, 1) else [])]
     return readings
+
+
+def _is_wish(value: Any) -> bool:
+    """Whether the value asks for something without saying what."""
+    return value is True or (isinstance(value, str) and value.lower() in YES)
+
+
+def _beyond(value: Any) -> bool:
+    """Whether this is, or has in it, an integer that is none in TOML."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(item, int) and abs(item) >= LARGEST for item in items)
 
 
 def unknown_section(name: str) -> str:
     """The message for a [section] that does not exist."""
     if message := _of_other_programs(name, "section"):
         return message
-    close = get_close_matches(_normal(name), sections(), n=1)
+    close = [SECTIONS[_normal(name)]] if _normal(name) in SECTIONS else []
+    close = close or get_close_matches(_normal(name), sections(), n=1)
     hint = f"did you mean [{close[0]}]?" if close else f"the sections are {listed(sections())}"
     return f"unknown section; {hint}"
 
@@ -209,14 +237,12 @@ def unknown_key(key: str) -> str:
 
 
 def _of_other_programs(name: str, what: str) -> str | None:
-    """The message for what other programs call tensor_parallel_degree, tp, cp_size, pp, ...; None for other names."""
+    """The message for what other programs call learning_rate, tp, cp_size, pp, ...; None for other names."""
     name = _normal(name)
     if name.startswith("pipeline") or name in ("pp", "pp_size", "pp_degree"):
         return NO_PIPELINE
-    axes = {"tp": "mesh.tensor", "tensor_parallel": "mesh.tensor", "cp": "mesh.context"}
-    axes |= {"context_parallel": "mesh.context", "sequence_parallel": "mesh.tensor, which includes it, or mesh.context"}
-    axis = axes.get(re.sub("(_degree|_size)?$", "", name, count=1))
-    return f"unknown {what}; did you mean {axis}?" if axis else None
+    field = FIELDS.get(name) or FIELDS.get(re.sub("(_degree|_size)?$", "", name, count=1))
+    return f"unknown {what}; did you mean {field}?" if field else None
 
 
 def _normal(name: str) -> str:
@@ -235,6 +261,8 @@ def field_docs(cls: type) -> dict[str, str]:
     }
 
 
+MOST_PROBLEMS = 100
+"""So many are printed; to look for what was meant by each of 300,000 unknown keys would take an hour."""
 Violation = tuple[str, str]
 """(dotted key, the broken rule and what to write instead)."""
 
@@ -253,10 +281,10 @@ class Problem:
     """The file it comes from, or "command line"."""
 
     def __str__(self) -> str:
-        written = f" = {self.written}" if self.written else ""
+        written = f" = {shorten(self.written)}" if self.written else ""
         origin = f"   ({self.origin})" if self.origin else ""
         body = textwrap.fill(self.message, 96, break_long_words=False, break_on_hyphens=False)  # 100 with the indent
-        return textwrap.indent(self.key + written + origin, "  ") + "\n" + textwrap.indent(body, "    ")
+        return textwrap.indent(shorten(self.key) + written + origin, "  ") + "\n" + textwrap.indent(body, "    ")
 
 
 def choose_source(values: dict[str, Any], written: Mapping[str, Any], origin: str, *, place: str = "") -> list[Problem]:
@@ -295,6 +323,8 @@ def refusal_of(look: Callable[[], object]) -> str:
 
 
 def refusal(problems: Sequence[Problem], *, where: str) -> UserError:
-    """One error for all problems."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return UserError("\n".join([f"{count} in {where}", *map(str, problems)]))
+    """One error for all problems, with the text of the first MOST_PROBLEMS."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
+    shown, more = problems[:MOST_PROBLEMS], len(problems) - MOST_PROBLEMS
+    rest = [f"  and {more:,} more"] if more > 0 else []
+    return UserError("\n".join([f"{count} in {where}", *map(str, shown), *rest]))

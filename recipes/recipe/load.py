@@ -2,18 +2,20 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import tomli
 
-from models.config import FROM_CONFIG, FROM_WEIGHTS, ModelConfig
+from models.config import CUSTOM, FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
+from recipes.files.paths import SHOWN, user_path
 from recipes.files.reading import fault, read_whole
 from recipes.recipe.fields import (
+    MOST_PROBLEMS,
     Problem,
     accept,
     choose_source,
@@ -26,6 +28,7 @@ from recipes.recipe.fields import (
     unknown_key,
     unknown_section,
 )
+from recipes.recipe.paths import settle_paths
 from recipes.recipe.rules import Given, Written, broken_rules
 from recipes.recipe.schema import Recipe, RunConfig
 
@@ -40,6 +43,9 @@ LARGEST_RECIPE = 100_000_000
 
 NO_SHAPE = ("name", "weights", "config", "dropout")
 """The fields of [model] that say where its shape comes from, or what else is done with it."""
+
+SHAPE = tuple(field.name for field in fields(ModelConfig) if field.default is MISSING and field.name != "name")
+"""The fields of [model] without a default."""
 
 Layer = tuple[str, dict[str, Any]]
 """(where it was written, its sections)."""
@@ -91,7 +97,7 @@ def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[
     given: Given = {}
     problems: list[Problem] = []
     written: tuple[Any, str] = ([], "")
-    for origin, tables in [*_read_chain(Path(path)), *options.get("over", ())]:
+    for origin, tables in [*_read_chain(user_path(path)), *options.get("over", ())]:
         written = (tables["stages"], origin) if "stages" in tables else written
         problems += _take({name: table for name, table in tables.items() if name != "stages"}, origin, given)
     arguments, of_stages = _split(arguments)
@@ -101,6 +107,10 @@ def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[
         overrides, wrong = command_line.parse(arguments, _assemble(given, None))
         given |= {key: (value, command_line.ORIGIN) for key, value in overrides.items()}
         problems += wrong + choose_source(given, overrides, command_line.ORIGIN)
+    settled = {key: value for key, (value, _) in given.items()}
+    origins = {key: origin for key, (_, origin) in given.items()}
+    problems += settle_paths(settled, origins)
+    given = {key: (value, origins[key]) for key, value in settled.items()}
     weights = _initial_weights(given)
     if not any(problem.key == "model.name" for problem in problems):
         problems += _check_size(given, weights)
@@ -114,8 +124,16 @@ def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[
     if problems:
         raise refusal(problems, where=shown(Path(path)))
     needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
-    origins = {key: origin for key, (_, origin) in given.items()}
     return LoadedRecipe(recipe, weights.find() if weights and needs_weights else None, origins)
+
+
+def print_help(arguments: list[str], *, usage: str) -> None:
+    """Print what --help shows beside these arguments: a recipe with its overrides, a section, both or neither."""
+    from recipes.recipe import command_line
+
+    arguments, section = command_line.split_section(arguments)
+    recipe = load(arguments[0], arguments[1:], rules=False) if arguments else None
+    command_line.print_help(recipe, usage=usage, section=section)
 
 
 def _initial_weights(given: Given) -> "InitialWeights | None":
@@ -179,7 +197,9 @@ def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
     problems: list[Problem] = []
     written: dict[str, Any] = {}
     for section, table in tables.items():
-        if section in sections() and not isinstance(table, dict):
+        if section not in sections() and len(problems) >= MOST_PROBLEMS:
+            problems.append(Problem(section, ""))  # only counted
+        elif section in sections() and not isinstance(table, dict):
             message = f"is a section; write [{section}] on a separate line and its keys below"
             problems.append(Problem(section, message, toml(table), origin))
         elif section not in sections() and isinstance(table, dict):
@@ -189,6 +209,9 @@ def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
         else:
             for name, value in table.items():
                 key = f"{section}.{name}"
+                if key not in field_types() and len(problems) >= MOST_PROBLEMS:
+                    problems.append(Problem(key, ""))
+                    continue
                 wrong = complaint(key, value) if key in field_types() else unknown_key(key)
                 if wrong:
                     problems.append(Problem(key, wrong, toml(value), origin))
@@ -216,6 +239,8 @@ def _size(given: Given, weights: "InitialWeights | None") -> ModelConfig:
     name = given.get("model.name", ("", ""))[0]
     if name in SIZES:
         return SIZES[name]
+    if name == CUSTOM:  # _check_size reports what is missing; what has a default is not that of another size
+        return ModelConfig(name=CUSTOM, **{field: getattr(Recipe().model, field) for field in SHAPE})
     if name in (FROM_WEIGHTS, FROM_CONFIG) and weights is not None and not _shape_is_given(given):
         try:
             return weights.model()
@@ -233,14 +258,18 @@ def _shape_is_given(given: Given) -> bool:
 def _check_size(given: Given, weights: "InitialWeights | None") -> list[Problem]:
     """model.name selects the values of all other [model] fields, so it must be present and known."""
     known = (
-        f"the sizes in models/sizes.py are {', '.join(SIZES)}; {FROM_WEIGHTS} takes the model of model.weights, and"
-        f" {FROM_CONFIG} that of model.config"
+        f"the sizes in models/sizes.py are {', '.join(SIZES)}; {FROM_WEIGHTS} takes the model of model.weights,"
+        f" {FROM_CONFIG} that of model.config, and {CUSTOM} the fields that you write"
     )
     if "model.name" not in given:
         return [Problem("model.name", f'is missing; write name = "smollm3_debug" below [model]; {known}')]
     name, origin = given["model.name"]
     if name in SIZES:
         return []
+    if name == CUSTOM:
+        missing = [field for field in SHAPE if f"model.{field}" not in given]
+        rule = 'is missing; name = "custom" takes nothing from a size; write it below [model]'
+        return [Problem(f"model.{field}", rule, "", origin) for field in missing]
     if name in (FROM_WEIGHTS, FROM_CONFIG):
         key = "model.weights" if name == FROM_WEIGHTS else "model.config"
         path, origin = given.get(key, ("", origin))
@@ -257,7 +286,7 @@ def _check_size(given: Given, weights: "InitialWeights | None") -> list[Problem]
             for key, (value, where) in given.items()
             if key.startswith("model.") and key.partition(".")[2] not in NO_SHAPE
         ]
-    close = get_close_matches(name, [*SIZES, FROM_WEIGHTS, FROM_CONFIG], n=1)
+    close = get_close_matches(name, [*SIZES, FROM_WEIGHTS, FROM_CONFIG, CUSTOM], n=1)
     hint = f"did you mean {toml(close[0])}? " if close else ""
     return [Problem("model.name", f"unknown size; {hint}{known}", toml(name), origin)]
 
@@ -279,7 +308,7 @@ def _read_chain(path: Path) -> list[Layer]:
             return layers
         if not isinstance(base, str):
             raise UserError(f'base = {toml(base)} in {shown(path)}: must be a file name; write base = "other.toml"')
-        path = path.parent / base
+        path = user_path(path.parent / base)
 
 
 def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:
@@ -300,10 +329,11 @@ def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:
         raise UserError(f"{file} is not UTF-8 text (line {line}, byte {error.start}); save it as UTF-8") from None
     except tomli.TOMLDecodeError as error:
         line_text = (text.splitlines() or [""])[min(error.lineno, len(text.splitlines())) - 1]
+        first = max(0, error.colno - 1 - SHOWN // 2)  # of a line of megabytes, what is around the error
         hint = '; strings need "quotes", booleans are true and false' if error.msg == "Invalid value" else ""
         raise UserError(
             f"{file} is not TOML: line {error.lineno}, column {error.colno}: {error.msg}{hint}\n"
-            f"  {line_text}\n  {' ' * (error.colno - 1)}^"
+            f"  {line_text[first : first + SHOWN]}\n  {' ' * (error.colno - 1 - first)}^"
         ) from None
     except (ValueError, RecursionError) as error:  # such as numbers with thousands of digits, or very deep lists
         raise UserError(f"{file} cannot be read: {error}") from None

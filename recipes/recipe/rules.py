@@ -15,9 +15,10 @@ from parallel.config import ActivationCheckpointingConfig, AttentionConfig, Comp
 from parallel.errors import listed
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.evaluation.config import ValidationConfig
+from recipes.files.paths import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.metrics.hardware import MEMORY, hardware_of
-from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, toml, value_of
+from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import data_is_there, validation_is_possible
 from recipes.recipe.rules_mesh import (
     batch_divides,
@@ -67,10 +68,11 @@ def broken_rules(
     for stage in stages_of(recipe):
         changes = recipe.stages[stage.number].changes if recipe.stages else {}
         wrong = {key.removeprefix(f"stages.{stage.name}.") for key in written.wrong}
+        wrong = {key if key in field_types() else key.partition(".")[0] for key in wrong}
         options: dict[str, Any] = {
             "processes": processes,
             "nodes": nodes,
-            "broken": {key if key in field_types() else key.partition(".")[0] for key in wrong},
+            "broken": wrong & {*field_types(), *sections()},
             "schedule_steps": stage.schedule_span[1],
         }
         if elsewhere:
@@ -278,7 +280,7 @@ def metrics_find_what_they_need(metrics: MetricsConfig) -> Iterator[Violation]:
     """Else the run would end once the model is built."""
     if metrics.tensorboard and find_spec("tensorboard") is None:
         yield "metrics.tensorboard", "tensorboard is not installed; pip install -e '.[watch]', or write false"
-    if metrics.calibrated_by and not os.path.exists(os.path.expanduser(metrics.calibrated_by)):
+    if metrics.calibrated_by and not os.path.exists(user_path(metrics.calibrated_by)):
         yield "metrics.calibrated_by", 'there is no such file; write one of --plan --calibrated-by, or ""'
 
 

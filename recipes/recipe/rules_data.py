@@ -11,10 +11,18 @@ from parallel.errors import TemporaryError, UserError
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.evaluation.config import ValidationConfig
 from recipes.files.layout import TOKENIZER
+from recipes.files.paths import path_problem, user_path
 from recipes.recipe.fields import Violation, one_line, refusal_of, toml
+from recipes.recipe.paths import WRITTEN
 
 if TYPE_CHECKING:
     from recipes.weights.locate import InitialWeights
+
+
+MOST_SOURCES = 10_000
+"""Of a mixture: none may have less than this part of the tokens."""
+WRONG_SOURCES = 10
+"""Sources that are named in one refusal."""
 
 
 def data_is_there(
@@ -24,14 +32,23 @@ def data_is_there(
     from recipes.data.text.plain_text import text_documents_problem
     from recipes.data.text.sources import is_prepared
 
+    if unusable := path_problem(data.cache, inside=WRITTEN["data.cache"]):
+        yield "data.cache", unusable
     if message := text_documents_problem(data.text_documents):
         yield "data.text_documents", message
+    if len(data.mixture) > MOST_SOURCES:
+        yield "data.mixture", f"names {len(data.mixture):,} sources, more than {MOST_SOURCES:,}; join some by globs"
+        return
+    wrong = 0
     for source in data.sources:
+        if wrong >= WRONG_SOURCES:
+            break
         if is_prepared(source):
             yield from prepared_fits(source, data, length=length)
         elif message := _source_problem(source):
             yield "data.mixture" if data.mixture else "data.source", message
-    if len({Path(source).expanduser().resolve() for source in data.mixture}) < len(data.mixture):
+            wrong += 1
+    if len({user_path(source).resolve() for source in data.mixture}) < len(data.mixture):
         yield "data.mixture", "names the same source twice; give each source one share"
     if len(data.mixture) > 1:
         from recipes.data.order import mixture_problem
@@ -96,7 +113,7 @@ def prepared_fits(source: str, data: DataConfig, *, length: int) -> Iterator[Vio
     if (tokens := sum(shard.train for shard in index.shards)) <= length and not data.has_pairs:
         rule = f"'{source}' has {tokens:,} tokens, but a sequence and its last target need {length + 1:,}"
         yield "batch.sequence_length", f"{rule}; give more text, or shorter sequences"
-    place = Path(data.tokenizer).expanduser()
+    place = user_path(data.tokenizer)
     other = str(place.parent if place.name == TOKENIZER_FILE else place)
     with suppress(UserError):  # of another folder, whose tokenizer is read all the same
         its = open_index(other) if is_prepared(other) and Path(other) != Path(source) else index
@@ -144,7 +161,7 @@ def _source_problem(source: str) -> str | None:
     from recipes.data.tokens.shards import PARTS
 
     problem = source_problem(source)
-    if problem and (Path(source).expanduser() / PARTS).is_file():
+    if problem and (user_path(source) / PARTS).is_file():
         from recipes.data.tokens.parts import unfinished_problem
 
         problem = unfinished_problem(source) or problem

@@ -22,6 +22,7 @@ from parallel.config import (
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import BatchConfig, DataConfig
 from recipes.evaluation.config import ValidationConfig
+from recipes.files.paths import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 
@@ -59,7 +60,7 @@ class RunConfig:
     @property
     def folder(self) -> Path:
         """The folder of the run's files."""
-        return Path(self.output).expanduser() / self.name
+        return user_path(self.output) / self.name
 
 
 @dataclass(frozen=True)

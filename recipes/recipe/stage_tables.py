@@ -23,6 +23,7 @@ from recipes.recipe.fields import (
     toml,
     unknown_key,
 )
+from recipes.recipe.paths import settle_paths
 from recipes.recipe.schema import Recipe, StageConfig
 from recipes.recipe.stages import Stage, stages_of
 
@@ -51,6 +52,7 @@ FIELDS = (
     "checkpoint.asynchronous",
 )
 """Fields of other sections that a stage may change."""
+MOST_STAGES = 1000
 REASONS = {
     "data.tokenizer": "the model knows the tokens of one tokenizer",
     "data.bos": "the model knows documents with or without it",
@@ -96,6 +98,8 @@ def _tables(tables: Any, origin: str) -> tuple[list[StageTable], list[Problem]]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         example = 'is a list of tables; write [[stages]], and below it name = "first", until = 1000 and what changes'
         return [], [Problem("stages", example, toml(tables), origin)]
+    if len(tables) > MOST_STAGES:
+        return [], [Problem("stages", f"are {len(tables):,}, more than {MOST_STAGES}; write fewer", "", origin)]
     found: list[StageTable] = []
     problems: list[Problem] = []
     for number, table in enumerate(tables, start=1):
@@ -186,6 +190,8 @@ def read(written: Any, origin: str, of_stages: Mapping[str, Sequence[str]], base
     """
     tables, problems = _tables(written, origin)
     problems += _override(tables, of_stages, base)
+    for stage in tables:
+        problems += settle_paths(stage.changes, stage.origins, place=f"stages.{stage.name}.")
     if any(problem.key.endswith(".until") or not tables for problem in problems):
         return Read(problems=tuple(problems))
     steps = tables[-1].until if tables and not has_steps else None

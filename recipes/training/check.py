@@ -1,6 +1,7 @@
-"""What train.py --check prints: a summary, as comments, and the resolved recipe below it. Imports no torch."""
+"""What train.py --check prints: a summary, as comments, the resolved recipe and the verdict. Imports no torch."""
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,33 +9,83 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from parallel.config import MeshDegrees
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError, listed
+from recipes.data.text.pair_format import PairFormat
+from recipes.data.text.rows import first_problem
+from recipes.data.text.sources import is_hub, is_prepared
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
+from recipes.files.reading import is_remote
 from recipes.files.units import size
 from recipes.metrics.hardware import Hardware, hardware_of
 from recipes.plan.hardware import devices
 from recipes.plan.memory import FULL, Prediction, predict, summary
 from recipes.plan.muon import matrix_params
-from recipes.recipe.load import to_toml
+from recipes.recipe.fields import Problem, refusal, toml
+from recipes.recipe.load import LoadedRecipe, load_run, to_toml
 from recipes.recipe.rules_mesh import advice, batch_divides, fitted_mesh, micro_batches
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage, stages_of, tokens_of
 from recipes.training.run_folder import check_output_folder
 
+NAMED = 5
+"""Sources named that were not opened."""
+UNSEEN = ("later rows", "GPUs", "room on the disk")
 FORCE = "FORCE"
 """The environment variable with which a job's check refuses what cannot fit ("0"), or only warns, as without it."""
 LARGEST_DEVICE = 192e9
 """Bytes; no device that the recipes name has more."""
 
 
-def check(
-    recipe: Recipe, *, processes: int | None, nodes: int | None, origins: Mapping[str, str] | None = None
-) -> None:
-    """Print the summary and the recipe; all of standard output is TOML. origins: see LoadedRecipe.
+def check(path: str, arguments: Sequence[str], *, processes: int | None, nodes: int | None) -> None:
+    """Print the summary, the recipe and the verdict; all of standard output is TOML.
 
-    Raises UserError if the run's folder cannot be used and, in a job's check, if the recipe is predicted not to fit the
-    GPUs.
+    Raises UserError, whose last line is the verdict, for everything wrong with the recipe, if the run's folder cannot
+    be used, if a first row cannot be read and, in a job's check, if the recipe is predicted not to fit the GPUs.
     """
+    try:
+        loaded = load_run(path, arguments, processes=processes, nodes=nodes)
+        verdict = look_at_first_rows(loaded)
+        _print(loaded.recipe, processes, nodes, loaded.origins)
+    except TemporaryError:
+        raise
+    except UserError as error:
+        count = re.match("[0-9,]+ problems? in .*", str(error))
+        raise UserError(f"{error}\nrefused: {count[0] if count else '1 problem'}") from None
+    sys.stderr.flush()
+    print(f"# {verdict}")
+
+
+def look_at_first_rows(loaded: LoadedRecipe) -> str:
+    """The verdict on a recipe whose sources can be read, with what was not looked at. Raises UserError for others."""
+    opened, unread, problems = set(), set(), set()
+    for stage in stages_of(loaded.recipe):
+        data = stage.recipe.data
+        fields: str | PairFormat = data.text_field
+        if data.has_pairs:
+            from recipes.weights.pairing import pairing_of
+
+            fields = pairing_of(data, stage.recipe.model, loaded.weights).format
+        for source in {*data.sources, *filter(None, stage.recipe.validation.texts.values())}:
+            if is_hub(source) or is_remote(source) or is_prepared(source):
+                unread.add(source)
+            elif (source, fields, data.text_documents) not in opened:
+                opened.add((source, fields, data.text_documents))
+                try:
+                    if bad := first_problem(source, text_field=fields, text_documents=data.text_documents):
+                        print(f"warning: the first row is bad: {bad}", file=sys.stderr)
+                except TemporaryError:
+                    raise
+                except UserError as error:
+                    key = "data.source" if source in data.sources else "validation.source"
+                    problems.add(Problem(key, str(error).removeprefix("data.source: "), toml(source)))
+    if problems:
+        raise refusal(sorted(problems, key=str), where="the first rows")
+    others = [*sorted(unread)[:NAMED], *([f"{len(unread) - NAMED:,} other sources"] if len(unread) > NAMED else [])]
+    return f"ok: sources whose first row was read: {len(opened):,}; not looked at: {listed([*others, *UNSEEN])}"
+
+
+def _print(recipe: Recipe, processes: int | None, nodes: int | None, origins: Mapping[str, str] | None) -> None:
+    """Print all but the verdict. origins: see LoadedRecipe. Raises UserError."""
     check_output_folder(recipe)
     trunk = _trunk(recipe, origins)
     hardware = hardware_of(recipe.run.name, written=recipe.run.hardware) if recipe.run.device != "cpu" else None

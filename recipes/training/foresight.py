@@ -1,13 +1,13 @@
 """How far a run's plan was off: predicted before its first step, compared after its last one. Imports no torch."""
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
+from recipes.files.paths import user_path
 from recipes.plan.calibration import calibrated
 from recipes.plan.hardware import gpu_of
 from recipes.plan.rates import RATES
@@ -56,7 +56,7 @@ def foresight(recipe: Recipe, degrees: MeshDegrees, *, device: str, nodes: int) 
     processes, file = degrees.processes, recipe.metrics.calibrated_by
     gpu, rates = gpu_of(device), RATES
     if file:
-        measured, rates = calibrated(Path(file).expanduser(), gpu, processes=processes)
+        measured, rates = calibrated(user_path(file), gpu, processes=processes)
         if measured.name != (gpu.name if gpu else device):
             raise UserError(f"metrics.calibrated_by = {toml(file)}: measured on {measured.name}, but this is {device}")
         gpu = measured

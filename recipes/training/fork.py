@@ -13,6 +13,7 @@ from recipes.data.history import Segment, Window, to_json
 from recipes.data.text.sources import is_prepared
 from recipes.files.atomic import write_whole
 from recipes.files.layout import CHECKPOINTS, ORIGIN, RECIPE, checkpoint_step, checkpoint_steps, step_folder
+from recipes.files.paths import user_path
 from recipes.files.reading import is_folder, is_remote, names_in, read_text
 from recipes.recipe.fields import COMMAND_LINE, field_types, toml, value_of
 from recipes.recipe.load import load
@@ -49,7 +50,7 @@ def find_trunk(
                 " run.name to fork from what is left"
             )
         _require_whole(begun)
-    elif named.rpartition("@")[2].isdecimal() and not Path(named).expanduser().exists():
+    elif named.rpartition("@")[2].isdecimal() and not user_path(named).exists():
         place, _, step = named.rpartition("@")
         begun = _of_step(_checkpoints_in(place, recipe), int(step))
     else:
@@ -85,7 +86,7 @@ def _checkpoints_in(name: str, recipe: Recipe) -> list[Path]:
     """The complete checkpoints of a run folder or of its `checkpoints` folder, or the one at this path."""
     if is_remote(name):
         raise UserError(f"{SETTING}: {name} is at a server; copy that checkpoint to a disk, and name the copy")
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     if not is_folder(folder):
         raise UserError(f"{SETTING}: {folder} {'is not a folder' if folder.exists() else 'does not exist'}")
     inside = {folder.resolve(), *folder.resolve().parents[:2]}

@@ -22,6 +22,7 @@ from parallel.errors import TemporaryError, UserError, listed
 from recipes.data.text.tokens_beside import TOKENIZER_CONFIG
 from recipes.files.layout import TOKENIZER
 from recipes.files.lock import written_alone
+from recipes.files.paths import user_path
 from recipes.files.reading import fault, is_folder, json_object, may_pass, names_in, read_whole
 from recipes.weights.companions import (
     GENERATION_CONFIG,
@@ -62,10 +63,7 @@ StoredTensors = dict[str, tuple[Path, Entry]]
 
 def config_file(path: str) -> Path:
     """The config.json that model.config names, by itself or by its folder. Raises UserError if there is none."""
-    try:
-        file = Path(path).expanduser()
-    except RuntimeError as error:  # no such user in ~user
-        raise UserError(f"{path} cannot be read: {error}") from None
+    file = user_path(path)
     if is_folder(file):
         file = file / HF_CONFIG
     if not file.exists():

@@ -13,6 +13,7 @@ import tomli
 from models.config import ModelConfig, TextFacts
 from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import CHECKPOINTS, MODEL, RECIPE, TOKENIZER, checkpoint_steps, step_folder
+from recipes.files.paths import user_path
 from recipes.files.reading import is_folder, is_remote, names_in, read_text
 from recipes.weights.description import HF_CONFIG, Description, read_description
 
@@ -175,10 +176,7 @@ def find_weights(path: str | Path) -> Weights:
     """
     if is_remote(str(path)):
         path = _fetched(str(path))
-    try:
-        folder = Path(path).expanduser()
-    except RuntimeError as error:  # no such user in ~user
-        raise UserError(f"{path} cannot be read: {error}") from None
+    folder = user_path(path)
     if not is_folder(folder):
         if folder.exists():
             raise UserError(f"{folder} is not a folder")

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from models.config import FROM_WEIGHTS, ModelConfig
 from models.transformers_config import TransformersConfig
@@ -13,6 +12,7 @@ from recipes.data.pair_sequences import Pairing
 from recipes.data.text.chat import chat_settings, read_chat_files
 from recipes.data.text.pair_format import PairFormat
 from recipes.data.text.tokens_beside import TOKENIZER_CONFIG
+from recipes.files.paths import user_path
 from recipes.weights.companions import GENERATION_CONFIG
 from recipes.weights.locate import InitialWeights, Weights
 
@@ -39,7 +39,7 @@ def pair_format(data: DataConfig, files: Mapping[str, str], *, encoder_decoder: 
     if data.messages_field:
         beside = {}
         if data.tokenizer != FROM_WEIGHTS:
-            tokenizer = Path(data.tokenizer).expanduser()
+            tokenizer = user_path(data.tokenizer)
             beside = read_chat_files(tokenizer if tokenizer.is_dir() else tokenizer.parent)
         chat = chat_settings({**files, **beside}, template=data.chat_template, date=data.chat_date)
     return PairFormat(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from parallel.errors import UserError
 from recipes.data.text.chat_template import MEMORY, SECONDS, TODAY
 from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG
+from recipes.files.paths import user_path
 from recipes.files.reading import json_object, read_patiently, read_whole
 
 TEMPLATE = "chat_template.jinja"
@@ -149,7 +150,7 @@ def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict
 
 
 def _template_file(template: str) -> str:
-    file = Path(template).expanduser()
+    file = user_path(template)
     try:
         return read_patiently(partial(read_whole, file, most=MAX_BYTES), what=f"data.chat_template: '{file}'").decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.data.text.row import reason
+from recipes.files.paths import user_path
 
 HUB_PREFIX = "hf:"
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -34,7 +35,7 @@ class HubDataset:
     @property
     def folder(self) -> Path | None:
         """The local folder; None for a name on the hub."""
-        path = Path(self.name).expanduser()
+        path = user_path(self.name)
         return path if path.is_dir() or not NAME.fullmatch(self.name) else None
 
     @property
@@ -95,7 +96,7 @@ def pinned_dataset(source: str) -> str:
 def _parsed(source: str) -> HubDataset:
     name, *rest = source.removeprefix(HUB_PREFIX).split(":")
     revision = ""
-    if not Path(name).expanduser().is_dir():
+    if not user_path(name).is_dir():
         name, _, revision = name.partition("@")
     config, split = (*rest, "", "")[:2]
     return HubDataset(name, revision, config, split or "train")

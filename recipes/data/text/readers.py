@@ -47,6 +47,10 @@ def read_file(path: File, *, text_field: Fields, start: Place, size: int, rule: 
         for row, place in _reader(path, text_field=text_field, start=start, rule=rule):
             yield row, place
     except BROKEN as error:
+        if is_compressed(path):
+            from recipes.data.text.compressed import require_narrow
+
+            require_narrow(path, error)
         # The place after it is the next file, so that this row comes only once when reading resumes there.
         passing = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno)  # pyarrow's have none
         kind = UNREADABLE if passing else BROKEN_FILE
@@ -78,7 +82,7 @@ def _rows_after(path: File, place: Place, size: int) -> int:
     if is_compressed(path):
         from recipes.data.text.compressed import COMPRESSION_RATIO, before_the_break
 
-        lines, broken_at = before_the_break(path)
+        lines, broken_at = before_the_break(path, size)
         if lines:
             return max(1, lines - place.number + (size - broken_at) * lines // broken_at)
         size *= COMPRESSION_RATIO

@@ -23,7 +23,8 @@ START = Place(0)
 
 
 class RowStream(Iterator[Row]):
-    """The rows of a source after a cursor. Iterating raises UserError for the hub, and nothing for files."""
+    """The rows of a source after a cursor. Iterating raises UserError for the hub, and for a .zst whose window is too
+    wide."""
 
     def __init__(self, rows: Iterator[tuple[Row, Place]], *, files: Sequence[str], start: Place) -> None:
         self.files = files
@@ -91,6 +92,15 @@ def open_rows(
             yield from found if index < limit[0] else _until(limit[1], found)
 
     return RowStream(rows(), files=names, start=start)
+
+
+def first_problem(source: str, *, text_field: "PairFields", text_documents: str) -> str:
+    """What is wrong with the first row of a source of files; "" if nothing is. Raises UserError if it has no rows, or
+    none with a text field at its beginning."""
+    rows = open_rows(source, text_field=text_field, text_documents=text_documents)
+    if (row := next(rows, None)) is None:
+        raise UserError(f"data.source: {source!r} has no rows; give another source")
+    return f"{rows.where(row)}: {row.problem}" if row.problem else ""
 
 
 def _until(end: int, rows: Rows) -> Rows:

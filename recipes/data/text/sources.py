@@ -15,6 +15,7 @@ import xxhash
 from parallel.errors import UserError
 from recipes.data.text.plain_text import PIECES, text_rule, what_a_document_is
 from recipes.data.text.readers import ARRAY, file_kind
+from recipes.files.paths import user_path
 from recipes.files.reading import fault, is_remote, may_pass, patiently, read_patiently
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def is_prepared(source: str) -> bool:
         from recipes.data.text.remote import is_prepared_there
 
         return is_prepared_there(source)
-    folder = Path(source).expanduser()
+    folder = user_path(source)
     return read_patiently(
         lambda: (folder / "owner.txt").is_file() and (folder / "index.json").is_file(), what=f"data.source: '{folder}'"
     )
@@ -76,7 +77,7 @@ def source_problem(source: str) -> str | None:
         from recipes.data.text.stdlib import stdlib_problem
 
         return stdlib_problem(source.removeprefix(STDLIB))
-    path = Path(source).expanduser()
+    path = user_path(source)
     if (path / "owner.txt").is_file() and not is_prepared(source):
         return f"the preparation of {source!r} is not finished; run scripts/prepare_data.py for it again"
     is_glob = glob.has_magic(source) and not path.exists()
@@ -182,13 +183,13 @@ def would_read(source: str, file: Path) -> bool:
         if folder is None:
             return False
         fixed, pattern = folder, ["**"]
-    elif Path(source).expanduser().exists():
-        fixed = Path(source).expanduser()
+    elif user_path(source).exists():
+        fixed = user_path(source)
         pattern = ["**"] if fixed.is_dir() else []
     else:
-        fixed, pattern = _split_glob(Path(source).expanduser())
+        fixed, pattern = _split_glob(user_path(source))
     try:
-        names = file.expanduser().resolve().relative_to(fixed.resolve()).parts
+        names = user_path(file).resolve().relative_to(fixed.resolve()).parts
     except ValueError:
         return False
     return _matches(names, pattern)
@@ -254,7 +255,7 @@ def find_files(source: str) -> "Sequence[File]":
         from recipes.data.text.stdlib import stdlib_files
 
         return stdlib_files(source.removeprefix(STDLIB))
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_file():
         return [path]
     found = (file for file in _found(source)[0] if _suffix(file, source) and file.is_file())
@@ -277,7 +278,7 @@ def notes(source: str, *, text_documents: str) -> list[str]:
 
 def _found(source: str) -> tuple[list[Path], list[Path]]:
     """Whatever a folder or glob names except hidden files and folders, and the folders that may not be read."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_dir():
         return _walked(path, hidden=False)
     fixed, pattern = _split_glob(path)

@@ -13,6 +13,7 @@ import xxhash
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import TOKENIZER
+from recipes.files.paths import user_path
 from recipes.files.reading import is_remote, read_patiently, read_whole
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def tokenizer_file(spec: str) -> Path:
         copy = local_copy(spec, only=("*.json",))
         path = copy / spec.rpartition("/")[2] if spec.endswith(".json") else copy
     else:
-        path = Path(spec).expanduser()
+        path = user_path(spec)
     if path.is_dir():
         file = path / TOKENIZER
         if not file.is_file():

@@ -20,6 +20,7 @@ from recipes.data.text.tokenizer import (
     training_size,
 )
 from recipes.files.atomic import write_whole
+from recipes.files.paths import user_path
 
 if TYPE_CHECKING:
     from recipes.data.text.pair_format import PairFields
@@ -62,7 +63,7 @@ def load_tokenizer(
     states = {file: state for source in sources for file, state in file_states(source).items()}
     fingerprints = [fingerprint(source, text_field=text_field, text_documents=text_documents) for source in sources]
     identity = repr((TRAINER_VERSION, size, *fingerprints))
-    cached = cache.expanduser() / "tokenizers" / f"{xxhash.xxh3_128_hexdigest(identity.encode())}.json"
+    cached = user_path(cache) / "tokenizers" / f"{xxhash.xxh3_128_hexdigest(identity.encode())}.json"
     try:
         return build_tokenizer(read_tokenizer(cached), where=cached)
     except UserError:  # missing or damaged

@@ -19,6 +19,7 @@ from recipes.data.text.row import BROKEN, PIECE, Fields, File, Place, names_of
 from recipes.data.text.sources import find_files
 from recipes.data.tokens.shards import INDEX, OWNER, PART_SHARDS, PARTS, Shard, read_shard
 from recipes.data.tokens.workspace import Preparation, alone, damage, publish, remove_from
+from recipes.files.paths import user_path
 from recipes.files.reading import fault
 
 DIVIDED = 64
@@ -151,7 +152,7 @@ def missing_parts(folder: Path) -> str:
 
 def unfinished_problem(source: str) -> str | None:
     """What a folder lacks that is being prepared in parts, and what to do; None for any other source."""
-    folder = Path(source).expanduser()
+    folder = user_path(source)
     if (folder / INDEX).is_file() or not all((folder / name).is_file() for name in (OWNER, PARTS)):
         return None
     try:

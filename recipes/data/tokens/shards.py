@@ -31,6 +31,7 @@ import xxhash
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files.atomic import write_whole
+from recipes.files.paths import user_path
 from recipes.files.reading import is_remote, memory_map, read_patiently, read_whole
 
 # Part of every fingerprint: raise it when the same source starts to give different files.
@@ -193,7 +194,7 @@ def open_index(folder: str) -> Index:
         from recipes.files.local_copy import local_copy
 
         folder = str(local_copy(folder, only=(INDEX, OWNER, TOKENIZER)))
-    index = read_index(Path(folder).expanduser())
+    index = read_index(user_path(folder))
     if index is None:
         raise UserError(
             f"data.source: '{Path(folder, INDEX)}' is damaged or of another version than {FORMAT_VERSION}; prepare the"

@@ -37,6 +37,7 @@ from recipes.data.tokens.shards import (
 )
 from recipes.files.atomic import PART
 from recipes.files.lock import LOCK, NoLocks, open_locked
+from recipes.files.paths import user_path
 from recipes.files.reading import is_remote, read_patiently
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def options_of(text_field: "PairFields") -> str:
 def prepared_folder(source: str, cache: Path, *, log: Callable[[str], None]) -> Path:
     """The folder of prepared tokens: of those at a server, a copy in the cache, for which every byte is verified."""
     if not is_remote(source):
-        return Path(source).expanduser()
+        return user_path(source)
     from recipes.files.local_copy import local_copy
 
     def check(folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from parallel.errors import UserError
+from recipes.files.paths import shorten, user_path
 from recipes.lab.plan.screen import Money
 from recipes.plan.hardware import GPUS
 
@@ -85,7 +86,7 @@ def _checked(given: Namespace) -> Options:
         nodes=None if given.nodes is None else _whole("--nodes", given.nodes),
         gpu=given.gpu,
         money=Money(_tokens(given.tokens), _price(given.price)),
-        calibrated_by=None if given.calibrated_by is None else Path(given.calibrated_by).expanduser(),
+        calibrated_by=None if given.calibrated_by is None else user_path(given.calibrated_by),
         search=given.search,
         numerics=given.numerics,
         write=None if given.write is None else _new(given.write),
@@ -98,7 +99,9 @@ def _several(name: str, text: str) -> tuple[int, ...]:
     """Whole numbers with commas between them."""
     found = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
     if not all(1 <= number <= MOST_PROCESSES for number in found):
-        raise UserError(f"{name} {text}: must be whole numbers from 1 to {MOST_PROCESSES:,}; write as in 8 or 8,64,512")
+        raise UserError(
+            f"{name} {shorten(text)}: must be whole numbers from 1 to {MOST_PROCESSES:,}; write as in 8 or 8,64,512"
+        )
     return found
 
 
@@ -106,7 +109,7 @@ def _whole(name: str, text: str) -> int:
     """A number of nodes."""
     value = int(text) if text.strip().isdecimal() else 0
     if not 1 <= value <= MOST_PROCESSES:
-        raise UserError(f"{name} {text}: must be a whole number from 1 to {MOST_PROCESSES:,}")
+        raise UserError(f"{name} {shorten(text)}: must be a whole number from 1 to {MOST_PROCESSES:,}")
     return value
 
 
@@ -118,15 +121,19 @@ def _tokens(text: str | None) -> int | None:
     number, unit = (plain[:-1], plain[-1]) if plain[-1:].isalpha() else (plain, "")
     value = _number(number) * MULTIPLES.get(unit, float("nan"))
     if not 1 <= value <= MOST_TOKENS:
-        raise UserError(f"--tokens {text}: must be a number from 1 to 1,000,000T; write as in 500M, 1.5B or 11T")
+        raise UserError(
+            f"--tokens {shorten(text)}: must be a number from 1 to 1,000,000T; write as in 500M, 1.5B or 11T"
+        )
     return round(value)
 
 
 def _price(text: str | None) -> float | None:
     """What a GPU costs for an hour; None for None."""
-    value = None if text is None else _number(text)
-    if value is not None and not (isfinite(value) and value >= 0):
-        raise UserError(f"--price {text}: must be a number, what one GPU costs for an hour; write as in 2.5")
+    if text is None:
+        return None
+    value = _number(text)
+    if not (isfinite(value) and value >= 0):
+        raise UserError(f"--price {shorten(text)}: must be a number, what one GPU costs for an hour; write as in 2.5")
     return value
 
 
@@ -158,7 +165,7 @@ def _picture(text: str) -> Path:
 
 def _in_a_folder(name: str, text: str) -> Path:
     """A path in a folder that there is."""
-    path = Path(text).expanduser()
+    path = user_path(text)
     if not path.parent.is_dir():
-        raise UserError(f"{name} {text}: there is no folder {path.parent}; make it first")
+        raise UserError(f"{name} {shorten(text)}: there is no folder {path.parent}; make it first")
     return path

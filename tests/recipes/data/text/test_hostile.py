@@ -130,6 +130,35 @@ def test_gzip_bomb_is_one_bad_row_in_bounded_memory(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ what is wrong
 
 
+def wide_zstd(text: bytes) -> bytes:
+    """A frame whose window is 256 MB, as `zstd --long=28` writes them, with the text as one block that is stored."""
+    return b"\x28\xb5\x2f\xfd" + bytes([0, 18 << 3]) + (1 | len(text) << 3).to_bytes(3, "little") + text
+
+
+@pytest.mark.parametrize("count", [0, 20])
+def test_zstd_with_a_window_that_is_too_wide_is_refused_with_the_command_that_mends_it(
+    tmp_path: Path, count: int
+) -> None:
+    for number in range(count):  # more than are looked at before the first row
+        write_json_lines(tmp_path / f"{number:02}.jsonl", [{"text": "good"}])
+    (tmp_path / "wide.jsonl.zst").write_bytes(wide_zstd(b'{"text": "all rows are good"}\n'))
+    with pytest.raises(UserError, match=r"wide\.jsonl\.zst.* above 128 MB.*zstd -dc --long=31 OLD.zst \| zstd -o NEW"):
+        rows_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("share", [0.4, 0.9])
+def test_rows_lost_of_a_highly_compressible_file_are_counted_rightly(tmp_path: Path, name: str, share: float) -> None:
+    path = write_json_lines(tmp_path / name, [{"text": "the same row over and over again, " * 10}] * 40_000)
+    data = bytearray(path.read_bytes())
+    place = int(share * len(data))
+    data[place : place + 8] = b"\xff" * 8
+    path.write_bytes(data)
+    *good, bad = rows_of(path)
+    assert len(good) > 1000
+    assert bad.lost == pytest.approx(40_000 - len(good), rel=0.2)
+
+
 def test_source_without_a_good_row_is_refused_with_file_row_and_reason(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('\n[1]\n{"text": \n')
     (tmp_path / "b.parquet").write_text("no parquet")

@@ -1,0 +1,75 @@
+"""The paths in a recipe: which fields hold them, and where a relative one is looked for. Imports no torch."""
+
+import glob
+import os
+import re
+from collections.abc import Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from models.config import FROM_CONFIG, FROM_WEIGHTS
+from recipes.files.paths import path_problem, shorten
+from recipes.files.reading import is_remote
+from recipes.recipe.fields import Problem, toml
+
+ROOT = Path(__file__).resolve().parents[2]
+READ = (
+    *("model.weights", "model.config", "data.source", "data.mixture", "data.tokenizer", "data.chat_template"),
+    *("validation.source", "validation.sources", "validation.tasks", "metrics.calibrated_by", "run.continue_from"),
+)
+"""Fields whose paths are read."""
+WRITTEN = {"run.output": 600, "data.cache": 600, "run.name": 0}
+"""Fields whose paths are relative to the current folder -> the bytes that names inside such a folder need."""
+NO_PATHS = ("hf:", "train:", "python-stdlib", FROM_WEIGHTS, FROM_CONFIG)
+"""What else these fields may say, by its beginning."""
+
+
+def settle_paths(values: dict[str, Any], origins: Mapping[str, str], *, place: str = "") -> list[Problem]:
+    """Replace the relative paths to read among these values by where they are; returns what is wrong with others, which
+    are left out.
+
+    origins: dotted key -> the file that wrote it, or another word. place: what the names of problems begin with.
+    """
+    problems = []
+    for key in [key for key in (*READ, *WRITTEN) if key in values]:
+        value, origin = values[key], origins.get(key, "")
+        texts = [value] if isinstance(value, str) else value.values() if key == "validation.sources" else value
+        paths = [text for text in texts if _is_path(text, key)]
+        wrong = next(filter(None, (path_problem(path, inside=WRITTEN.get(key, 0)) for path in paths)), "")
+        if wrong:
+            problems.append(Problem(place + key, wrong, shorten(toml(value)), origin))
+            del values[key]
+        elif key in READ:
+            beside = Path(origin.rpartition(".toml")[0]).parent if ".toml" in origin else ROOT
+            values[key] = _replaced(value, {path: located(path, beside) for path in paths})
+    return problems
+
+
+def _is_path(text: str, key: str) -> bool:
+    """Whether this value of this field may be the path of a file or folder."""
+    if key == "validation.tasks":
+        return "/" in text or text.endswith((".yaml", ".yml"))
+    return not is_remote(text) and not text.startswith(NO_PATHS)
+
+
+def _replaced(value: Any, found: Mapping[str, str]) -> Any:
+    """A text, a tuple of them, or a table with them as its keys or its values, with others for some of them."""
+    if isinstance(value, dict):
+        new = {found.get(key, key): found.get(item, item) for key, item in value.items()}
+        return new if len(new) == len(value) else value
+    return found.get(value, value) if isinstance(value, str) else tuple(found.get(item, item) for item in value)
+
+
+def located(text: str, beside: Path) -> str:
+    """A relative path to read: where it is in the current folder, else beside the file that names it, else in the
+    checkout; unchanged if it is in none. Of a glob, the folder decides; of RUN@STEP, the run."""
+    fixed = takewhile(lambda part: not glob.has_magic(part), Path(re.sub("@[0-9]+$", "", text)).parts)
+    names = (text, Path(*fixed))
+    if text.startswith("~") or any(os.path.lexists(name) for name in names):
+        return text
+    for folder in (beside, ROOT):
+        if any(os.path.exists(folder / name) for name in names):
+            relative = os.path.relpath(folder / text)
+            return os.path.normpath(folder / text) if relative.startswith("..") else relative
+    return text
