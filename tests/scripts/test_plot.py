@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from recipes.training.run_folder import draw_curves
 from tests.commands import run_command
@@ -158,6 +159,17 @@ def test_many_restarts_and_skipped_steps_are_drawn_as_few_marks(tmp_path: Path) 
     folder = run_folder(tmp_path / "a", *rows, *({"step": step, "skipped": True} for step in range(4000, 8000)))
     assert plot(folder, "--out", tmp_path / "a.html")[0] == 0
     assert (tmp_path / "a.html").stat().st_size < 4_000_000
+
+
+def test_a_picture_of_very_many_runs_and_columns_has_a_bounded_height(tmp_path: Path) -> None:
+    columns = {f"validation_loss/{number}": 1.0 for number in range(200)}
+    folders = [run_folder(tmp_path / str(number), row(1, **columns), row(2)) for number in range(2)]
+    assert plot(*folders, "--out", tmp_path / "a.png")[::2] == (0, "")
+    assert imread(tmp_path / "a.png").shape[0] < 2600
+    folders = [run_folder(tmp_path / f"run{number}", row(1), row(2)) for number in range(100)]
+    code, out, err = plot(*folders, "--out", tmp_path / "a.png")
+    assert (code, err, len(out.splitlines())) == (0, "", 102)
+    assert imread(tmp_path / "a.png").shape[0] < 2600
 
 
 @pytest.mark.parametrize(

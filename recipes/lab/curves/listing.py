@@ -44,11 +44,14 @@ def _run_folders(folder: Path) -> list[Path]:
         if error.filename == str(folder):
             raise fault(f"{folder} cannot be read", error) from None
 
-    found = []
-    for place, folders, files in os.walk(folder, onerror=refuse):
-        if is_run := RECIPE in files or METRICS in files:
+    found: list[Path] = []
+    seen: set[str] = set()
+    for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        is_known, is_run = os.path.realpath(place) in seen, RECIPE in files or METRICS in files
+        seen.add(os.path.realpath(place))
+        if is_run and not is_known:
             found.append(Path(place))
-        if is_run or len(Path(place).relative_to(folder).parts) >= DEEPEST:
+        if is_run or is_known or len(Path(place).relative_to(folder).parts) >= DEEPEST:
             folders.clear()
     return found
 

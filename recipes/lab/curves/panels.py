@@ -19,6 +19,8 @@ EARLY = 30
 FROM_ZERO = (0.0, None)
 INTERVALS = 60
 """Intervals of a run for which it is drawn what took their time."""
+MOST_BARS = 20
+"""Runs whose wall times are compared."""
 STEP, SKIPPED = "step", "skipped"
 """The parts of the wall time that come first."""
 Place = Callable[[Numbers], Numbers]
@@ -321,6 +323,8 @@ def _goodput(runs: Sequence[Run], places: Sequence[Place]) -> list[Panel]:
     if len(runs) == 1:
         shares = _shares(runs[0], places[0])
         return [Panel("where the wall time went, between logged steps", unit="share", shares=shares)] if shares else []
+    if len(runs) > MOST_BARS:  # the table says it, too
+        return []
     taken = [{part.removeprefix(WALL): run.columns[part].last_value for part in run.named(WALL)} for run in runs]
     unit, seconds = ("hours", 3600) if max(sum(parts.values()) for parts in taken) >= 3600 else ("minutes", 60)
     bars = [{part: parts[part] / seconds for part in in_order(parts)} for parts in taken]

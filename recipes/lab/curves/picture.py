@@ -21,8 +21,8 @@ from recipes.lab.curves.style import BLUE, COLOURS, FAINT, INK, short, tidy
 COLUMNS = 2
 MOST_NAMES = 18
 """Names in the legend of a panel."""
-TABLE_CHARACTERS = 190
-"""Characters that fit beside each other in the table below the panels."""
+TABLE_CHARACTERS, MOST_LINES = 190, 60
+"""Characters of a line of the table below the panels, and its lines. Also the most names of runs."""
 DASHES: tuple[LineStyleType, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))
 PARTS = {
     **{STEP: BLUE, SKIPPED: "#D55E00", "restarts": FAINT, "start": "#E69F00", "first step": "#F0E442"},
@@ -40,8 +40,9 @@ def write_png(curves: Curves, file: Path) -> None:
     rows = -(-len(curves.panels) // COLUMNS)
     labels = [shortened(described(run, among=curves.runs), 150) for run in curves.runs if len(curves.runs) > 1]
     columns = max(1, min(4, 180 // (6 + max(map(len, labels), default=0))))
-    table = fitted(comparison(curves.runs), TABLE_CHARACTERS) if labels else []
-    heights = [*[2.0] * rows, *([0.12 * len(table)] if table else [])]  # inches, without what stands around panels
+    table = _first(fitted(comparison(curves.runs), TABLE_CHARACTERS), MOST_LINES) if labels else []
+    labels = _first(labels, MOST_LINES)
+    heights = [*[2.0] * rows, *([0.1 + 0.12 * len(table)] if table else [])]  # inches, without what stands around panels
     height = 0.9 + 0.18 * -(-len(labels) // columns) + 0.7 * rows + sum(heights)
     figure = Figure(figsize=(12, height), layout="constrained")
     grid = figure.add_gridspec(len(heights), COLUMNS, height_ratios=heights)
@@ -63,6 +64,10 @@ def write_png(curves: Curves, file: Path) -> None:
     else:
         figure.suptitle(heading(curves), fontsize=11, color=INK)
     figure.savefig(file, dpi=110, format="png")
+
+
+def _first(names: list[str], most: int) -> list[str]:
+    return names if len(names) <= most else [*names[: most - 1], f"and {len(names) - most + 1} more"]
 
 
 def heading(curves: Curves) -> str:
@@ -117,10 +122,9 @@ def draw(axes: Axes, panel: Panel, curves: Curves) -> None:
     if labels:
         below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "columnspacing": 1.0}
         columns = min(3, -(-len(labels) // 6)) if panel.lines else min(8, len(labels))
-        place = {} if panel.lines else below | {"handlelength": 1.0}
-        if len(labels) > MOST_NAMES:
-            labels[MOST_NAMES - 1 :] = [f"{labels[MOST_NAMES - 1]} and {len(labels) - MOST_NAMES} more"]
-        named = [shortened(label, 48 // columns) for label in labels]
+        beside: dict[str, Any] = {} if len(panel.lines) < 50 else {"loc": "upper right"}  # "best" takes long
+        place = beside if panel.lines else below | {"handlelength": 1.0}
+        named = [shortened(label, 48 // columns) for label in _first(labels, MOST_NAMES)]
         style: dict[str, Any] = {"fontsize": SMALL - 1, "frameon": False, "labelcolor": INK}
         axes.legend(handles[: len(named)], named, ncols=columns, **style, **place)
 

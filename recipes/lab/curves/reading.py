@@ -141,8 +141,9 @@ def plain(text: str) -> str:
 
 
 def read_runs(places: list[Path]) -> list[Run]:
-    """All of these runs, with names of their own. Raises UserError for one that has no rows."""
-    runs = [read_run(place) for place in dict.fromkeys(map(folder_of, places))]
+    """All of these runs once, with names of their own. Raises UserError for one that has no rows."""
+    once = {os.path.realpath(place): place for place in reversed([folder_of(place) for place in places])}
+    runs = [read_run(place) for place in reversed(once.values())]
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -170,7 +171,9 @@ def read_run(place: Path) -> Run:
     except OSError as error:
         raise fault(f"{file} cannot be read", error) from None
     if not any(column.last is not None for column in run.columns.values()):
-        raise UserError(f"{file} has no rows: the run has not logged a step yet; draw it later")
+        raise UserError(
+            f"{file} has no rows: it is not a run's {METRICS}, or the run has not logged a step yet; draw it later"
+        )
     read_about(run)
     return run
 

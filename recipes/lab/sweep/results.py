@@ -294,8 +294,8 @@ def _seeds(sweep: Sweep, results: dict[str, Result], gaps: dict[str, list[tuple[
         return []
     how = (
         "Means over the seeds of the loss in the last quarter of the logged steps, and of the loss gap to the reference"
-        " of the same seed. Spread: most minus least. A loss no further from the reference's than the spread is noise; so"
-        " is a gap that is smaller than its spread."
+        " of the same seed. Spread: most minus least. A loss no further from the reference's than the spread is noise;"
+        " so is a gap that is smaller than its spread."
     )
     return ["", *markdown_table(("over seeds", "loss", "spread", "loss gap", "spread of the gap"), rows), "", how]
 

@@ -76,6 +76,15 @@ def test_a_start_without_a_step_is_listed(tmp_path: Path) -> None:
     assert listing(tmp_path)[1][1:4] == ["did not reach a step", "0 of 50", "-"]
 
 
+def test_linked_runs_are_listed_once(tmp_path: Path) -> None:
+    run_folder(tmp_path / "far" / "z", row(5))
+    (tmp_path / "runs").mkdir()
+    for name, place in (("a", "far/z"), ("b", "far/z"), ("loop", "runs")):
+        (tmp_path / "runs" / name).symlink_to(tmp_path / place)
+    [_, [name, *_]] = listing(tmp_path / "runs")
+    assert name in ("a", "b")
+
+
 def test_odd_folders_are_listed_and_empty_ones_have_no_runs(tmp_path: Path) -> None:
     assert listing(tmp_path) == []
     odd = run_folder(tmp_path / os.fsdecode(b"\xff\x1b[31m"), '{"step": 3, "loss": 1e308}\n', "[" * 99_999 + "\n")

@@ -83,7 +83,8 @@ def test_no_loss_of_a_very_long_run_is_left_out_and_no_restart_is_made_up(
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     folders = [run_folder(tmp_path / place / "a", row(1)) for place in ("here", "there")]
-    assert [run.name for run in read_runs([*folders, folders[0]])] == [str(folder) for folder in folders]
+    twice = [*folders, folders[0], folders[0] / "metrics.jsonl", folders[1] / "../a"]
+    assert [run.name for run in read_runs(twice)] == [str(folder) for folder in folders]
 
 
 def test_a_damaged_recipe_is_an_unknown_one(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def pipe(folder: Path) -> None:
     ("make", "message"),
     [
         (lambda folder: folder.mkdir(), "has no metrics.jsonl: it has not logged a step yet"),
-        (lambda folder: folder.write_text(""), "has no rows"),
+        (lambda folder: folder.write_text(""), "has no rows: it is not a run's metrics.jsonl, or"),
         (lambda folder: run_folder(folder, '{"step": 1'), "has no rows"),
         (lambda folder: (folder / "metrics.jsonl").mkdir(parents=True), "cannot be read: it is not a regular file"),
         (pipe, "it is not a regular file"),
