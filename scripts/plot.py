@@ -1,4 +1,4 @@
-"""Draw what runs have logged: `python scripts/plot.py runs/A runs/B`. --help lists the options."""
+"""Draw and compare what runs have logged, `python scripts/plot.py runs/A runs/B`, or list runs; see --help."""
 
 import argparse
 import os
@@ -20,25 +20,35 @@ from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
 from recipes.files.layout import CURVES  # noqa: E402
 from recipes.files.paths import path_argument  # noqa: E402
+from recipes.files.screen import open_missing, tell  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 2 for what the user can fix, 71 for a fault that may pass."""
+    open_missing()
     options = _parser().parse_args(arguments)
     try:
         _plot(options)
     except UserError as error:
-        print(error, file=sys.stderr)
+        tell(str(error))
         return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Draw what runs have logged: losses, rates, memory, and where their time went.", allow_abbrev=False
+        description="Draw what runs have logged: losses, rates, memory, and where their time went. Several runs are"
+        " compared in a table, too: last numbers, and what differs between their recipes. Without RUN, list the runs"
+        " under runs/.",
+        allow_abbrev=False,
     )
     parser.add_argument(
-        "runs", nargs="+", type=path_argument, help="folders of runs, such as runs/NAME; running ones as well"
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        type=path_argument,
+        help="folders of runs, such as runs/NAME, running ones as well, or metrics.jsonl; of a single folder with runs"
+        " in it, a list",
     )
     parser.add_argument(
         "--out",
@@ -51,16 +61,29 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plot(options: argparse.Namespace) -> None:
-    out: Path = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / CURVES
+    from recipes.lab.curves.comparison import aligned, comparison
+    from recipes.lab.curves.listing import listing
+    from recipes.lab.curves.panels import curves
+    from recipes.lab.curves.reading import folder_of, read_runs
+
+    places = [folder_of(run) for run in options.runs or [Path("runs")]]
+    is_list = len(places) == 1 and not options.out and os.path.isdir(places[0])
+    if is_list and (rows := listing(places[0])) and rows[1][0] != ".":
+        tell("\n".join(aligned(rows)), to=1)
+        return
+    if not options.runs:
+        raise UserError("no run is in runs/; write the folders of runs, or one with runs in it")
+    out: Path = options.out or (places[0].with_suffix(".png") if os.path.isfile(places[0]) else places[0] / CURVES)
+    if not options.out and len(places) > 1:
+        out = Path(CURVES)
     if out.suffix not in (".png", ".html"):
         raise UserError(f"--out {out}: write a name that ends with .png or .html")
-    from recipes.lab.curves.panels import curves
-    from recipes.lab.curves.reading import read_runs
-
-    found = curves(read_runs(options.runs), options.x)
+    found = curves(read_runs(places), options.x)
     for run in found.runs:
         if run.unreadable:
-            print(f"{run.folder}: {run.unreadable} lines are not rows and were left out", file=sys.stderr)
+            tell(f"{run.folder}: {run.unreadable} lines are not rows and were left out")
+    if len(found.runs) > 1:
+        tell("\n".join(aligned(comparison(found.runs))), to=1)
     from recipes.files.reading import fault
 
     part = out.with_name(f".part-{os.getpid()}-{out.name}")
@@ -79,7 +102,7 @@ def _plot(options: argparse.Namespace) -> None:
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-    print(out)
+    tell(str(out), to=1)
 
 
 if __name__ == "__main__":

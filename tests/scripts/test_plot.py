@@ -1,6 +1,7 @@
 """scripts/plot.py draws runs, as a picture and as a page that needs nothing else."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from recipes.training.run_folder import draw_curves
 from tests.commands import run_command
@@ -73,6 +75,7 @@ def test_the_page_of_several_runs_needs_nothing_from_elsewhere(folders: list[Pat
     assert not re.findall(r"""(?:@import|url\()\s*["']?(?!#)\S*""", text)
     assert "&lt;b&gt;&amp;small" in text and "<b>" not in text
     assert page.count["label"] == 2 and 'class="run-1"' in text
+    assert "<td>loss, last tenth</td>" in text and page.count["table"] == 1
 
 
 def test_the_values_below_the_pointer_are_those_of_the_rows(folders: list[Path], tmp_path: Path) -> None:
@@ -89,10 +92,91 @@ def test_the_values_below_the_pointer_are_those_of_the_rows(folders: list[Path],
     assert [line["name"] for line in loss] == ["trunk", "fork"] and loss[0]["y"][30] is None
 
 
+def test_several_runs_are_compared_on_the_screen_and_the_picture_comes_last(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    code, out, err = plot(folders[0] / "metrics.jsonl", folders[1], "--out", tmp_path / "two.png")
+    assert (code, err) == (0, "")
+    assert re.search(r"^ +trunk +fork\n", out) and re.search(r"\nsteps +100 +89\n", out)
+    assert out.endswith(f"\n{tmp_path}/two.png\n")
+
+
+def test_runs_are_listed_without_arguments_and_of_a_folder(folders: list[Path], tmp_path: Path) -> None:
+    code, out, err = plot(folders[0].parent)
+    assert (code, err, len(out.splitlines())) == (0, "", 3) and "fork" in out and "89 of 90" in out
+    run_folder(tmp_path / "runs" / "mine", row(7))
+    command = [sys.executable, ROOT / "scripts/plot.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr, done.stdout.splitlines()[1].split()[0]) == (0, "", "mine")
+    (tmp_path / "empty" / "runs").mkdir(parents=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "empty")
+    assert done.returncode == 2 and done.stderr.startswith("no run is in runs/; write the folders")
+
+
+def test_a_copy_of_rows_is_drawn_beside_it(folders: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes((folders[0] / "metrics.jsonl").read_bytes())
+    code, out, err = plot(tmp_path / "a.jsonl")
+    assert (code, out, err) == (0, f"{tmp_path}/a.png\n", "")
+
+
+@pytest.mark.parametrize("axis", ["tokens", "hours"])
+def test_rows_without_the_axis_are_refused_by_name(tmp_path: Path, axis: str) -> None:
+    whole = run_folder(tmp_path / "whole", row(1), row(2))
+    without = run_folder(tmp_path / "old", {"step": 1, "loss": 2.0, "tokens": None}, {"step": 2, "loss": 1.0})
+    code, out, err = plot(whole, without, "--x", axis, "--out", tmp_path / "a.png")
+    what = "tokens" if axis == "tokens" else "times"
+    assert (code, out) == (2, "")
+    assert err == f"{without}: no row has {what}, so it cannot be drawn over {axis}; write --x steps\n"
+
+
+@pytest.mark.parametrize("suffix", ["png", "html"])
+@pytest.mark.parametrize("axis", ["steps", "tokens", "hours"])
+def test_any_number_and_any_name_can_be_drawn(tmp_path: Path, axis: str, suffix: str) -> None:
+    values = [1e308, -1e308, 1e99, 5e-324, -1.0, 0, 2**62, 10**400, None]
+    columns = [name for name in row(1) if name not in ("step", "wall_seconds")]
+    rows = [
+        row(
+            step,
+            **dict.fromkeys(columns, value),
+            **{"validation_loss/" + "x" * 500: value, "validation_task/\ud800\x07": value, "grad_norm/a": value},
+            stage=f"\ud800{step}" * 40,
+            wall_seconds={"step": value, "restarts": value},
+        )
+        for step, value in enumerate([*values, *reversed(values)], 1)
+    ]
+    folders = [
+        run_folder(tmp_path / os.fsdecode(name), row(19), *rows, {"step": 2**53 - 1, "loss": 1.0, "tokens": 5})
+        for name in (b"\xff", b"a" * 200)
+    ]
+    out = tmp_path / f"{os.fsdecode(bytes([0xFE]))}.{suffix}"
+    for chosen in (folders, folders[:1]):
+        code, _, err = plot(*chosen, "--x", axis, "--out", out)
+        assert (code, err) == (0, "")
+
+
+def test_many_restarts_and_skipped_steps_are_drawn_as_few_marks(tmp_path: Path) -> None:
+    rows = [row(step, wall_seconds={"step": 1.0, "restarts": 1.0 * step}, stage=f"s{step}") for step in range(1, 4000)]
+    folder = run_folder(tmp_path / "a", *rows, *({"step": step, "skipped": True} for step in range(4000, 8000)))
+    assert plot(folder, "--out", tmp_path / "a.html")[0] == 0
+    assert (tmp_path / "a.html").stat().st_size < 4_000_000
+
+
+def test_a_picture_of_very_many_runs_and_columns_has_a_bounded_height(tmp_path: Path) -> None:
+    columns = {f"validation_loss/{number}": 1.0 for number in range(200)}
+    folders = [run_folder(tmp_path / str(number), row(1, **columns), row(2)) for number in range(2)]
+    assert plot(*folders, "--out", tmp_path / "a.png")[::2] == (0, "")
+    assert imread(tmp_path / "a.png").shape[0] < 2600
+    folders = [run_folder(tmp_path / f"run{number}", row(1), row(2)) for number in range(100)]
+    code, out, err = plot(*folders, "--out", tmp_path / "a.png")
+    assert (code, err, len(out.splitlines())) == (0, "", 102)
+    assert imread(tmp_path / "a.png").shape[0] < 2600
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nowhere",), "nowhere is not the folder of a run; write the folders of runs"),
+        (("nowhere", "{run}"), "nowhere is not the folder of a run; write the folders of runs"),
+        (("n" * 300,), "cannot be read: File name too long"),
         (("{run}", "--out", "curves.jpeg"), "--out curves.jpeg: write a name that ends with .png or .html"),
         (("{run}", "--out", "/nowhere/curves.png"), "--out /nowhere/curves.png cannot be written"),
     ],

@@ -98,9 +98,9 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 def cells(page: str) -> dict[str, list[str]]:
-    """First cell -> the other cells, for every line of the table."""
+    """First cell, without "emulated" -> the other cells, for every line of the table."""
     lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
-    return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
+    return {line[0].strip().removesuffix(" (emulated)"): [cell.strip() for cell in line[1:]] for line in lines}
 
 
 # The CPU variants of the shipped sweeps
@@ -229,13 +229,18 @@ def test_profiled_rows_have_a_breakdown_that_adds_up_to_the_step(finished: Calla
 
 
 @pytest.mark.parametrize("name", [pytest.param("fp8", marks=pytest.mark.exhaustive), "numerics"])
-def test_every_float8_row_is_compared_with_bf16_and_passes(name: str, finished: Callable[[str], Finished]) -> None:
+def test_every_float8_row_is_compared_but_not_judged_by_12_steps(
+    name: str, finished: Callable[[str], Finished]
+) -> None:
     sweep = finished(name)
     assert list(sweep.numerics) == [result["label"] for result in sweep.results[1:]]
     assert all(math.isfinite(float(line[0])) and float(line[3]) > 0 for line in sweep.numerics.values())
     verdicts = {label: line[-1] for label, line in sweep.numerics.items()}
     assert verdicts.pop("bf16_sums", "yardstick") == "yardstick"
-    assert all(verdict.startswith("pass") for verdict in verdicts.values())
+    assert set(verdicts.values()) == {"too short to judge"}
+    page = (sweep.folder / "table.md").read_text()
+    assert page.startswith(f"# cpu/{name}, float8 emulated\n") and page.count("| tensorwise (emulated) |") == 2
+    assert "**Too short to judge losses: 12 steps, and fewer than 100 show noise.**" in page
 
 
 def test_the_float8_rows_of_numerics_sample_the_casts_of_every_linear(finished: Callable[[str], Finished]) -> None:

@@ -4,6 +4,7 @@ import html
 import io
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from recipes.lab.curves.comparison import comparison
 from recipes.lab.curves.panels import Curves, Panel
-from recipes.lab.curves.picture import colour_of, described, draw, heading
+from recipes.lab.curves.picture import colour_of, colour_of_run, described, draw, heading
 from recipes.lab.curves.reading import Numbers
-from recipes.lab.curves.style import BLUE, COLOURS, FAINT, GRID, INK
+from recipes.lab.curves.style import BLUE, FAINT, GRID, INK
 
 TEMPLATE = Path(__file__).with_name("page.html")
 # Colours that page.html gives other values where the page is dark.
@@ -26,7 +28,7 @@ DIGITS = 5
 def write_page(curves: Curves, file: Path) -> None:
     """Write the page. Raises OSError."""
     runs = "\n".join(
-        f'<label style="--run: {_themed(COLOURS[number % len(COLOURS)])}">'
+        f'<label style="--run: {_themed(colour_of_run(number, curves))}">'
         f'<input type="checkbox" checked data-run="{number}">{html.escape(described(run, among=curves.runs))}</label>'
         for number, run in enumerate(curves.runs)
     )
@@ -34,9 +36,15 @@ def write_page(curves: Curves, file: Path) -> None:
         "TITLE": html.escape(heading(curves)),
         "RUNS": runs if len(curves.runs) > 1 else "",
         "PANELS": "\n".join(_figure(panel, curves) for panel in curves.panels),
+        "TABLE": _table(comparison(curves.runs)) if len(curves.runs) > 1 else "",
     }
     page = TEMPLATE.read_text(encoding="utf-8")
     file.write_text(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page), encoding="utf-8")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    return "<table>" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 @matplotlib.rc_context({"text.parse_math": False, "svg.fonttype": "none"})  # text stays text, in the page's font

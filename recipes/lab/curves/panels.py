@@ -19,6 +19,8 @@ EARLY = 30
 FROM_ZERO = (0.0, None)
 INTERVALS = 60
 """Intervals of a run for which it is drawn what took their time."""
+MOST_BARS = 20
+"""Runs whose wall times are compared."""
 STEP, SKIPPED = "step", "skipped"
 """The parts of the wall time that come first."""
 Place = Callable[[Numbers], Numbers]
@@ -102,7 +104,7 @@ class Curves:
 def curves(runs: Sequence[Run], axis: Axis) -> Curves:
     """The panels for which there is something to draw. axis: what lies below all of them.
 
-    Raises UserError if there is nothing.
+    Raises UserError if there is nothing, or if a run cannot be placed on the axis.
     """
     places = [_place(run, axis, 1.0) for run in runs]
     unit: str = axis
@@ -145,8 +147,9 @@ def curves(runs: Sequence[Run], axis: Axis) -> Curves:
     if not drawn:
         where = ", ".join(str(run.folder) for run in runs)
         raise UserError(f"{where}: nothing can be drawn over {axis}; no row has a loss or another number")
-    marks = [mark for number, run in enumerate(runs) for mark in _marks(number, run, places)]
-    return Curves(runs, unit, max(map(_end, runs, places)), drawn, marks)
+    end = max(map(_end, runs, places))
+    marks = [mark for number, run in enumerate(runs) for mark in _marks(number, run, places) if 0 <= mark.x <= end]
+    return Curves(runs, unit, end, drawn, marks)
 
 
 def _norm(title: str, lines: Sequence[Line]) -> Panel:
@@ -166,22 +169,23 @@ def _memory(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _place(run: Run, axis: Axis, factor: float) -> Place:
-    """factor: what to multiply hours with."""
+    """factor: what to multiply hours with. Raises UserError if the run has none."""
     if axis == "steps":
         return lambda steps: steps
-    if axis == "tokens":
-        known, there, factor = run.columns["tokens"].steps, run.columns["tokens"].values, 1.0
-    else:
-        known, there = hours(run)
+    known, there = (run.columns["tokens"].steps, run.columns["tokens"].values) if axis == "tokens" else hours(run)
+    known, there = known[np.isfinite(there)], there[np.isfinite(there)]
     if not len(known):
-        return lambda steps: np.full(len(steps), np.nan)
+        of = "tokens" if axis == "tokens" else "times"
+        raise UserError(f"{run.folder}: no row has {of}, so it cannot be drawn over {axis}; write --x steps")
+    factor = 1.0 if axis == "tokens" else factor
     return lambda steps: factor * np.interp(steps, known, there)
 
 
 def _end(run: Run, place: Place) -> float:
     """The place of the run's newest row."""
     steps = [column.last for column in run.columns.values() if column.last is not None]
-    return float(place(np.array([max(steps)], dtype=float))[0]) or 1.0
+    end = float(place(np.array([max(steps)], dtype=float))[0])
+    return end if end > 0 else 1.0
 
 
 def hours(run: Run) -> tuple[Numbers, Numbers]:
@@ -250,19 +254,24 @@ def _finite(lines: Iterable[Line]) -> Numbers:
 
 
 def _ends(lines: Sequence[Line]) -> tuple[float | None, float | None]:
-    """The ends of the axis: around all but the first steps of long runs, which fall fast."""
+    """The ends of the axis: around all but the first steps of long runs, which fall fast, and single spikes of thinned
+    ones."""
     if not lines or max(len(line.x) for line in lines) < 100:
         return None, None
     late, everything = _finite(_late(lines)), _finite(lines)
     if not len(late) or late.max() >= everything.max():
         return None, None
-    margin = 0.08 * float(late.max() - late.min() or abs(late.max()))
-    return float(late.min()) - margin, float(late.max()) + margin
+    bottom, top = float(late.min()), float(late.max())
+    if max(len(line.x) for line in lines) == MOST:
+        low, high = (_finite(_late(lines, part)) for part in (1, 2))
+        bottom, top = float(np.quantile(low, 0.01)), float(np.quantile(high, 0.99))
+    margin = 0.08 * (top - bottom or abs(top))
+    return bottom - margin, top + margin
 
 
-def _late(lines: Sequence[Line]) -> list[Line]:
-    """The lines without their first steps, not smoothed."""
-    return [replace(line, y=(line.raw[0] if line.raw else line.y)[len(line.y) // EARLY :]) for line in lines]
+def _late(lines: Sequence[Line], part: int = 0) -> list[Line]:
+    """The lines without their first steps, not smoothed. part: 0 for means, 1 and 2 for the least and the most."""
+    return [replace(line, y=(line.raw[part] if line.raw else line.y)[len(line.y) // EARLY :]) for line in lines]
 
 
 def _spans_decades(lines: Sequence[Line]) -> bool:
@@ -276,7 +285,7 @@ def _marks(number: int, run: Run, places: Sequence[Place]) -> list[Mark]:
 
     stages = [Mark(number, at(step), "stage", name) for step, name in run.stages]
     restarts = [Mark(number, at(step), "restart") for step in run.restarts]
-    return [*stages, *restarts, *(Mark(number, at(step), "skipped") for step in run.skipped[-MOST:])]
+    return [*stages, *restarts, *(Mark(number, at(step), "skipped") for step in run.skipped)]
 
 
 def _joints(runs: Sequence[Run], axis: Axis, loss: Sequence[Line]) -> list[Joint]:
@@ -314,6 +323,8 @@ def _goodput(runs: Sequence[Run], places: Sequence[Place]) -> list[Panel]:
     if len(runs) == 1:
         shares = _shares(runs[0], places[0])
         return [Panel("where the wall time went, between logged steps", unit="share", shares=shares)] if shares else []
+    if len(runs) > MOST_BARS:  # the table says it, too
+        return []
     taken = [{part.removeprefix(WALL): run.columns[part].last_value for part in run.named(WALL)} for run in runs]
     unit, seconds = ("hours", 3600) if max(sum(parts.values()) for parts in taken) >= 3600 else ("minutes", 60)
     bars = [{part: parts[part] / seconds for part in in_order(parts)} for parts in taken]

@@ -2,6 +2,8 @@
 a line. Imports no torch."""
 
 import json
+import os
+import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,9 +29,16 @@ PLAIN = {
 """The columns that are drawn, and those that begin as follows."""
 BEGINNINGS = (VALIDATION, TASK, WALL, "grad_norm/")
 
-LARGE = 2**27
-"""Bytes of metrics.jsonl, about 150,000 logged steps, of which every row is read. Of a file N times as large every Nth
-row is, and the last: no picture takes much longer, or much more memory."""
+LARGE = 2**26
+"""Bytes of metrics.jsonl, about 100,000 logged steps, of which every row is read. Of a file N times as large every Nth
+row is, and the last; of the others only loss and gradient norm, so that no spike is missing."""
+NUMBER = rb"(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)[,}]"
+BETWEEN = re.compile(rb'{"step": (\d{1,15}), .*?"loss": ' + NUMBER + rb'.*?"grad_norm": ' + NUMBER)
+"""The beginning of a row as a run writes it, of which no more is read."""
+LONGEST = 2**24
+"""Bytes of a line of metrics.jsonl, and of every other file. What is longer was not written by a run."""
+LARGEST = 1e100
+"""Larger values are gaps, like NaN: no run measures them, and sums of them overflow."""
 RARE = (b'"skipped"', b'"validation_')
 """What rows contain that are read in any case."""
 LATEST = 2**53
@@ -62,8 +71,8 @@ class Column:
 
     @property
     def last_value(self) -> float:
-        """The last value; 0 if there is none."""
-        return self._values[-1] if self._values else 0.0
+        """The last value that is not a gap; 0 if there is none."""
+        return next((value for value in reversed(self._values) if isfinite(value)), 0.0)
 
     @property
     def steps(self) -> Numbers:
@@ -123,42 +132,82 @@ class Run:
         return (folder, int(step)) if at and step.isdigit() else (source, None)
 
 
-def read_runs(folders: list[Path]) -> list[Run]:
-    """All of these runs, with names of their own. Raises UserError for a folder that has no rows."""
-    once = list(dict.fromkeys(folder.parent if folder.name == METRICS else folder for folder in folders))
-    runs = [read_run(folder) for folder in once]
+def plain(text: str) -> str:
+    """The text as every screen, picture and page can show it, on one line: bytes of names that are not UTF-8, control
+    characters and the like are replaced."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def read_runs(places: list[Path]) -> list[Run]:
+    """All of these runs once, with names of their own. Raises UserError for one that has no rows."""
+    once = {os.path.realpath(place): place for place in reversed([folder_of(place) for place in places])}
+    runs = [read_run(place) for place in reversed(once.values())]
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
-            run.name = str(run.folder)
+            run.name = plain(str(run.folder))
     return runs
 
 
-def read_run(folder: Path) -> Run:
-    """Raises UserError if there is nothing to draw."""
-    run = Run(folder.resolve().name, folder)
-    file = folder / METRICS
+def folder_of(place: Path) -> Path:
+    """The run's folder that this place, its folder or its metrics.jsonl, means; another file as it is."""
+    return place.parent if place.name == METRICS and not os.path.isdir(place) else place
+
+
+def read_run(place: Path) -> Run:
+    """The run of a folder, or of a file of rows, which has no recipe. Raises UserError if there is nothing to draw."""
+    is_file = os.path.isfile(place)
+    file = place if is_file else place / METRICS
+    run = Run(plain(place.stem if is_file else os.path.basename(os.path.realpath(place))), place)
+    if os.path.exists(file) and not os.path.isfile(file):
+        raise UserError(f"{file} cannot be read: it is not a regular file")
     try:
-        with file.open("rb") as lines:
-            apart, line, taken = 1 + file.stat().st_size // LARGE, b"", True
-            for number, line in enumerate(lines):
-                if taken := number % apart == 0 or any(word in line for word in RARE):
-                    _take(run, line)
-            if not taken:
-                _take(run, line)
+        _read_rows(run, file)
     except (FileNotFoundError, NotADirectoryError):
-        what = f"has no {METRICS}: it has not logged a step yet" if folder.is_dir() else "is not the folder of a run"
-        raise UserError(f"{folder} {what}; write the folders of runs, such as runs/NAME") from None
+        what = f"has no {METRICS}: it has not logged a step yet" if place.is_dir() else "is not the folder of a run"
+        raise UserError(f"{place} {what}; write the folders of runs, such as runs/NAME") from None
     except OSError as error:
         raise fault(f"{file} cannot be read", error) from None
     if not any(column.last is not None for column in run.columns.values()):
-        raise UserError(f"{file} has no rows: the run has not logged a step yet; draw it later")
-    run.recipe, run.environment = _toml(folder / RECIPE), _json(folder / ENVIRONMENT)
-    run.origin = _json(folder / ORIGIN)
+        raise UserError(
+            f"{file} has no rows: it is not a run's {METRICS}, or the run has not logged a step yet; draw it later"
+        )
+    read_about(run)
     return run
 
 
-def _take(run: Run, line: bytes) -> None:
+def read_about(run: Run) -> None:
+    """Fill in what the other files of the run's folder say."""
+    run.recipe, run.environment = _toml(run.folder / RECIPE), _json(run.folder / ENVIRONMENT)
+    run.origin = _json(run.folder / ORIGIN)
+
+
+def _read_rows(run: Run, file: Path) -> None:
+    with file.open("rb") as lines:
+        apart, line, taken = 1 + os.fstat(lines.fileno()).st_size // LARGE, b"", True
+        for number, line in enumerate(iter(lambda: lines.readline(LONGEST), b"")):
+            taken = number % apart == 0 or any(word in line for word in RARE) or not _take_between(run, line)
+            if taken:
+                take(run, line)
+        if not taken:
+            for column in ("loss", "grad_norm"):
+                run.columns[column].forget_from(run.columns[column].last or 0)
+            take(run, line)
+
+
+def _take_between(run: Run, line: bytes) -> bool:
+    """Take in no more than loss and gradient norm. Returns whether the line is a row that follows the others."""
+    row = BETWEEN.match(line)
+    if row is None or int(row[1]) <= (run.columns["loss"].last or 0):
+        return False
+    for column, value in (("loss", row[2]), ("grad_norm", row[3])):
+        run.columns[column].add(int(row[1]), _number(float(value)))
+    return True
+
+
+def take(run: Run, line: bytes) -> None:
     """Take in one line of metrics.jsonl; one that is not a row is only counted."""
     try:
         row = json.loads(line)
@@ -171,13 +220,14 @@ def _take(run: Run, line: bytes) -> None:
     if row.get("skipped") is True:
         run.skipped.append(step)
         return
+    numbers = dict(_numbers(row))
     if "loss" in row:
-        _take_logged(run, step, row)
-    for column, value in _numbers(row):
+        _take_logged(run, step, row.get("stage"), restarts=numbers.get(RESTARTS, 0.0))
+    for column, value in numbers.items():
         run.columns[column].add(step, value)
 
 
-def _take_logged(run: Run, step: int, row: dict[str, Any]) -> None:
+def _take_logged(run: Run, step: int, stage: object, *, restarts: float) -> None:
     """What the row of a logged step says of restarts and stages."""
     last, lost = run.columns["loss"].last, run.columns[RESTARTS].last_value
     if last is not None and step <= last:  # an older version, or a run that could not cut off its lost rows
@@ -187,12 +237,11 @@ def _take_logged(run: Run, step: int, row: dict[str, Any]) -> None:
         for column in run.columns.values():
             column.forget_from(step)
         run.restarts.append(step - 1)
-    elif last is not None and dict(_numbers(row)).get(RESTARTS, 0.0) > lost:
+    elif last is not None and restarts > lost:
         run.restarts.append(last)
-    stage = row.get("stage")
-    if isinstance(stage, str) and stage and (not run.stages or run.stages[-1][1] != stage):
+    if isinstance(stage, str) and stage and (not run.stages or run.stages[-1][1] != plain(stage)):
         before = run.columns["loss"].last
-        run.stages.append((step - 1 if before is None else before, stage))
+        run.stages.append((step - 1 if before is None else before, plain(stage)))
 
 
 def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -200,31 +249,36 @@ def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for column, value in row.items():
         if isinstance(value, dict):
             parts = {f"{column}/{part}": number for part, number in value.items()}
-            yield from ((part, _number(number)) for part, number in parts.items() if part.startswith(BEGINNINGS))
+            yield from ((plain(part), _number(one)) for part, one in parts.items() if part.startswith(BEGINNINGS))
         elif column in PLAIN or column.startswith(BEGINNINGS):
-            yield column, _number(value)
+            yield plain(column), _number(value)
 
 
 def _number(value: object) -> float:
     """NaN for null, which stands for NaN and infinity in metrics.jsonl, and for whatever else is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return nan
-    try:
-        return float(value) if isfinite(value) else nan
-    except OverflowError:  # an integer of hundreds of digits
-        return nan
+    return float(value) if -LARGEST < value < LARGEST else nan
 
 
 def _toml(file: Path) -> dict[str, Any]:
     try:
-        return tomli.loads(file.read_text(encoding="utf-8"))
+        return tomli.loads(_text(file))
     except (OSError, ValueError, RecursionError):
         return {}
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(_text(file))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _text(file: Path) -> str:
+    """What a regular file says; of a longer one only the beginning, which is neither TOML nor JSON."""
+    if not os.path.isfile(file):
+        return ""
+    with file.open("rb") as content:
+        return content.read(LONGEST).decode()

@@ -26,4 +26,4 @@ def short(value: float) -> str:
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
-    return f"{value:.3g}"
+    return f"{value:.4g}"

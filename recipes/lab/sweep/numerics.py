@@ -6,7 +6,16 @@ from statistics import fmean, median
 
 from recipes.files.markdown import markdown_table
 from recipes.lab.sweep.grid import Row, Sweep
-from recipes.lab.sweep.results import Result, last_quarter, loss_gaps, reference_row
+from recipes.lab.sweep.results import (
+    LEAST_STEPS,
+    Result,
+    has_seeds,
+    is_short,
+    last_quarter,
+    loss_gaps,
+    reference_row,
+    row_title,
+)
 
 LARGEST_LOSS_GAP = 0.005
 """Largest gap of the mean loss over the last quarter of the logged steps, as a share of the reference's. DeepSeek-V3
@@ -25,7 +34,8 @@ RULE = (
     " skipped a step, is not finite, leaves the range of gradient norms or is more than"
     f" {100 * LARGEST_NOISE:g}% away. Underflow has no limit of its own: its cost shows in the loss. Overflow: the"
     " largest share of values beyond the range of float8 among all casts of sampled steps. Underflow: the largest share"
-    " of nonzero values that became zero, and where."
+    f" of nonzero values that became zero, and where. Losses and norms of fewer than {LEAST_STEPS} steps are too short"
+    " to judge."
 )
 YARDSTICK = "yardstick"
 MOST_NAMED = 5
@@ -55,15 +65,17 @@ class Comparison:
 
 def compare(sweep: Sweep, results: dict[str, Result]) -> list[Comparison]:
     """Every finished row on the reference's batches except the reference; empty if none of them uses float8."""
-    base = reference_row(sweep, results)
     gaps = loss_gaps(sweep, results)
-    rows = [row for row in sweep.rows if base is not None and row.label in gaps and row != base]
-    if base is None or all(row.recipe.float8.recipe == "none" for row in rows):
+    bases = {row.label: reference_row(sweep, results, seed=row.recipe.run.seed) for row in sweep.rows}
+    rows = [row for row in sweep.rows if row.label in gaps and row != bases[row.label]]
+    if all(row.recipe.float8.recipe == "none" for row in rows):
         return []
     limit = LARGEST_LOSS_GAP
     found = {}
     # Yardsticks first: they set the limit of the others.
     for row in sorted(rows, key=lambda row: row.recipe.float8.recipe != "none"):
+        base = bases[row.label]
+        assert base is not None  # otherwise the row has no gap
         found[row.label] = one = _compared(results[base.label], results[row.label], gaps[row.label], row, limit=limit)
         if one.verdict == YARDSTICK and one.loss_gap is not None:
             limit = max(limit, abs(one.loss_gap))
@@ -89,8 +101,12 @@ def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], ro
         "gradient norm": ratio is None or not NORM_RATIO[0] <= ratio <= NORM_RATIO[1],
         "overflow": overflow is not None and overflow > 0,
     }
+    if float8 and is_short(row):
+        wrong |= {"loss": False, "gradient norm": False}
     failures = ", ".join(name for name, failed in wrong.items() if failed)
-    if float8:
+    if float8 and is_short(row) and not failures:
+        verdict = "too short to judge"
+    elif float8:
         verdict = f"FAIL: {failures}" if failures else "pass" if overflow is not None else "pass, casts not sampled"
     else:
         verdict = f"no {YARDSTICK}: {failures}" if failures else YARDSTICK
@@ -121,8 +137,10 @@ def numerics_table(sweep: Sweep, results: dict[str, Result]) -> str:
     if not found or base is None:
         return ""
     columns = ("loss gap, %", "limit, %", "largest gap", "gradient-norm ratio", "overflow", "underflow, %", "verdict")
-    rows = [(row.label, *_cells(row)) for row in found]
-    lines = markdown_table((f"against {base.label}", *columns), rows, align="lrrrrrrl")
+    titles = {row.label: row_title(row) for row in sweep.rows}
+    rows = [(titles[row.label], *_cells(row)) for row in found]
+    against = "the reference of the same seed" if has_seeds(sweep) else base.label
+    lines = markdown_table((f"against {against}", *columns), rows, align="lrrrrrrl")
     return "\n".join(["## Numerics", "", *lines, "", RULE, ""])
 
 

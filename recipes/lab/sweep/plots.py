@@ -1,6 +1,8 @@
 """Plot a sweep: bars of throughput and memory, loss curves and gaps, underflow of float8 casts. Imports no torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -9,11 +11,22 @@ from matplotlib.ticker import EngFormatter
 
 from recipes.lab.curves.style import COLOURS, DOTS_PER_INCH, tidy
 from recipes.lab.sweep.grid import Sweep
-from recipes.lab.sweep.results import Result, baseline_row, loss_gaps, reference_row
+from recipes.lab.sweep.results import (
+    Result,
+    baseline_row,
+    by_seed,
+    has_seeds,
+    loss_gaps,
+    reference_row,
+    remark_on_emulation,
+    remark_on_length,
+    row_title,
+)
 
 BARS = "bars.png"
 LOSS = "loss.png"
 UNDERFLOW = "underflow.png"
+UNDERFLOW_SHOWS = "largest share of a tensor's nonzero values that a cast to float8 made zero, in any sampled step"
 
 
 def draw(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
@@ -21,13 +34,15 @@ def draw(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
     done = [result for result in results.values() if result["outcome"] == "done"]
     devices = ", ".join(dict.fromkeys(f"{result['processes']} x {result['environment']['device']}" for result in done))
     models = ", ".join(dict.fromkeys(row.recipe.model.name for row in sweep.rows))
-    title = f"{sweep.name}: {models}" + (f" on {devices}" if devices else "")
+    head = f"{sweep.name}: {models}" + (f" on {devices}" if devices else "")
+    said = {LOSS: remark_on_length(sweep, results), UNDERFLOW: UNDERFLOW_SHOWS}
     sampled = any(result.get("float8") for result in results.values())
     drawn = []
     for name, picture, wanted in ((BARS, bars, results), (LOSS, losses, done), (UNDERFLOW, underflow, sampled)):
         if wanted:
             figure = picture(sweep, results)
-            figure.suptitle(title, fontsize=11)
+            lines = [head, remark_on_emulation(sweep), said.get(name, "")]
+            figure.suptitle("\n".join(filter(None, lines)), fontsize=10)
             figure.savefig(sweep.folder / name, dpi=DOTS_PER_INCH)
             drawn.append(sweep.folder / name)
     return drawn
@@ -38,7 +53,8 @@ def bars(sweep: Sweep, results: dict[str, Result]) -> Figure:
     figure = Figure(figsize=(11, 1.7 + 0.48 * len(results)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     left.invert_yaxis()  # the first row on top, in both panels
-    left.set_yticks(range(len(results)), list(results))
+    titles = {row.label: row_title(row) for row in sweep.rows}
+    left.set_yticks(range(len(results)), [titles[label] for label in results])
     slow = baseline_row(sweep, results)
     first = results[slow.label]["tokens_per_second_per_device"] if slow else None
     for bar, (label, result) in enumerate(results.items()):
@@ -70,34 +86,60 @@ def _bar(axes: Axes, bar: int, value: float, end: float, text: str, *, colour: s
 
 
 def losses(sweep: Sweep, results: dict[str, Result]) -> Figure:
-    """Loss over tokens of every finished row; below it, over steps, the gap to the reference if there is one."""
+    """Loss over tokens of every finished row; below it the gap to the reference if there is one. Of rows that differ in
+    their seed, the mean and the band from the least to the most."""
     gaps = {label: gap for label, gap in loss_gaps(sweep, results).items() if gap}
     base = reference_row(sweep, results) if len(gaps) > 1 else None
     figure = Figure(figsize=(9, 7.2 if base else 4.6), layout="constrained")
-    panels = figure.subplots(2, 1, height_ratios=(3, 2)) if base else [figure.subplots()]
-    colours = _colours(sweep, results)
-    top = panels[0]
-    for label, result in results.items():
-        if result["outcome"] != "done":
+    panels = figure.subplots(2, 1, height_ratios=(3, 2), sharex=True) if base else [figure.subplots()]
+    top, bottom, colours = panels[0], panels[-1], _colours(sweep, results)
+    for name, rows in by_seed(sweep, results).items():
+        curves = [{tokens: loss for _, tokens, loss in results[row.label]["curve"] if loss is not None} for row in rows]
+        is_base = base is not None and base in rows
+        style: dict[str, Any] = {"color": colours[name], "linewidth": 2.4 if is_base else 1.4}
+        style |= {"zorder": 1 if is_base else 2}
+        _plot(top, curves, label=f"{name} (reference)" if is_base else name, **style)
+        if base is None:
             continue
-        is_base = base is not None and label == base.label
-        colour = colours[label]
-        points = [(tokens, loss) for _, tokens, loss in result["curve"] if loss is not None]
-        name = f"{label} (reference)" if is_base else label
-        style: dict[str, Any] = {"color": colour, "linewidth": 2.4 if is_base else 1.4, "zorder": 1 if is_base else 2}
-        top.plot(*zip(*points, strict=True), label=name, marker=".", markersize=4, **style)
-        if base and label in gaps:
-            panels[1].plot(*zip(*gaps[label], strict=True), marker=".", markersize=4, **style)
-    top.set_xlabel("tokens")
+        if is_base and len(rows) > 1:  # how far a loss is from the mean with another seed alone
+            shared = {x: fmean(curve[x] for curve in curves) for x in curves[0] if all(x in curve for curve in curves)}
+            noise = [{x: curve[x] - mean for x, mean in shared.items()} for curve in curves]
+            _plot(bottom, noise, label="noise: the reference's spread over seeds", **style)
+        elif all(row.label in gaps for row in rows):
+            _plot(bottom, [_over_tokens(results[row.label], gaps[row.label]) for row in rows], **style)
     top.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1500 -> "1.5k"
     top.set_ylabel("training loss, nats per token")
-    top.legend(frameon=False, fontsize=9)
-    tidy(top)
+    _legend(top)
+    bottom.set_xlabel("tokens")
+    for axes in panels:
+        tidy(axes)
     if base:
-        panels[1].set_xlabel("step")
-        panels[1].set_ylabel(f"loss minus {base.label}'s")
-        tidy(panels[1])
+        reference = "the reference's\nof the same seed" if has_seeds(sweep) else f"{base.label}'s"
+        bottom.set_ylabel(f"loss minus {reference}")
+        if bottom.get_legend_handles_labels()[1]:
+            bottom.legend(frameon=False, fontsize=9)
     return figure
+
+
+def _plot(axes: Axes, curves: Sequence[dict[int, float]], **style: Any) -> None:
+    """Draw the mean of curves where all have a value, and for several the band between the least and the most."""
+    shared = [x for x in curves[0] if all(x in curve for curve in curves)]
+    values = [[curve[x] for curve in curves] for x in shared]
+    axes.plot(shared, list(map(fmean, values)), marker=".", markersize=4, **style)
+    if len(curves) > 1:
+        ends = list(map(min, values)), list(map(max, values))
+        axes.fill_between(shared, *ends, color=style["color"], alpha=0.2, linewidth=0)
+
+
+def _over_tokens(result: Result, gap: Sequence[tuple[int, float]]) -> dict[int, float]:
+    tokens = {step: tokens for step, tokens, _ in result["curve"]}
+    return {tokens[step]: difference for step, difference in gap}
+
+
+def _legend(axes: Axes) -> None:
+    """Name the lines above the panel, where they hide nothing."""
+    longest = max(map(len, axes.get_legend_handles_labels()[1]), default=0)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=max(1, 110 // (8 + longest)), frameon=False, fontsize=9)
 
 
 OPERANDS = {"input": "inputs", "weight": "weights", "grad_output": "output gradients"}
@@ -107,12 +149,14 @@ def underflow(sweep: Sweep, results: dict[str, Result]) -> Figure:
     """The largest underflow of any cast of a layer in a sampled step, over the layers; one panel per operand."""
     figure = Figure(figsize=(9, 7.2), layout="constrained")
     panels = figure.subplots(len(OPERANDS), 1, sharex=True)
-    sampled = {label: result["float8"] for label, result in results.items() if result.get("float8")}
+    groups = by_seed(sweep, results).items()
+    casts_of = {name: [cast for row in rows for cast in results[row.label].get("float8", [])] for name, rows in groups}
+    sampled = {name: casts for name, casts in casts_of.items() if casts}
     colours = _colours(sweep, results)
     layers = list(dict.fromkeys(_layer(linear) for casts in sampled.values() for linear, *_ in casts))
     for axes, (operand, words) in zip(panels, OPERANDS.items(), strict=True):
         most = 0.0
-        for number, (label, casts) in enumerate(sampled.items()):
+        for number, (name, casts) in enumerate(sampled.items()):
             worst: dict[int, float] = {}
             for linear, tensor, _, share in casts:
                 if tensor.partition("_for_")[0] == operand:
@@ -120,29 +164,28 @@ def underflow(sweep: Sweep, results: dict[str, Result]) -> Figure:
                     worst[layer] = max(worst.get(layer, 0.0), 100 * share)
             most = max(most, *worst.values(), 0.0)
             # Rows often coincide: earlier ones have wider lines, so that they show behind the later ones.
-            style: dict[str, Any] = {"color": colours[label], "linewidth": 3.0 - 2.0 * number / len(sampled)}
+            style: dict[str, Any] = {"color": colours[name], "linewidth": 3.0 - 2.0 * number / len(sampled)}
             style |= {"marker": "os^D"[number % 4], "markersize": 6, "markerfacecolor": "none", "clip_on": False}
-            axes.plot(list(worst), list(worst.values()), label=label, **style)
+            axes.plot(list(worst), list(worst.values()), label=name, **style)
         axes.set_ylabel(f"{words}\nthat become zero, %")
         axes.set_ylim(bottom=0, top=1.05 * most or 1)
         tidy(axes)
     every = -(-len(layers) // 20)  # no more than 20 names
     panels[-1].set_xticks(range(0, len(layers), every), layers[::every])
     panels[-1].set_xlabel("layer")
-    panels[0].legend(frameon=False, fontsize=9)
+    _legend(panels[0])
     return figure
 
 
 def _colours(sweep: Sweep, results: dict[str, Result]) -> dict[str, str]:
-    """Label -> colour, the same in all pictures; black for the row that others are compared with."""
-    base = reference_row(sweep, results)
-    gaps = loss_gaps(sweep, results)
-    compared = base is not None and any(gap for label, gap in gaps.items() if label != base.label)
+    """Name of by_seed() -> colour, the same in all pictures; black for the row that others are compared with."""
+    bases = [reference_row(sweep, results, seed=row.recipe.run.seed) for row in sweep.rows]
+    references = {base.label for base in bases if base}
+    compared = any(gap for label, gap in loss_gaps(sweep, results).items() if label not in references)
     colours = iter(COLOURS * len(results))
     return {
-        label: "black" if compared and base is not None and label == base.label else next(colours)
-        for label, result in results.items()
-        if result["outcome"] == "done"
+        name: "black" if compared and rows[0].label in references else next(colours)
+        for name, rows in by_seed(sweep, results).items()
     }
 
 

@@ -1,21 +1,26 @@
 """A sweep's results: one JSON object per row in results.jsonl, and the Markdown table. Imports no torch."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from parallel.errors import UserError
+from parallel.errors import UserError, listed
 from recipes.files.layout import ENVIRONMENT, FLOAT8_SHARES, METRICS
 from recipes.files.markdown import markdown_table
 from recipes.lab.sweep.grid import Row, Sweep, windows
 from recipes.lab.sweep.runner import Ended
 from recipes.metrics.hardware import bf16_peak
 from recipes.recipe.fields import toml
+from recipes.recipe.load import to_toml
 from recipes.training.run_folder import identity_differences
 
+LEAST_STEPS = 100
+"""Steps of a run below which differences between losses are not judged: most of them are warm-up."""
 RESULTS = "results.jsonl"
 TABLE = "table.md"
 COLUMNS = (
@@ -148,35 +153,90 @@ def current_results(sweep: Sweep) -> dict[str, Result]:
     }
 
 
-def reference_row(sweep: Sweep, results: dict[str, Result]) -> Row | None:
-    """The row that losses are compared with: the first finished one without float8."""
-    rows = (row for row in sweep.rows if row.recipe.float8.recipe == "none")
-    return next((row for row in rows if results.get(row.label, {}).get("outcome") == "done"), None)
+def reference_row(sweep: Sweep, results: dict[str, Result], *, seed: int | None = None) -> Row | None:
+    """The row that losses are compared with: the first finished one without float8. seed: among those with it."""
+    rows = (row for row in sweep.rows if row.recipe.float8.recipe == "none" and _is_done(row, results))
+    return next((row for row in rows if seed in (None, row.recipe.run.seed)), None)
 
 
 def loss_gaps(sweep: Sweep, results: dict[str, Result]) -> dict[str, list[tuple[int, float]]]:
     """Label -> (step, loss minus the reference's at that step) for finished rows that saw the same batches.
 
-    A row with another model, data order, batch or learning rate has no gap, since its losses are not comparable.
+    A row with another model, data order, batch or learning rate has no gap, since its losses are not comparable. Where
+    the seed is an axis, rows are compared with the reference of their seed.
     """
-    base = reference_row(sweep, results)
-    if base is None:
-        return {}
-    expected = {step: loss for step, _, loss in results[base.label]["curve"]}
-    return {
-        row.label: [
+    gaps = {}
+    for row in sweep.rows:
+        base = reference_row(sweep, results, seed=row.recipe.run.seed)
+        if base is None or not _is_done(row, results) or identity_differences(base.recipe, row.recipe):
+            continue
+        expected = {step: loss for step, _, loss in results[base.label]["curve"]}
+        gaps[row.label] = [
             (step, loss - expected[step])
             for step, _, loss in results[row.label]["curve"]
             if loss is not None and expected.get(step) is not None
         ]
-        for row in sweep.rows
-        if results.get(row.label, {}).get("outcome") == "done" and not identity_differences(base.recipe, row.recipe)
-    }
+    return gaps
+
+
+def _is_done(row: Row, results: dict[str, Result]) -> bool:
+    return bool(results.get(row.label, {}).get("outcome") == "done")
+
+
+def by_seed(sweep: Sweep, results: dict[str, Result]) -> dict[str, list[Row]]:
+    """Name -> finished rows that differ in nothing but their seed; others are alone, by their own title."""
+    groups: dict[str, list[Row]] = {}
+    for row in sweep.rows:
+        if _is_done(row, results):
+            key = to_toml(replace(row.recipe, run=replace(row.recipe.run, seed=0, name="")))
+            while row.recipe.run.seed in [other.recipe.run.seed for other in groups.get(key, [])]:
+                key += " again"
+            groups.setdefault(key, []).append(row)
+    return {_name(rows): rows for rows in groups.values()}
+
+
+def _name(rows: Sequence[Row]) -> str:
+    if len(rows) == 1:
+        return row_title(rows[0])
+    without = re.sub(r"(^|,)seed=\d+", "", rows[0].label).strip(",") or "base"
+    return row_title(replace(rows[0], label=f"{without}, {len(rows)} seeds"))
+
+
+def has_seeds(sweep: Sweep) -> bool:
+    """Whether its rows have several seeds."""
+    return len({row.recipe.run.seed for row in sweep.rows}) > 1
+
+
+def is_emulated(row: Row) -> bool:
+    """Whether its float8 is computed in other types, as on a CPU."""
+    return row.recipe.float8.recipe != "none" and row.recipe.float8.emulate
+
+
+def row_title(row: Row) -> str:
+    """How tables and pictures call the row."""
+    return row.label + (" (emulated)" if is_emulated(row) else "")
+
+
+def remark_on_emulation(sweep: Sweep) -> str:
+    """What a reader of its speeds has to know first; empty if there is nothing."""
+    emulated = any(map(is_emulated, sweep.rows))
+    return "float8 is emulated: its speed and memory say nothing about float8 on a GPU" if emulated else ""
+
+
+def remark_on_length(sweep: Sweep, results: dict[str, Result]) -> str:
+    """What a reader of its losses has to know first; empty if there is nothing."""
+    short = sorted({row.recipe.run.steps for row in sweep.rows if _is_done(row, results) and is_short(row)})
+    return f"too short to judge losses: {listed(short)} steps, and fewer than {LEAST_STEPS} show noise" if short else ""
+
+
+def is_short(row: Row) -> bool:
+    """Whether a loss gap of the row is noise."""
+    return row.recipe.run.steps < LEAST_STEPS
 
 
 def baseline_row(sweep: Sweep, results: dict[str, Result]) -> Row | None:
     """The row that speeds are compared with: the first measured one."""
-    return next((row for row in sweep.rows if results.get(row.label, {}).get("outcome") == "done"), None)
+    return next((row for row in sweep.rows if _is_done(row, results)), None)
 
 
 def mean_gap(gap: Sequence[tuple[int, float]]) -> float | None:
@@ -196,18 +256,17 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
     base = reference_row(sweep, results)
     slow = baseline_row(sweep, results)
     first = results[slow.label]["tokens_per_second_per_device"] if slow else None
-    lines = [
-        f"# {sweep.name}",
-        "",
-        _conditions(sweep, done),
-        "",
-    ]
+    emulated = ", float8 emulated" if any(map(is_emulated, sweep.rows)) else ""
+    lines = [f"# {sweep.name}{emulated}", "", _conditions(sweep, done), ""]
+    for remark in filter(None, (remark_on_emulation(sweep), remark_on_length(sweep, results))):
+        lines += [f"**{remark[0].upper()}{remark[1:]}.**", ""]
     rows = []
     for row in sweep.rows:
         result = results.get(row.label)
         cells = _cells(result, first, gaps.get(row.label)) if result else ["not run yet"]
-        rows.append([row.label, *cells, *[""] * (len(COLUMNS) - 1 - len(cells))])
+        rows.append([row_title(row), *cells, *[""] * (len(COLUMNS) - 1 - len(cells))])
     lines += markdown_table(COLUMNS, rows)
+    lines += _seeds(sweep, results, gaps)
     failed = [result for result in results.values() if result["outcome"] != "done"]
     if failed:
         lines += ["", "Rows that failed:", ""]
@@ -217,6 +276,37 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
         lines += ["", "Rows that skipped optimizer steps because gradients were not finite or far too large:", ""]
         lines += [f"- {result['label']}: {', '.join(map(str, result['skipped_steps']))}" for result in skipping]
     return "\n".join([*lines, "", _how_to_read(sweep, base, slow), ""])
+
+
+def _seeds(sweep: Sweep, results: dict[str, Result], gaps: dict[str, list[tuple[int, float]]]) -> list[str]:
+    """The table of rows that differ in their seed; empty if there are none."""
+
+    def cells(numbers: Sequence[float | None]) -> list[str]:
+        known = [number for number in numbers if number is not None]
+        return [f"{fmean(known):.4f}", f"{max(known) - min(known):.4f}"] if len(known) > 1 else ["unknown"] * 2
+
+    rows = [
+        [name, *cells([_last_loss(results[row.label]) for row in own]), *cells([_gap(gaps, row) for row in own])]
+        for name, own in by_seed(sweep, results).items()
+        if len(own) > 1
+    ]
+    if not rows:
+        return []
+    how = (
+        "Means over the seeds of the loss in the last quarter of the logged steps, and of the loss gap to the reference"
+        " of the same seed. Spread: most minus least. A loss no further from the reference's than the spread is noise;"
+        " so is a gap that is smaller than its spread."
+    )
+    return ["", *markdown_table(("over seeds", "loss", "spread", "loss gap", "spread of the gap"), rows), "", how]
+
+
+def _last_loss(result: Result) -> float | None:
+    known = [(step, loss) for step, _, loss in result["curve"] if loss is not None]
+    return mean_gap(known)
+
+
+def _gap(gaps: dict[str, list[tuple[int, float]]], row: Row) -> float | None:
+    return mean_gap(gaps.get(row.label, []))
 
 
 def _cells(result: Result, first: float | None, gap: Sequence[tuple[int, float]] | None) -> list[str]:
@@ -262,6 +352,8 @@ def _conditions(sweep: Sweep, done: Sequence[Result]) -> str:
 def _how_to_read(sweep: Sweep, base: Row | None, slow: Row | None) -> str:
     first = sweep.rows[0]
     compared = f"row {base.label}" if base else "no row, because none without float8 has finished"
+    if base and has_seeds(sweep):
+        compared += ", or the first one without float8 of its seed"
     return (
         f"Step time: the median over windows of `metrics.every` = {toml(first.recipe.metrics.every)} steps (first row);"
         " the loop waits for the device only at the end of a window. Windows that begin before step"

@@ -1,6 +1,8 @@
 """What is read of runs whose files are not as they should be."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +46,7 @@ def test_time_lost_before_a_restart_marks_it_where_rows_were_cut_off(tmp_path: P
 
 
 def test_null_and_what_is_not_a_number_are_gaps(tmp_path: Path) -> None:
-    values = [None, "x", True, [1], 10**400]
+    values = [None, "x", True, [1], 10**400, 1e308, -1e308]
     run = read_run(
         run_folder(tmp_path / "a", row(1), *(row(step + 2, loss=value) for step, value in enumerate(values)))
     )
@@ -59,17 +61,30 @@ def test_stages_begin_after_the_last_row_of_the_stage_before(tmp_path: Path) -> 
 def test_of_a_very_long_run_some_rows_are_read_and_what_is_rare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rare = [{"step": 7, "skipped": True}, {"step": 9, "validation_loss": 2.0}]
+    rare: list[dict[str, Any]] = [{"step": 7, "skipped": True}, {"step": 9, "validation_loss": 2.0}]
     folder = run_folder(tmp_path / "a", *map(row, range(1, 9)), *rare, *map(row, range(9, 1001)))
     monkeypatch.setattr("recipes.lab.curves.reading.LARGE", (folder / "metrics.jsonl").stat().st_size // 9)
     run = read_run(folder)
-    assert 100 <= len(run.columns["loss"].steps) <= 102 and run.columns["loss"].last == 1000
+    assert 100 <= len(run.columns["lr"].steps) <= 102 and run.columns["lr"].last == 1000 and run.restarts == []
+    assert run.columns["loss"].steps.tolist() == list(range(1, 1001))
     assert run.skipped == [7] and run.columns["validation_loss"].steps.tolist() == [9]
+
+
+def test_no_loss_of_a_very_long_run_is_left_out_and_no_restart_is_made_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row(step, loss=30.0 if step == 778 else 2.0) for step in range(1, 1001)]
+    folder = run_folder(tmp_path / "a", *rows, row(900), row(901), row(1000, loss=None), '{"step": 1001, "lo')
+    monkeypatch.setattr("recipes.lab.curves.reading.LARGE", (folder / "metrics.jsonl").stat().st_size // 9)
+    loss = read_run(folder).columns["loss"]
+    assert loss.values[loss.steps == 778].tolist() == [30.0]
+    assert loss.steps.tolist() == [*range(1, 902), 1000] and read_run(folder).restarts == [899]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     folders = [run_folder(tmp_path / place / "a", row(1)) for place in ("here", "there")]
-    assert [run.name for run in read_runs([*folders, folders[0]])] == [str(folder) for folder in folders]
+    twice = [*folders, folders[0], folders[0] / "metrics.jsonl", folders[1] / "../a"]
+    assert [run.name for run in read_runs(twice)] == [str(folder) for folder in folders]
 
 
 def test_a_damaged_recipe_is_an_unknown_one(tmp_path: Path) -> None:
@@ -80,13 +95,38 @@ def test_a_damaged_recipe_is_an_unknown_one(tmp_path: Path) -> None:
     assert run.recipe == {} and run.environment == {} and run.trunk is None
 
 
+def test_rows_are_read_from_their_file_and_from_a_copy_of_it(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a", row(1), recipe={"run": {"steps": 9}})
+    copy = (folder / "metrics.jsonl").rename(tmp_path / "fetched.jsonl")
+    run_folder(tmp_path / "b", row(2), recipe={"run": {"steps": 9}})
+    runs = read_runs([copy, tmp_path / "b" / "metrics.jsonl", tmp_path / "b"])
+    assert [(run.name, run.about("run", "steps")) for run in runs] == [("fetched", None), ("b", 9)]
+
+
+def test_names_become_what_every_screen_can_show(tmp_path: Path) -> None:
+    odd = {"validation_loss/\ud800\x1b[2J": 2.0, "stage": "a\nb\ud800"}
+    run = read_run(run_folder(tmp_path / os.fsdecode(b"\xff"), row(1, **odd)))
+    assert (run.name, run.named("validation_loss"), run.stages) == (
+        "\ufffd",
+        ["validation_loss/\ufffd\ufffd[2J"],
+        [(0, "a\ufffdb\ufffd")],
+    )
+
+
+def pipe(folder: Path) -> None:
+    folder.mkdir()
+    os.mkfifo(folder / "metrics.jsonl")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda folder: folder.mkdir(), "has no metrics.jsonl: it has not logged a step yet"),
-        (lambda folder: folder.write_text(""), "is not the folder of a run"),
+        (lambda folder: folder.write_text(""), "has no rows: it is not a run's metrics.jsonl, or"),
         (lambda folder: run_folder(folder, '{"step": 1'), "has no rows"),
-        (lambda folder: (folder / "metrics.jsonl").mkdir(parents=True), "cannot be read"),
+        (lambda folder: (folder / "metrics.jsonl").mkdir(parents=True), "cannot be read: it is not a regular file"),
+        (pipe, "it is not a regular file"),
+        (lambda folder: folder.symlink_to(folder), "cannot be read: Too many"),
     ],
 )
 def test_a_folder_without_rows_is_refused(tmp_path: Path, make: object, message: str) -> None:

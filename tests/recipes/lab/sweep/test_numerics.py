@@ -15,10 +15,10 @@ from recipes.lab.sweep.runner import Ended
 DEBUG = Path(__file__).resolve().parents[4] / "configs/smollm3_debug.toml"
 TEXT = f"""
 base = "{DEBUG}"
-skip_steps = 4
+skip_steps = 16
 [fixed]
-metrics.every = 4
-run.steps = 32
+metrics.every = 16
+run.steps = 128
 schedule.warmup_steps = 1
 schedule.decay_steps = 1
 [[runs]]
@@ -34,7 +34,7 @@ name = "other"
 float8.recipe = "rowwise"
 optimizer.lr = 1.0
 """
-STEPS = (1, 4, 8, 12, 16, 20, 24, 28, 32)  # the last quarter of nine: two
+STEPS = (1, 16, 32, 48, 64, 80, 96, 112, 128)  # the last quarter of nine: two
 
 
 @pytest.fixture
@@ -100,12 +100,12 @@ def test_a_comparison_has_gap_norm_ratio_and_worst_casts(sweep: Sweep) -> None:
     fp8, again = compare(sweep, results)  # "other" has another learning rate
     assert (fp8.label, again.label) == ("fp8", "again")
     assert fp8.loss_gap == pytest.approx(0.0025)
-    assert fp8.largest_loss_gap == (4, -0.5)
+    assert fp8.largest_loss_gap == (16, -0.5)
     assert (fp8.norm_ratio, fp8.overflow) == (1.05, 0.0)
     assert fp8.underflow == (0.5, "blocks.1.attention.q_proj", "weight")
     assert (again.underflow, again.limit, again.verdict) == (None, None, "yardstick")
     page = numerics_table(sweep, results)
-    cells = "+0.250 | 0.500 | -0.5000 at step 4 | 1.050 | 0 | 50 in blocks.1.attention.q_proj, weight | pass |"
+    cells = "+0.250 | 0.500 | -0.5000 at step 16 | 1.050 | 0 | 50 in blocks.1.attention.q_proj, weight | pass |"
     assert f"| fp8 | {cells}\n| again | +0.000 | none | " in page and "Limit: 0.5%, or the largest gap of a" in page
 
 

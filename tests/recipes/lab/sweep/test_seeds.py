@@ -1,0 +1,155 @@
+"""Seeds as an axis, runs too short to judge and emulated float8, on made-up numbers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from recipes.lab.sweep.grid import Sweep, read_sweep
+from recipes.lab.sweep.numerics import compare, numerics_table
+from recipes.lab.sweep.plots import UNDERFLOW_SHOWS, bars, draw, losses, underflow
+from recipes.lab.sweep.results import Result, by_seed, loss_gaps, table
+
+DEBUG = Path(__file__).resolve().parents[4] / "configs/smollm3_debug.toml"
+STEPS = (1, 64, 128)
+CASTS = [["blocks.0.attention.q_proj", "input", 0.0, 0.25]]
+
+
+def read(folder: Path, axes: str, *, steps: int = 128) -> Sweep:
+    text = f"""
+base = "{DEBUG}"
+skip_steps = 2
+[fixed]
+metrics.every = 2
+run.steps = {steps}
+run.device = "cpu"
+schedule.warmup_steps = 1
+schedule.decay_steps = 1
+float8.emulate = true
+[axes]
+{axes}
+"""
+    (folder / "mine.toml").write_text(text)
+    return read_sweep(folder / "mine.toml", output=folder, processes=1)
+
+
+def results(sweep: Sweep, losses: list[float]) -> dict[str, Result]:
+    """Losses of the rows, the same at every step."""
+    environment = {"device": "cpu", "packages": {"torch": "2", "torchao": "0"}, "git_commit": "0123"}
+    common: dict[str, Any] = {
+        **{"outcome": "done", "processes": 1, "skipped_steps": [], "float8": CASTS, "mfu": None, "mfu_full": None},
+        **{"tokens_per_second_per_device": 1.0, "tflops_per_device": None, "peak_memory_gib": 1.0, "step_seconds": 1.0},
+        **{"step_seconds_least": 1.0, "step_seconds_most": 1.0, "grad_norms": [[step, 1.0] for step in STEPS]},
+        "environment": environment | {"git_uncommitted_changes": False},
+    }
+    return {
+        row.label: {
+            **common,
+            "label": row.label,
+            "final_loss": loss,
+            "curve": [[step, 1000 * step, loss] for step in STEPS],
+        }
+        for row, loss in zip(sweep.rows, losses, strict=True)
+    }
+
+
+@pytest.fixture
+def seeds(tmp_path: Path) -> tuple[Sweep, dict[str, Result]]:
+    """bf16 and float8 with three seeds each."""
+    sweep = read(tmp_path, 'float8.recipe = ["none", "tensorwise"]\nrun.seed = [0, 1, 2]')
+    return sweep, results(sweep, [4.0, 4.2, 3.9, 4.01, 4.22, 3.91])
+
+
+def texts(figure: Figure) -> str:
+    legends = [legend for axes in figure.axes if (legend := axes.get_legend())]
+    return "\n".join(text.get_text() for legend in legends for text in legend.get_texts())
+
+
+def test_rows_are_compared_with_the_reference_of_their_seed(seeds: tuple[Sweep, dict[str, Result]]) -> None:
+    gaps = loss_gaps(*seeds)
+    assert [gap[-1][1] for gap in gaps.values()] == pytest.approx([0, 0, 0, 0.01, 0.02, 0.01])
+    assert [(row.label, row.verdict) for row in compare(*seeds)] == [
+        (f"recipe=tensorwise,seed={seed}", "pass") for seed in range(3)
+    ]
+    assert "| against the reference of the same seed |" in numerics_table(*seeds)
+
+
+def test_the_spread_over_seeds_is_in_the_table(seeds: tuple[Sweep, dict[str, Result]]) -> None:
+    names = {name: len(rows) for name, rows in by_seed(*seeds).items()}
+    assert names == {"recipe=none, 3 seeds": 3, "recipe=tensorwise, 3 seeds (emulated)": 3}
+    page = table(*seeds)
+    assert "| recipe=none, 3 seeds | 4.0333 | 0.3000 | 0.0000 | 0.0000 |" in page
+    assert "| recipe=tensorwise, 3 seeds (emulated) | 4.0467 | 0.3100 | 0.0133 | 0.0100 |" in page
+    assert ", or the first one without float8 of its seed" in page
+
+
+def test_the_spread_over_seeds_is_a_band_of_the_picture(seeds: tuple[Sweep, dict[str, Result]]) -> None:
+    top, bottom = losses(*seeds).axes
+    assert [line.get_label() for line in top.get_lines()] == [
+        "recipe=none, 3 seeds (reference)",
+        "recipe=tensorwise, 3 seeds (emulated)",
+    ]
+    assert list(top.get_lines()[0].get_ydata()) == pytest.approx([4.0333] * 3, abs=1e-4)
+    band = bottom.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((3.9 - 4.0333, 4.2 - 4.0333), abs=1e-4)
+    assert list(bottom.get_lines()[1].get_ydata()) == pytest.approx([0.0133] * 3, abs=1e-4)
+    assert "noise: the reference's spread over seeds" in texts(bottom.figure)  # type: ignore[arg-type]
+
+
+def test_loss_and_gap_have_one_axis_of_tokens(seeds: tuple[Sweep, dict[str, Result]]) -> None:
+    for axes in losses(*seeds).axes:
+        assert {tuple(line.get_xdata()) for line in axes.get_lines()} == {(1000, 64_000, 128_000)}
+        assert axes.get_xlim() == losses(*seeds).axes[0].get_xlim()
+
+
+def test_the_same_seed_twice_is_no_spread(tmp_path: Path) -> None:
+    sweep = read(tmp_path, "run.seed = [0, 1]")
+    sweep = replace(sweep, rows=(replace(sweep.rows[0], label="again"), *sweep.rows))
+    assert [len(rows) for rows in by_seed(sweep, results(sweep, [4.0, 4.0, 4.1])).values()] == [2, 1]
+
+
+def test_float8_that_is_emulated_is_called_so_everywhere(tmp_path: Path) -> None:
+    sweep = read(tmp_path, 'float8.recipe = ["none", "rowwise"]')
+    found = results(sweep, [4.0, 4.0])
+    page = table(sweep, found) + numerics_table(sweep, found)
+    assert page.startswith("# mine, float8 emulated\n") and page.count("\n| recipe=rowwise (emulated) |") == 2
+    assert "\n| recipe=none |" in page and "**Float8 is emulated: its speed and memory say nothing" in page
+    assert [label.get_text() for label in bars(sweep, found).axes[0].get_yticklabels()][
+        1
+    ] == "recipe=rowwise (emulated)"
+    for picture in (losses, underflow):
+        assert "recipe=rowwise (emulated)" in texts(picture(sweep, found))
+
+
+def test_float8_of_a_gpu_is_not_called_emulated(tmp_path: Path) -> None:
+    sweep = read(tmp_path, 'float8.recipe = ["none"]')  # no effect without a recipe
+    assert "emulated" not in table(sweep, results(sweep, [4.0]))
+
+
+@pytest.mark.slow
+def test_pictures_say_above_them_what_to_know_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = read(tmp_path, 'float8.recipe = ["none", "rowwise"]', steps=50)
+    sweep.folder.mkdir()
+    said: dict[str, str] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: said.update({file.name: figure.get_suptitle()}))
+    draw(sweep, results(sweep, [4.0, 4.0]))
+    assert list(said) == ["bars.png", "loss.png", "underflow.png"]
+    for text in said.values():
+        assert "\nfloat8 is emulated: its speed" in text
+    assert said["loss.png"].endswith("\ntoo short to judge losses: 50 steps, and fewer than 100 show noise")
+    assert said["underflow.png"].endswith(f"\n{UNDERFLOW_SHOWS}")
+
+
+@pytest.mark.parametrize(
+    ("loss", "overflow", "verdict"),
+    [(4.0, 0.0, "too short to judge"), (9.0, 0.0, "too short to judge"), (4.0, 0.5, "FAIL: overflow")],
+)
+def test_few_steps_are_too_short_to_judge_losses_but_not_overflow(
+    tmp_path: Path, loss: float, overflow: float, verdict: str
+) -> None:
+    sweep = read(tmp_path, 'float8.recipe = ["none", "rowwise"]', steps=99)
+    found = results(sweep, [4.0, loss])
+    found["recipe=rowwise"]["float8"] = [["lm_head", "input", overflow, 0.0]]
+    assert [row.verdict for row in compare(sweep, found)] == [verdict]
