@@ -17,4 +17,4 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, 
 
 
 def _line(cells: Iterable[str]) -> str:
-    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
+    return "|" + "|".join(f" {cell} ".replace("|", "\\|") if cell else " " for cell in cells) + "|"
