@@ -4,7 +4,6 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from math import prod
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from recipes.checkpoint.best import best_among
 from recipes.checkpoint.files import check_files, read_manifest, verify
 from recipes.checkpoint.folder import ASIDE, left_overs
 from recipes.checkpoint.manifest import MANIFEST, Damage
+from recipes.files.atomic import utc_of
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps, step_folder
 from recipes.files.reading import is_folder, names_in
 from recipes.files.units import size
@@ -41,7 +41,7 @@ def find(path: Path) -> list[Path]:
 
 def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]]:
     """A header and one line per checkpoint, each with whether it is sound. thorough: also read the tensors."""
-    yield f"{'step':>10}  {'written':<19}  {'size':>9}  {'files':>5}  {'tensors':>7}  state", True
+    yield f"{'step':>10}  {'written':<20}  {'size':>9}  {'files':>5}  {'tensors':>7}  state", True
     best, remark = best_among(paths) or (None, "")
     for path in paths:
         try:
@@ -50,7 +50,7 @@ def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]
                 check_files(path, manifest)
             if path.name.startswith("step-") and path != step_folder(path.parent, manifest.step or 0):
                 raise Damage(f"{path} holds the checkpoint of another step: {manifest.step}")
-            written = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
+            written = utc_of((path / MANIFEST).stat().st_mtime)
         except (UserError, OSError) as error:
             if os.path.lexists(path):
                 yield f"{path.name:>10}  {error}", False

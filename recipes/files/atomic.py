@@ -20,9 +20,14 @@ order: a skipped step has its row when the next step is logged, and old versions
 Value = TypeVar("Value")
 
 
+def utc_of(seconds: float) -> str:
+    """The time so many seconds after the beginning of 1970, as in "2026-11-26T08:20:31Z"."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
 def utc_now() -> str:
-    """The time that logs, metrics and attempts note, as in "2026-11-26T08:20:31Z"."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    """The time that logs, metrics and attempts note."""
+    return utc_of(time.time())
 
 
 def sync_folder(path: Path) -> None:
