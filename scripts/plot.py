@@ -73,9 +73,8 @@ def _plot(options: argparse.Namespace) -> None:
         return
     if not options.runs:
         raise UserError("no run is in runs/; write the folders of runs, or one with runs in it")
-    out: Path = options.out or (places[0].with_suffix(".png") if os.path.isfile(places[0]) else places[0] / CURVES)
-    if not options.out and len(places) > 1:
-        out = Path(CURVES)
+    beside = places[0].with_suffix(".png") if os.path.isfile(places[0]) else places[0] / CURVES
+    out: Path = options.out or (beside if len(places) == 1 else Path(CURVES))
     if out.suffix not in (".png", ".html"):
         raise UserError(f"--out {out}: write a name that ends with .png or .html")
     found = curves(read_runs(places), options.x)

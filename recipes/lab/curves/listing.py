@@ -9,7 +9,7 @@ from pathlib import Path
 from recipes.files.layout import LOG_FILE, METRICS, RECIPE
 from recipes.files.lock import LOCK, NoLocks, open_locked
 from recipes.files.reading import fault
-from recipes.lab.curves.reading import Run, plain, read_about, take
+from recipes.lab.curves.reading import LONGEST, Run, plain, read_about, take
 
 DEEPEST = 5
 """Folders below the given one; runs of sweeps are in runs/sweeps/cpu/NAME/runs."""
@@ -58,10 +58,13 @@ def _run_folders(folder: Path) -> list[Path]:
 
 def _row(folder: Path, *, name: str, written: float) -> list[str]:
     run = Run(name, folder)
-    for line in _tail(folder / METRICS):
-        take(run, line)
+    for size in (TAIL, LONGEST):  # the row of a skipped step names its documents
+        if not run.columns:
+            for line in _tail(folder / METRICS, size):
+                take(run, line)
     read_about(run)
-    step, steps = max((column.last or 0 for column in run.columns.values()), default=0), run.about("run", "steps")
+    step = max([0, *run.skipped, *(column.last or 0 for column in run.columns.values())])
+    steps = run.about("run", "steps")
     losses = [f"{loss:.4f}" for loss in run.columns["loss"].values[-1:]]
     done = f"{step:,} of {steps:,}" if isinstance(steps, int) else f"{step:,}"
     return [name, _state(folder, step), done, *(losses or ["-"]), f"{_age(time.time() - written)} ago"]
@@ -87,14 +90,14 @@ def _state(folder: Path, step: int) -> str:
     return "cut off" if step else "did not reach a step"
 
 
-def _tail(file: Path) -> list[bytes]:
+def _tail(file: Path, size: int = TAIL) -> list[bytes]:
     """The last lines of a regular file; none if it cannot be read."""
     if not os.path.isfile(file):
         return []
     try:
         with file.open("rb") as content:
-            content.seek(max(0, os.fstat(content.fileno()).st_size - TAIL))
-            return content.read(TAIL).splitlines()
+            content.seek(max(0, os.fstat(content.fileno()).st_size - size))
+            return content.read(size).splitlines()
     except OSError:
         return []
 

@@ -42,10 +42,7 @@ def write_png(curves: Curves, file: Path) -> None:
     columns = max(1, min(4, 180 // (6 + max(map(len, labels), default=0))))
     table = _first(fitted(comparison(curves.runs), TABLE_CHARACTERS), MOST_LINES) if labels else []
     labels = _first(labels, MOST_LINES)
-    heights = [
-        *[2.0] * rows,
-        *([0.1 + 0.12 * len(table)] if table else []),
-    ]  # inches, without what stands around panels
+    heights = [*[2.0] * rows, *([0.1 + 0.12 * len(table)] if table else [])]  # inches, without what is around panels
     height = 0.9 + 0.18 * -(-len(labels) // columns) + 0.7 * rows + sum(heights)
     figure = Figure(figsize=(12, height), layout="constrained")
     grid = figure.add_gridspec(len(heights), COLUMNS, height_ratios=heights)

@@ -256,8 +256,12 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
     base = reference_row(sweep, results)
     slow = baseline_row(sweep, results)
     first = results[slow.label]["tokens_per_second_per_device"] if slow else None
-    emulated = ", float8 emulated" if any(map(is_emulated, sweep.rows)) else ""
-    lines = [f"# {sweep.name}{emulated}", "", _conditions(sweep, done), ""]
+    lines = [
+        f"# {sweep.name}{', float8 emulated' if remark_on_emulation(sweep) else ''}",
+        "",
+        _conditions(sweep, done),
+        "",
+    ]
     for remark in filter(None, (remark_on_emulation(sweep), remark_on_length(sweep, results))):
         lines += [f"**{remark[0].upper()}{remark[1:]}.**", ""]
     rows = []
@@ -285,11 +289,12 @@ def _seeds(sweep: Sweep, results: dict[str, Result], gaps: dict[str, list[tuple[
         known = [number for number in numbers if number is not None]
         return [f"{fmean(known):.4f}", f"{max(known) - min(known):.4f}"] if len(known) > 1 else ["unknown"] * 2
 
-    rows = [
-        [name, *cells([_last_loss(results[row.label]) for row in own]), *cells([_gap(gaps, row) for row in own])]
-        for name, own in by_seed(sweep, results).items()
-        if len(own) > 1
-    ]
+    rows = []
+    for name, own in by_seed(sweep, results).items():
+        curves = [results[row.label]["curve"] for row in own if len(own) > 1]
+        losses = [mean_gap([(step, loss) for step, _, loss in curve if loss is not None]) for curve in curves]
+        if losses:
+            rows.append([name, *cells(losses), *cells([mean_gap(gaps.get(row.label, [])) for row in own])])
     if not rows:
         return []
     how = (
@@ -298,15 +303,6 @@ def _seeds(sweep: Sweep, results: dict[str, Result], gaps: dict[str, list[tuple[
         " so is a gap that is smaller than its spread."
     )
     return ["", *markdown_table(("over seeds", "loss", "spread", "loss gap", "spread of the gap"), rows), "", how]
-
-
-def _last_loss(result: Result) -> float | None:
-    known = [(step, loss) for step, _, loss in result["curve"] if loss is not None]
-    return mean_gap(known)
-
-
-def _gap(gaps: dict[str, list[tuple[int, float]]], row: Row) -> float | None:
-    return mean_gap(gaps.get(row.label, []))
 
 
 def _cells(result: Result, first: float | None, gap: Sequence[tuple[int, float]] | None) -> list[str]:

@@ -85,6 +85,12 @@ def test_linked_runs_are_listed_once(tmp_path: Path) -> None:
     assert name in ("a", "b")
 
 
+def test_a_long_last_row_hides_neither_step_nor_loss(tmp_path: Path) -> None:
+    skipped = {"step": 9, "skipped": True, "documents": {"web": [[1, 2, 3]] * 100_000}}
+    run_folder(tmp_path / "a", row(8, loss=2.5), skipped)
+    assert listing(tmp_path)[1][2:4] == ["9", "2.5000"]
+
+
 def test_odd_folders_are_listed_and_empty_ones_have_no_runs(tmp_path: Path) -> None:
     assert listing(tmp_path) == []
     odd = run_folder(tmp_path / os.fsdecode(b"\xff\x1b[31m"), '{"step": 3, "loss": 1e308}\n', "[" * 99_999 + "\n")
