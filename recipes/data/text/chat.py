@@ -17,7 +17,7 @@ from parallel.errors import UserError
 from recipes.data.text.chat_template import MEMORY, SECONDS, TODAY
 from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from recipes.files.paths import user_path
-from recipes.files.reading import json_object, read_patiently, read_whole
+from recipes.files.reading import fault, json_object, read_patiently, read_whole
 
 TEMPLATE = "chat_template.jinja"
 MOST_ENDS = 5
@@ -58,17 +58,24 @@ class ChatTemplate:
 
     def _answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         with self._one_at_a_time:
-            found = _exchanged(self._process, question)
-            if self._process.poll() is not None:
-                self._ends += 1
-                if self._ends >= MOST_ENDS:
-                    raise UserError(f"data.chat_template: {found['problem']}, {MOST_ENDS} times; repair the template")
+            for _ in range(2):  # the first process may have been killed by somebody else
+                found = _exchanged(self._process, question)
+                if (ended := self._process.poll()) is None:
+                    return found
                 self._process = self._started()
-        return found
+                if ended == -signal.SIGPROF:
+                    break
+            self._ends += 1
+            if self._ends >= MOST_ENDS:
+                raise UserError(f"data.chat_template: {found['problem']}, {MOST_ENDS} times; repair the template")
+            return found
 
     def _started(self) -> "subprocess.Popen[str]":
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        process = subprocess.Popen([sys.executable, "-c", SERVE, str(ROOT)], text=True, **pipes)
+        try:
+            process = subprocess.Popen([sys.executable, "-c", SERVE, str(ROOT)], text=True, **pipes)
+        except OSError as error:
+            raise fault("data.chat_template: the process of the template cannot be started", error) from None
         weakref.finalize(self, _end, process)
         if problem := _exchanged(process, self._first).get("problem"):
             raise UserError(f"data.chat_template: the chat template cannot be compiled: {problem}")

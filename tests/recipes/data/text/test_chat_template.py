@@ -1,6 +1,7 @@
 """Chat templates are programs that came with somebody's weights: what they use is bounded; their files may be odd."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,12 @@ def test_template_that_ends_its_process_again_and_again_is_refused(monkeypatch: 
     assert isinstance(one.render(CHAT), str)
     with pytest.raises(UserError, match=r"data\.chat_template: it ended its process, .*, 2 times; repair the template"):
         one.render(CHAT)
+
+
+def test_chat_whose_process_somebody_else_killed_is_written_all_the_same() -> None:
+    one = template(PLAIN)
+    os.kill(one._process.pid, signal.SIGKILL)
+    assert not isinstance(one.render(CHAT), str)
 
 
 def test_template_whose_constants_fill_the_memory_is_refused() -> None:
