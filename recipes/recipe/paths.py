@@ -63,13 +63,19 @@ def _replaced(value: Any, found: Mapping[str, str]) -> Any:
 
 def located(text: str, beside: Path) -> str:
     """A relative path to read: where it is in the current folder, else beside the file that names it, else in the
-    checkout; unchanged if it is in none. Of a glob, the folder decides; of RUN@STEP, the run."""
-    fixed = takewhile(lambda part: not glob.has_magic(part), Path(re.sub("@[0-9]+$", "", text)).parts)
-    names = (text, Path(*fixed))
-    if text.startswith("~") or any(os.path.lexists(name) for name in names):
+    checkout; unchanged if it is in none. Of RUN@STEP, the run decides; of a glob, a match or the part before "**"."""
+    run = Path(re.sub("@[0-9]+$", "", text))
+    pattern = Path(*takewhile(lambda part: part != "**", run.parts))
+
+    def is_in(folder: Path) -> bool:
+        if os.path.lexists(folder / text) or os.path.lexists(folder / pattern):
+            return True
+        return glob.has_magic(text) and any(glob.iglob(str(Path(glob.escape(str(folder)), pattern))))
+
+    if text.startswith("~") or is_in(Path()):
         return text
     for folder in (beside, ROOT):
-        if any(os.path.exists(folder / name) for name in names):
+        if is_in(folder):
             relative = os.path.relpath(folder / text)
             return os.path.normpath(folder / text) if relative.startswith("..") else relative
     return text
