@@ -131,7 +131,7 @@ def _price(text: str | None) -> float | None:
     """What a GPU costs for an hour; None for None."""
     value = None if text is None else _number(text)
     if value is not None and not (isfinite(value) and value >= 0):
-        raise UserError(f"--price {shorten(str(text))}: must be a number, what one GPU costs for an hour; write as in 2.5")
+        raise UserError(f"--price {text}: must be a number, what one GPU costs for an hour; write as in 2.5")
     return value
 
 
