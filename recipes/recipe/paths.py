@@ -2,7 +2,6 @@
 
 import glob
 import os
-import re
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -16,11 +15,11 @@ from recipes.recipe.fields import Problem, toml
 ROOT = Path(__file__).resolve().parents[2]
 READ = (
     *("model.weights", "model.config", "data.source", "data.mixture", "data.tokenizer", "data.chat_template"),
-    *("validation.source", "validation.sources", "validation.tasks", "metrics.calibrated_by", "run.continue_from"),
+    *("validation.source", "validation.sources", "validation.tasks", "metrics.calibrated_by"),
 )
 """Fields whose paths are read."""
-WRITTEN = {"run.output": 600, "data.cache": 600, "run.name": 0}
-"""Fields whose paths are relative to the current folder -> the bytes that names inside such a folder need."""
+WRITTEN = {"run.output": 600, "data.cache": 600, "run.name": 0, "run.continue_from": 0}
+"""Fields whose paths are relative to the current folder, as runs are -> the bytes that names inside it need."""
 NO_PATHS = ("hf:", "train:", "python-stdlib", FROM_WEIGHTS, FROM_CONFIG)
 """What else these fields may say, by its beginning."""
 
@@ -63,9 +62,8 @@ def _replaced(value: Any, found: Mapping[str, str]) -> Any:
 
 def located(text: str, beside: Path) -> str:
     """A relative path to read: where it is in the current folder, else beside the file that names it, else in the
-    checkout; unchanged if it is in none. Of RUN@STEP, the run decides; of a glob, a match or the part before "**"."""
-    run = Path(re.sub("@[0-9]+$", "", text))
-    pattern = Path(*takewhile(lambda part: part != "**", run.parts))
+    checkout; unchanged if it is in none. Of a glob, a match decides, or the part before "**"."""
+    pattern = Path(*takewhile(lambda part: part != "**", Path(text).parts))
 
     def is_in(folder: Path) -> bool:
         if os.path.lexists(folder / text) or os.path.lexists(folder / pattern):

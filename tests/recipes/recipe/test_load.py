@@ -697,7 +697,7 @@ def test_every_field_with_a_path_is_looked_for_beside_its_own_file() -> None:
     )
     recipe = load("x.toml", ["--stages.two.data.source", "far/sub/c.txt"], rules=False)
     assert (recipe.model.weights, recipe.model.config) == ("far/sub/run", "far/sub/run")
-    assert recipe.run.continue_from == "far/sub/run@12"
+    assert recipe.run.continue_from == "sub/run@12"  # a run is in the current folder
     assert recipe.data.mixture == {"far/sub/a.txt": 1.0, "far/sub/b.txt": 2.0}
     assert (recipe.data.tokenizer, recipe.data.chat_template) == ("far/sub/tokenizer.json", "far/sub/chat.jinja")
     assert recipe.validation.sources == {"c": "far/sub/c.txt"}
