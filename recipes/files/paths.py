@@ -47,6 +47,6 @@ def path_argument(text: str) -> Path:
 
 
 def shorten(text: str) -> str:
-    """The text on a line of a message, without its end if it is long."""
-    text = text.replace("\0", "\\0")
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    """The text on a line of a message, without its end if it is long, and without what would change the screen."""
+    start = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:SHOWN])
+    return start if len(text) <= SHOWN else f"{start}..."

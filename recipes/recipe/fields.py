@@ -19,7 +19,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.files.paths import shorten
 from recipes.recipe.schema import ONE_OR_SEVERAL, Recipe
-from recipes.recipe.synonyms import FIELDS, NO, OFF, SECTIONS, VALUES, YES
 
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 VALUE_WORDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
@@ -141,6 +140,8 @@ def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
         accept(annotation, value)
         return None
     except ValidationError as error:
+        from recipes.recipe.synonyms import is_wish
+
         kinds = [found["type"] for found in error.errors()]  # of each type that the field accepts
     rule = f"must be {describe(annotation)}"
     if "finite_number" in kinds:
@@ -152,7 +153,7 @@ def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
     if _beyond(value):
         rule += f" and < {LARGEST}" if of_right_type else ""
     close = [candidate for candidate in _readings(annotation, value) if accepts(annotation, candidate)]
-    if not close and (_is_wish(value) or annotation is bool or get_origin(annotation) is Literal):
+    if not close and (is_wish(value) or annotation is bool or get_origin(annotation) is Literal):
         return rule  # says all that there is; the default would be one answer to any wish
     instead = close[0] if close else EXAMPLES.get(key, value_of(Recipe(), key))
     example = "" if close else "for example "
@@ -166,15 +167,12 @@ def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
 
 def _readings(annotation: Any, value: Any) -> list[Any]:
     """What the user may have meant by a value of the wrong type, most likely first."""
+    from recipes.recipe.synonyms import meanings
+
     choices = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
     words = [word for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
-    readings: list[Any] = []
-    if _is_wish(value):
-        readings += [True, *(word for word in words if word not in OFF and choices == (annotation,))]
-    elif value is False or (isinstance(value, str) and value.lower() in NO):
-        readings += OFF
+    readings = meanings(value, words if choices == (annotation,) else ())
     if isinstance(value, str):
-        readings += [VALUES[word] for word in (value.lower().replace("-", "_"),) if word in VALUES]
         for text in (value, value.lower()):  # "3e-4", "True"
             with suppress(ValueError, RecursionError):  # also of thousands of digits, and of very deep lists
                 readings.append(tomli.loads(f"v = {text}")["v"])
@@ -189,11 +187,6 @@ def _readings(annotation: Any, value: Any) -> list[Any]:
     return readings
 
 
-def _is_wish(value: Any) -> bool:
-    """Whether the value asks for something without saying what."""
-    return value is True or (isinstance(value, str) and value.lower() in YES)
-
-
 def _beyond(value: Any) -> bool:
     """Whether this is, or has in it, an integer that is none in TOML."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
@@ -204,6 +197,8 @@ def unknown_section(name: str) -> str:
     """The message for a [section] that does not exist."""
     if message := _of_other_programs(name, "section"):
         return message
+    from recipes.recipe.synonyms import SECTIONS
+
     close = [SECTIONS[_normal(name)]] if _normal(name) in SECTIONS else []
     close = close or get_close_matches(_normal(name), sections(), n=1)
     hint = f"did you mean [{close[0]}]?" if close else f"the sections are {listed(sections())}"
@@ -241,6 +236,8 @@ def _of_other_programs(name: str, what: str) -> str | None:
     name = _normal(name)
     if name.startswith("pipeline") or name in ("pp", "pp_size", "pp_degree"):
         return NO_PIPELINE
+    from recipes.recipe.synonyms import FIELDS
+
     field = FIELDS.get(name) or FIELDS.get(re.sub("(_degree|_size)?$", "", name, count=1))
     return f"unknown {what}; did you mean {field}?" if field else None
 

@@ -2,7 +2,6 @@
 
 import glob
 import os
-import re
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -16,11 +15,11 @@ from recipes.recipe.fields import Problem, toml
 ROOT = Path(__file__).resolve().parents[2]
 READ = (
     *("model.weights", "model.config", "data.source", "data.mixture", "data.tokenizer", "data.chat_template"),
-    *("validation.source", "validation.sources", "validation.tasks", "metrics.calibrated_by", "run.continue_from"),
+    *("validation.source", "validation.sources", "validation.tasks", "metrics.calibrated_by"),
 )
 """Fields whose paths are read."""
-WRITTEN = {"run.output": 600, "data.cache": 600, "run.name": 0}
-"""Fields whose paths are relative to the current folder -> the bytes that names inside such a folder need."""
+WRITTEN = {"run.output": 600, "data.cache": 600, "run.name": 0, "run.continue_from": 0}
+"""Fields whose paths are relative to the current folder, as runs are -> the bytes that names inside it need."""
 NO_PATHS = ("hf:", "train:", "python-stdlib", FROM_WEIGHTS, FROM_CONFIG)
 """What else these fields may say, by its beginning."""
 
@@ -63,13 +62,18 @@ def _replaced(value: Any, found: Mapping[str, str]) -> Any:
 
 def located(text: str, beside: Path) -> str:
     """A relative path to read: where it is in the current folder, else beside the file that names it, else in the
-    checkout; unchanged if it is in none. Of a glob, the folder decides; of RUN@STEP, the run."""
-    fixed = takewhile(lambda part: not glob.has_magic(part), Path(re.sub("@[0-9]+$", "", text)).parts)
-    names = (text, Path(*fixed))
-    if text.startswith("~") or any(os.path.lexists(name) for name in names):
+    checkout; unchanged if it is in none. Of a glob, a match decides, or the part before "**"."""
+    pattern = Path(*takewhile(lambda part: part != "**", Path(text).parts))
+
+    def is_in(folder: Path) -> bool:
+        if os.path.lexists(folder / text) or os.path.lexists(folder / pattern):
+            return True
+        return glob.has_magic(text) and any(glob.iglob(str(Path(glob.escape(str(folder)), pattern))))
+
+    if text.startswith("~") or is_in(Path()):
         return text
     for folder in (beside, ROOT):
-        if any(os.path.exists(folder / name) for name in names):
+        if is_in(folder):
             relative = os.path.relpath(folder / text)
             return os.path.normpath(folder / text) if relative.startswith("..") else relative
     return text

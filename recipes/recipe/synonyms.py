@@ -1,5 +1,8 @@
 """What other programs and people call the fields and values of a recipe. Imports no torch."""
 
+from collections.abc import Sequence
+from typing import Any
+
 KEYS = {
     "run.steps": "max_steps num_steps total_steps train_steps training_steps max_iters train_iters num_train_steps"
     " epochs num_epochs num_train_epochs",
@@ -75,3 +78,18 @@ VALUES = {
     **{"sdpa": "auto", "adam": "adamw"},
 }
 """A value elsewhere -> ours."""
+
+
+def is_wish(value: Any) -> bool:
+    """Whether the value asks for something without saying what."""
+    return value is True or (isinstance(value, str) and value.lower() in YES)
+
+
+def meanings(value: Any, words: Sequence[str]) -> list[Any]:
+    """What may be meant by this value of a field that accepts these words alone or, if there are none, others."""
+    if is_wish(value):
+        return [True, *(word for word in words if word not in OFF)]
+    if value is False:
+        return [*OFF]
+    known = value.lower().replace("-", "_") if isinstance(value, str) else ""
+    return [*(OFF if known in NO else ()), *([VALUES[known]] if known in VALUES else [])]

@@ -1,6 +1,7 @@
 """Loading a recipe: layers, precedence, and the message for every kind of mistake."""
 
 import dataclasses
+import os
 import re
 import time
 from pathlib import Path
@@ -696,12 +697,34 @@ def test_every_field_with_a_path_is_looked_for_beside_its_own_file() -> None:
     )
     recipe = load("x.toml", ["--stages.two.data.source", "far/sub/c.txt"], rules=False)
     assert (recipe.model.weights, recipe.model.config) == ("far/sub/run", "far/sub/run")
-    assert recipe.run.continue_from == "far/sub/run@12"
+    assert recipe.run.continue_from == "sub/run@12"  # a run is in the current folder
     assert recipe.data.mixture == {"far/sub/a.txt": 1.0, "far/sub/b.txt": 2.0}
     assert (recipe.data.tokenizer, recipe.data.chat_template) == ("far/sub/tokenizer.json", "far/sub/chat.jinja")
     assert recipe.validation.sources == {"c": "far/sub/c.txt"}
     assert recipe.validation.tasks == ("far/sub/task.yaml", "arc_easy")
     assert recipe.metrics.calibrated_by == "far/sub/run"
+
+
+@pytest.mark.parametrize("name", ["[D] x", ".hidden", "a?b", "sub/../sub"])
+@pytest.mark.parametrize("end", ["", "/", "/a.txt"])
+def test_folders_of_any_name_are_found_beside_the_recipe(name: str, end: str) -> None:
+    os.makedirs(Path("far", name), exist_ok=True)
+    Path("far", name, "a.txt").write_text("words")
+    Path("far/x.toml").write_text(f'{MODEL}[data]\nsource = "{name}{end}"\n')
+    assert Path(load("far/x.toml").data.source) == Path(os.path.normpath(Path("far", name + end)))
+
+
+def test_a_glob_is_looked_for_where_it_matches() -> None:
+    Path("far").mkdir()
+    Path("far/a.txt").write_text("words")
+    Path("far/x.toml").write_text(f'{MODEL}[data]\nsource = "*.txt"\n')
+    assert load("far/x.toml").data.source == "far/*.txt"
+    Path("here.txt").write_text("words")
+    assert load("far/x.toml").data.source == "*.txt"
+
+
+def test_a_refusal_does_not_change_the_screen() -> None:
+    assert r"model.\x1b[2J = 1" in refused(MODEL + '"\\u001b[2J" = 1\n')
 
 
 # Words of other programs
