@@ -47,10 +47,20 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         tell(str(error))
         return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
+    except (MemoryError, RuntimeError) as error:
+        from recipes.files.limits import limit_behind
+
+        if (said := limit_behind(error)) is None:
+            raise
+        tell(said)
+        return REFUSED
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Train, check or print help; arguments: the recipe and its overrides. Returns the exit code. Raises UserError."""
+    from recipes.files.limits import require_address_space
+
+    require_address_space()
     from recipes.recipe.load import load, load_run
 
     if arguments and arguments[0].startswith("-"):
