@@ -18,6 +18,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import FINISHED, REFUSED, TEMPORARY, leave  # noqa: E402
+from recipes.files.limits import within_limits  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
 USAGE = """\
@@ -43,24 +44,16 @@ def main(arguments: list[str]) -> int:
             from recipes.lab.plan.command import answer
 
             return answer(arguments)
-        return run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))
+        return within_limits(
+            lambda: run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))
+        )
     except UserError as error:
         tell(str(error))
         return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
-    except (MemoryError, RuntimeError) as error:
-        from recipes.files.limits import limit_behind
-
-        if (said := limit_behind(error)) is None:
-            raise
-        tell(said)
-        return REFUSED
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Train, check or print help; arguments: the recipe and its overrides. Returns the exit code. Raises UserError."""
-    from recipes.files.limits import require_address_space
-
-    require_address_space()
     from recipes.recipe.load import load, load_run
 
     if arguments and arguments[0].startswith("-"):

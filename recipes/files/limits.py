@@ -1,6 +1,7 @@
 """What to say when a limit of the shell or job (ulimit) ends a run. Imports no torch."""
 
 import resource
+from collections.abc import Callable
 
 from parallel.errors import UserError
 
@@ -8,10 +9,17 @@ ADDRESS_SPACE = 600_000 * 1024
 """Bytes of address space with which importing torch aborts."""
 
 
-def require_address_space() -> None:
-    """Raises UserError where importing torch would abort."""
+def within_limits(work: Callable[[], int]) -> int:
+    """The exit code that `work` returns. Raises UserError if a limit ends it, or would abort it while it imports
+    torch."""
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) < ADDRESS_SPACE:
         raise UserError(f"ulimit -v is {limit // 1024}, and torch needs more than {ADDRESS_SPACE // 1024}; raise it")
+    try:
+        return work()
+    except (MemoryError, RuntimeError) as error:
+        if (said := limit_behind(error)) is None:
+            raise
+        raise UserError(said) from error
 
 
 def limit_behind(error: Exception) -> str | None:
