@@ -18,7 +18,6 @@ explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import FINISHED, REFUSED, TEMPORARY, leave  # noqa: E402
-from recipes.files.limits import within_limits  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
 USAGE = """\
@@ -44,9 +43,7 @@ def main(arguments: list[str]) -> int:
             from recipes.lab.plan.command import answer
 
             return answer(arguments)
-        return within_limits(
-            lambda: run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))
-        )
+        return run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))
     except UserError as error:
         tell(str(error))
         return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
