@@ -6,12 +6,14 @@ Imports no torch.
 import argparse
 import importlib.util
 import os
+import resource
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+ADDRESS_SPACE = 600_000 * 1024  # bytes with which the import of torch aborts
 REFUSED = 2  # as in exit_codes.py, which old Pythons cannot read
 
 
@@ -19,6 +21,9 @@ def explain_wrong_interpreter() -> None:
     """Exit now if this Python is too old; and say what is missing if an import of a package fails later."""
     if sys.version_info < (3, 11):  # noqa: UP036  # what an old Python reads
         _refuse("is Python {}.{}, and Shardwright needs 3.11 or newer".format(*sys.version_info[:2]))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if 0 <= limit < ADDRESS_SPACE:
+        _exit(f"ulimit -v is {limit // 1024}, and torch needs more than {ADDRESS_SPACE // 1024}; raise it")
     sys.excepthook = _on_error
 
 
@@ -38,11 +43,21 @@ def _on_error(kind: Any, error: Any, trace: Any) -> None:
     ours = Path(sys.prefix) == ROOT / ".venv"  # set up by scripts/setup.sh: no other Python would help
     if isinstance(error, ModuleNotFoundError) and package and not ours and importlib.util.find_spec(package) is None:
         _refuse("lacks the package " + package)
+    if isinstance(error, (MemoryError, RuntimeError)):
+        from recipes.files.limits import limit_behind
+
+        said = limit_behind(error)
+        if said is not None:
+            _exit(said)
     traceback.print_exception(kind, error, trace)
 
 
 def _refuse(what: str) -> None:
     python = ROOT / ".venv" / "bin" / "python"
     remedy = "" if python.exists() else "run `bash {}`, and then ".format(ROOT / "scripts" / "setup.sh")
-    print(f"{sys.executable} {what}; {remedy}use {python}", file=sys.stderr, flush=True)
+    _exit(f"{sys.executable} {what}; {remedy}use {python}")
+
+
+def _exit(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
     os._exit(REFUSED)

@@ -55,11 +55,13 @@ def open_locked(
     until it is closed; None if another holds the lock, or the file was removed or replaced in the meantime. Raises
     NoLocks if the file system cannot lock the file; another OSError if it cannot be opened.
     """
-    descriptor = _open(file, owner=owner, shared=shared)
+    descriptor = _open(file, shared=shared)
     error = None
     try:
         lock = fcntl.lockf if owner == "process" else fcntl.flock
-        lock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        # POSIX locks a file that may only be read against those that lock it to write, not against other readers.
+        readable = owner == "process" and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        lock(descriptor, (fcntl.LOCK_SH if shared or readable else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except OSError as raised:
         error = raised
     still = _is_still(file, descriptor)
@@ -88,15 +90,17 @@ def written_alone(real: Path) -> Iterator[None]:
             os.close(lock)
 
 
-def _open(file: Path, *, owner: str, shared: bool) -> int:
+def _open(file: Path, *, shared: bool) -> int:
     if shared:
         return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except PermissionError:  # another user's file: flock() needs no write permission, except over NFS
-        if owner == "process":
-            raise
         return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    with suppress(OSError):  # whoever may write in the folder may lock it, whatever the umask is
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            os.fchmod(descriptor, 0o600 | os.stat(file.parent).st_mode & 0o066)
+    return descriptor
 
 
 def _is_still(file: Path, descriptor: int) -> bool:

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,6 +19,7 @@ from recipes.files.layout import (
     DATA,
     ENVIRONMENT,
     FLOAT8_SHARES,
+    LOG_FILE,
     METRICS,
     QUARANTINE,
     RECIPE,
@@ -26,7 +27,7 @@ from recipes.files.layout import (
     holds_results,
 )
 from recipes.files.lock import ANOTHER_NAME, LOCK, FolderLock, begun_meanwhile
-from recipes.files.reading import fault, is_folder, names_in, read_text
+from recipes.files.reading import fault, is_folder, named_faults, names_in, read_text
 from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.schema import Recipe
@@ -119,6 +120,7 @@ def check_output_folder(recipe: Recipe) -> None:
         return
     # Empty, or left by a killed start.
     names = [name for name in names_in(folder) if name != LOCK and not name.startswith((PART, SILLY))]
+    _require_writable(folder, names)
     if not names:
         return
     if RECIPE not in names and holds_results(folder):
@@ -140,6 +142,19 @@ def check_output_folder(recipe: Recipe) -> None:
         reason = "was written with another version of the recipe schema, or its model is gone"
         raise UserError(f"{folder} {reason}; {ANOTHER_NAME}\n{error}") from None
     require_same_run(old, recipe, folder)
+
+
+def _require_writable(folder: Path, names: Sequence[str]) -> None:
+    """Raises UserError if this user may not write in the folder, or what a run changes in it."""
+    for place in (folder, *(folder / name for name in (CHECKPOINTS, METRICS, LOG_FILE) if name in names)):
+        if os.access(place, os.W_OK):
+            continue
+        with named_faults(place):
+            os.stat(place)
+        raise UserError(
+            f"{place} may not be written to by this user. If another one began the run, chmod -R g+rwX {folder} lets"
+            f" the group go on with it (and umask 002 in what starts it); or {ANOTHER_NAME}"
+        )
 
 
 def require_resumable(recipe: Recipe, place: Path | str) -> None:
