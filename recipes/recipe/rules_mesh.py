@@ -92,6 +92,7 @@ def mesh_divides_model(
         yield "mesh.context", f'{rule}; write {listed(divisors, last="or")}, or context_by = "gather"'
         return
     yield from tokens_divide(batch, mesh=mesh, float8=float8)
+    yield from float8_rows_divide(mesh, float8=float8, model=model, processes=processes, nodes=nodes)
 
 
 def transformers_refuse(mesh: MeshConfig, *, model: ModelConfig) -> Iterator[Violation]:
