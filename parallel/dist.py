@@ -125,7 +125,7 @@ def _place() -> tuple[int, int, int] | None:
     """
     given = {name: value for name in LAUNCHED if (value := os.environ.get(name))}
     remedy = "scripts/run.sh starts the processes of a node; to use this one alone, unset"
-    if "RANK" not in given and given.get("WORLD_SIZE", "1") == "1":
+    if given.get("WORLD_SIZE", "1") == "1" and not {"RANK", "LOCAL_RANK"} <= given.keys():
         if many := next((name for name in TASKS if os.environ.get(name, "1") != "1"), None):
             raise UserError(f"{many}={os.environ[many]}: each of these processes would do the same; {remedy} {many}")
         return None

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +83,8 @@ def compile_blocks(
             f"compile.enabled = true needs a C++ compiler on a CPU ({names} not found)"
             "; install one or write compile.enabled = false"
         )
+    if device_type == "cpu":
+        _require_paths_for_a_compiler()
     blocks = blocks_of(model)
     if len(interface_of(model).stacks) > 1:
         # Blocks of encoder and decoder, and T5's first of each, share a forward() that is compiled for every kind of
@@ -96,6 +99,17 @@ def compile_blocks(
     how = "autotuned during the first step" if config.autotune else "during the first step"
     overlap = "" if overlapped is None else ", tensor-parallel messages during products"
     return f"compile: {len(blocks)} blocks and the loss in place, {how}{overlap}"
+
+
+def _require_paths_for_a_compiler() -> None:
+    """Raise UserError if torch 2.13 would cut a path in two, because it does not quote those in its command line."""
+    paths = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""), "TMPDIR": tempfile.gettempdir()}
+    for name, path in paths.items():
+        if set(path) & set(" \t\n'\"\\"):
+            raise UserError(
+                f"compile.enabled = true: torch does not quote {path!r} for the C++ compiler; set {name} to a path"
+                " without blanks and quotes, or write compile.enabled = false"
+            )
 
 
 def compiled_loss_kernels(**options: Any) -> Kernels:

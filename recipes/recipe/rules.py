@@ -23,7 +23,6 @@ from recipes.recipe.rules_data import data_is_there, validation_is_possible
 from recipes.recipe.rules_mesh import (
     batch_divides,
     float8_fits_tensor,
-    float8_rows_divide,
     gather_has_a_kernel,
     mesh_divides_model,
     mesh_fits,
@@ -144,8 +143,7 @@ def violations(
     world = {"processes": processes, "nodes": nodes}
     # (the sections and fields that a rule reads, the rule); a rule is a generator: nothing runs before it is iterated.
     rules = (
-        ("run.name", name_is_a_folder(run)),
-        ("run.hardware", hardware_is_known(run)),
+        ("run.name run.hardware", name_and_hardware_are_usable(run)),
         ("model", model_is_consistent(model)),
         ("model", weights_fit(model, weights, written=written)),
         ("model data attention batch", from_elsewhere(recipe, weights, written=written)),
@@ -154,7 +152,6 @@ def violations(
         ("mesh", mesh_fits(mesh, **world)),
         ("mesh model float8 batch", mesh_divides_model(mesh, model=model, batch=recipe.batch, float8=float8, **world)),
         ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
-        ("mesh float8 model", float8_rows_divide(mesh, float8=float8, model=model, **world)),
         ("mesh compile.enabled run.device", tensor_can_overlap(mesh, compile=recipe.compile, device=run.device)),
         ("mesh attention.backend", gather_has_a_kernel(mesh, attention=recipe.attention)),
         (
@@ -190,14 +187,10 @@ def _overlap(one: str, other: str) -> bool:
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
-def name_is_a_folder(run: RunConfig) -> Iterator[Violation]:
-    """A run has one folder directly below `output`."""
+def name_and_hardware_are_usable(run: RunConfig) -> Iterator[Violation]:
+    """A run has one folder directly below `output`; --check and --plan know the memory of some GPUs."""
     if "/" in run.name or run.name in (".", ".."):
         yield "run.name", 'is the name of the run folder inside run.output; write a name without "/"'
-
-
-def hardware_is_known(run: RunConfig) -> Iterator[Violation]:
-    """--check and --plan know the memory of some GPUs."""
     if run.hardware and hardware_of("", written=run.hardware) is None:
         known = listed((name.lower() for name in MEMORY), last="or")
         yield "run.hardware", f'names no number of known GPUs; write one such as "8xh100" or "48x8h100", with {known}'

@@ -12,18 +12,8 @@ from recipes.data.config import BatchConfig
 from recipes.recipe.fields import Problem, Violation, refusal
 
 
-def require_fits_world(
-    mesh: MeshConfig,
-    batch: BatchConfig,
-    *,
-    nodes: Sequence[Node],
-    float8: Float8Config | None = None,
-    model: ModelConfig | None = None,
-) -> None:
-    """Raises one UserError with everything about the layout that does not fit the processes of these nodes.
-
-    float8, model: with them, also what float8 needs.
-    """
+def require_fits_world(mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[Node]) -> None:
+    """Raises one UserError with everything about the layout that does not fit the processes of these nodes."""
     if mesh.shard == "node":
         require_like_nodes(nodes)
     require_neighbours(nodes, tensor=mesh.tensor)
@@ -33,8 +23,6 @@ def require_fits_world(
         *tensor_groups_fit_nodes(mesh, nodes=nodes),
         *batch_divides(batch, mesh=mesh, processes=processes, nodes=len(nodes)),
     ]
-    if float8 is not None and model is not None:
-        found += float8_rows_divide(mesh, float8=float8, model=model, processes=processes, nodes=len(nodes))
     if found:
         problems = [Problem(key, message) for key, message in found]
         raise refusal(problems, where=f"the recipe on {processes} processes")
@@ -92,6 +80,7 @@ def mesh_divides_model(
         yield "mesh.context", f'{rule}; write {listed(divisors, last="or")}, or context_by = "gather"'
         return
     yield from tokens_divide(batch, mesh=mesh, float8=float8)
+    yield from float8_rows_divide(mesh, float8=float8, model=model, processes=processes, nodes=nodes)
 
 
 def transformers_refuse(mesh: MeshConfig, *, model: ModelConfig) -> Iterator[Violation]:

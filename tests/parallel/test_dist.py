@@ -82,6 +82,7 @@ JOB = {"RANK": "0", "WORLD_SIZE": "2", **HERE}
         ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4: each of these processes would do the same; scripts/"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2: each of these processes would do the same"),
         ({"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "1", **HERE}, ""),
+        ({"RANK": "0", "WORLD_SIZE": "1", **HERE}, ""),  # a PyTorchJob of one pod
     ],
 )
 def test_variables_of_other_launchers_are_refused_in_a_sentence(

@@ -277,6 +277,7 @@ def test_prefetching_more_blocks_changes_no_bit_of_the_gradients() -> None:
 
 
 def test_weights_are_not_gathered_in_float8_by_processes_that_cannot_share_their_rows_equally() -> None:
+    """Also where no --check knew their number: started by torchrun, or resumed on others."""
     with pytest.raises(UserError, match=r"3 processes cannot share the \d+ rows of blocks.0.attention.q_proj equally"):
         convert_linears(Decoder(DEBUG), replace(FLOAT8, all_gather=True), device_type="cpu", shards=3)
 

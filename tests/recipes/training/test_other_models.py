@@ -92,6 +92,21 @@ def test_blocks_of_two_stacks_may_be_compiled_for_more_kinds_and_lengths(name: s
         assert torch._dynamo.config.recompile_limit == limit
 
 
+@pytest.mark.parametrize("name", ["TMPDIR", "TORCHINDUCTOR_CACHE_DIR"])
+def test_folders_that_the_compiler_would_not_find_are_refused_on_a_cpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's command line ended in a fatal error of g++ and 60 lines of tracebacks."""
+    folder = tmp_path / "my folder"
+    folder.mkdir()
+    monkeypatch.setenv(name, str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)  # asked once in a process
+    with torch.device("meta"):
+        model = TransformersModel(family_config("gpt2"))
+    with pytest.raises(UserError, match=f"my folder' for the C.. compiler; set {name} to a path without blanks"):
+        compile_blocks(model, CompileConfig(enabled=True), device_type="cpu")
+
+
 def test_a_t5_whose_compiled_blocks_would_be_computed_again_is_refused_on_a_cpu(alone: World) -> None:
     options = ["--compile.enabled=true", "--activation_checkpointing.mode=selective"]
     with pytest.raises(UserError, match=r"corrupts memory .* write compile.enabled = false"):
