@@ -37,8 +37,9 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets for every process."""
 TASKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """Where mpirun and srun say how many processes they started."""
-WAITING = 5.0
-"""Seconds in which the processes of a launcher other than torchrun meet, or a line says that this one waits."""
+WAITING, WAITING_FOR_TORCHRUN = 5.0, 60.0
+"""Seconds in which processes meet, or a line says that this one waits: of other launchers and of torchrun, whose
+variables may be left over from a dead one."""
 
 SILENT = "rank 0 failed and reports it"
 """The text of errors that another rank is already reporting."""
@@ -147,10 +148,10 @@ def _saying_that_it_waits(rank: int, size: int) -> Iterator[None]:
     """Inside, a line says what this process waits for if that takes long; torchrun starts all of them by itself."""
     place = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
     text = f"RANK={rank} WORLD_SIZE={size}: waiting at {place} for the other processes, which something else must start"
-    line = threading.Timer(WAITING, print, [text], {"file": sys.stderr, "flush": True})
+    seconds = WAITING_FOR_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else WAITING
+    line = threading.Timer(seconds, print, [text], {"file": sys.stderr, "flush": True})
     line.daemon = True
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        line.start()
+    line.start()
     try:
         yield
     finally:
