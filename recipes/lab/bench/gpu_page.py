@@ -87,7 +87,7 @@ def _number(row: dict[str, Any], key: str, scale: float = 1) -> str:
 
 def _error(row: dict[str, Any]) -> str:
     """Why an operation failed, so short that the table stays one; the record has all of it."""
-    return textwrap.shorten(row.get("error", ""), LONGEST_REASON, placeholder="...")
+    return textwrap.shorten(row.get("error", ""), LONGEST_REASON, placeholder="...").replace("|", "\\|")
 
 
 def _matmul_table(rows: Iterable[dict[str, Any]]) -> list[str]:

@@ -129,8 +129,8 @@ def test_a_chat_is_encoded_as_by_the_tokenizer_of_transformers(folders: dict[str
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "</s>"}))
     script = runpy.run_path(str(ROOT / "scripts" / "generate.py"))
     options = argparse.Namespace(prompt="w5 w6", prefix=None, chat=True, chat_template=None)
-    prompt, as_pairs = script["_around"](options, find_weights(folder))
-    opened = replace(open_model(folder, dtype=torch.float32, device=CPU), as_pairs=as_pairs)
+    prompt = script["_around"](options, script["_template"](options, find_weights(folder), None), None)
+    opened = replace(open_model(folder, dtype=torch.float32, device=CPU), as_pairs=True)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="</s>")
     theirs.chat_template = template
     messages = [{"role": "user", "content": "w5 w6"}]
