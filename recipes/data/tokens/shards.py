@@ -144,9 +144,8 @@ def _shard(content: dict[str, Any]) -> Shard:
     """Raises ValueError or TypeError for what does not describe a shard."""
     shard = Shard(**content)
     numbers = (shard.train, shard.validation, shard.documents, shard.held_out, shard.empty, shard.bad, shard.number)
-    if not all(type(number) is int and number >= 0 for number in numbers) or (
-        shard.checksums and not {*ARRAYS} <= {*shard.checksums}
-    ):
+    is_checked = not shard.checksums or {*ARRAYS} <= {*shard.checksums}  # the first versions wrote none
+    if not (is_checked and all(type(number) is int and number >= 0 for number in numbers)):
         raise ValueError("not the description of a shard")
     return shard
 
