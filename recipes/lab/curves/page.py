@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 
 from recipes.lab.curves.comparison import comparison
 from recipes.lab.curves.panels import Curves, Panel
-from recipes.lab.curves.picture import colour_of, colour_of_run, described, draw, heading
+from recipes.lab.curves.picture import colour_of, described, draw, heading
 from recipes.lab.curves.reading import Numbers
-from recipes.lab.curves.style import BLUE, FAINT, GRID, INK
+from recipes.lab.curves.style import BLUE, COLOURS, FAINT, GRID, INK
 
 TEMPLATE = Path(__file__).with_name("page.html")
 # Colours that page.html gives other values where the page is dark.
@@ -28,7 +28,7 @@ DIGITS = 5
 def write_page(curves: Curves, file: Path) -> None:
     """Write the page. Raises OSError."""
     runs = "\n".join(
-        f'<label style="--run: {_themed(colour_of_run(number, curves))}">'
+        f'<label style="--run: {_themed(COLOURS[number % len(COLOURS)])}">'
         f'<input type="checkbox" checked data-run="{number}">{html.escape(described(run, among=curves.runs))}</label>'
         for number, run in enumerate(curves.runs)
     )

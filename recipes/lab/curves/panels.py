@@ -19,8 +19,6 @@ EARLY = 30
 FROM_ZERO = (0.0, None)
 INTERVALS = 60
 """Intervals of a run for which it is drawn what took their time."""
-MOST_BARS = 20
-"""Runs whose wall times are compared."""
 STEP, SKIPPED = "step", "skipped"
 """The parts of the wall time that come first."""
 Place = Callable[[Numbers], Numbers]
@@ -149,7 +147,8 @@ def curves(runs: Sequence[Run], axis: Axis) -> Curves:
         raise UserError(f"{where}: nothing can be drawn over {axis}; no row has a loss or another number")
     end = max(map(_end, runs, places))
     marks = [mark for number, run in enumerate(runs) for mark in _marks(number, run, places) if 0 <= mark.x <= end]
-    return Curves(runs, unit, end, drawn, marks)
+    apart = {(mark.run, mark.what, mark.text, round(500 * mark.x / end)): mark for mark in marks}  # to the eye
+    return Curves(runs, unit, end, drawn, list(apart.values()))
 
 
 def _norm(title: str, lines: Sequence[Line]) -> Panel:
@@ -172,12 +171,13 @@ def _place(run: Run, axis: Axis, factor: float) -> Place:
     """factor: what to multiply hours with. Raises UserError if the run has none."""
     if axis == "steps":
         return lambda steps: steps
-    known, there = (run.columns["tokens"].steps, run.columns["tokens"].values) if axis == "tokens" else hours(run)
+    if axis == "tokens":
+        known, there, factor = run.columns["tokens"].steps, run.columns["tokens"].values, 1.0
+    else:
+        known, there = hours(run)
     known, there = known[np.isfinite(there)], there[np.isfinite(there)]
     if not len(known):
-        of = "tokens" if axis == "tokens" else "times"
-        raise UserError(f"{run.folder}: no row has {of}, so it cannot be drawn over {axis}; write --x steps")
-    factor = 1.0 if axis == "tokens" else factor
+        raise UserError(f"{run.folder}: no row has {axis}, so it cannot be drawn over them; write --x steps")
     return lambda steps: factor * np.interp(steps, known, there)
 
 
@@ -254,24 +254,19 @@ def _finite(lines: Iterable[Line]) -> Numbers:
 
 
 def _ends(lines: Sequence[Line]) -> tuple[float | None, float | None]:
-    """The ends of the axis: around all but the first steps of long runs, which fall fast, and single spikes of thinned
-    ones."""
+    """The ends of the axis: around all but the first steps of long runs, which fall fast."""
     if not lines or max(len(line.x) for line in lines) < 100:
         return None, None
     late, everything = _finite(_late(lines)), _finite(lines)
     if not len(late) or late.max() >= everything.max():
         return None, None
-    bottom, top = float(late.min()), float(late.max())
-    if max(len(line.x) for line in lines) == MOST:
-        low, high = (_finite(_late(lines, part)) for part in (1, 2))
-        bottom, top = float(np.quantile(low, 0.01)), float(np.quantile(high, 0.99))
-    margin = 0.08 * (top - bottom or abs(top))
-    return bottom - margin, top + margin
+    margin = 0.08 * float(late.max() - late.min() or abs(late.max()))
+    return float(late.min()) - margin, float(late.max()) + margin
 
 
-def _late(lines: Sequence[Line], part: int = 0) -> list[Line]:
-    """The lines without their first steps, not smoothed. part: 0 for means, 1 and 2 for the least and the most."""
-    return [replace(line, y=(line.raw[part] if line.raw else line.y)[len(line.y) // EARLY :]) for line in lines]
+def _late(lines: Sequence[Line]) -> list[Line]:
+    """The lines without their first steps, not smoothed."""
+    return [replace(line, y=(line.raw[0] if line.raw else line.y)[len(line.y) // EARLY :]) for line in lines]
 
 
 def _spans_decades(lines: Sequence[Line]) -> bool:
@@ -323,8 +318,6 @@ def _goodput(runs: Sequence[Run], places: Sequence[Place]) -> list[Panel]:
     if len(runs) == 1:
         shares = _shares(runs[0], places[0])
         return [Panel("where the wall time went, between logged steps", unit="share", shares=shares)] if shares else []
-    if len(runs) > MOST_BARS:  # the table says it, too
-        return []
     taken = [{part.removeprefix(WALL): run.columns[part].last_value for part in run.named(WALL)} for run in runs]
     unit, seconds = ("hours", 3600) if max(sum(parts.values()) for parts in taken) >= 3600 else ("minutes", 60)
     bars = [{part: parts[part] / seconds for part in in_order(parts)} for parts in taken]
