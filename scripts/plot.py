@@ -1,10 +1,8 @@
 """Draw and compare what runs have logged, `python scripts/plot.py runs/A runs/B`, or list runs; see --help."""
 
 import argparse
-import os
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 # Ctrl-C during imports: exit at once, without a traceback of the line that was being imported.
@@ -17,9 +15,11 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
+from recipes.files.atomic import replace  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
 from recipes.files.layout import CURVES  # noqa: E402
 from recipes.files.paths import path_argument  # noqa: E402
+from recipes.files.reading import fault  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
 
@@ -82,24 +82,14 @@ def _plot(options: argparse.Namespace) -> None:
             tell(f"{run.folder}: {run.unreadable} lines are not rows and were left out")
     if len(found.runs) > 1:
         tell(aligned(comparison(found.runs)), to=1)
-    from recipes.files.reading import fault
-
-    part = out.with_name(f".part-{os.getpid()}-{out.name}")
+    if out.suffix == ".png":
+        from recipes.lab.curves.picture import write_png as write
+    else:
+        from recipes.lab.curves.page import write_page as write
     try:
-        if out.suffix == ".png":
-            from recipes.lab.curves.picture import write_png
-
-            write_png(found, part)
-        else:
-            from recipes.lab.curves.page import write_page
-
-            write_page(found, part)
-        part.replace(out)
+        replace(out, lambda file: write(found, file), sync=False)
     except OSError as error:
         raise fault(f"--out {out} cannot be written", error, "; write another file") from None
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
     tell(str(out), to=1)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -10,7 +11,6 @@ from parallel.errors import UserError
 from recipes.lab.curves.reading import RESTARTS, TASK, VALIDATION, WALL, Column, Numbers, Run
 
 Axis = Literal["steps", "tokens", "hours"]
-AXES: tuple[Axis, ...] = ("steps", "tokens", "hours")
 MOST = 1000
 """Points of a line. Of a longer run, each is the mean of neighbours, and the least and the most are drawn behind it."""
 SMOOTHED = 150
@@ -35,7 +35,7 @@ class Line:
     """What it shows besides its run, such as "allocated"; "" for the only line of a run."""
     x: Numbers
     y: Numbers
-    raw: tuple[Numbers, Numbers, Numbers] | None = None
+    raw: tuple[Numbers, ...] | None = None
     """Mean, least and most, where y is smoothed."""
     kind: int = 0
     """Lines of one name have one kind, and look alike."""
@@ -112,12 +112,14 @@ def curves(runs: Sequence[Run], axis: Axis) -> Curves:
     def lines(columns: dict[str, str], *, smooth: bool = False, dots: bool = False) -> list[Line]:
         """columns: column -> name of its line."""
         kinds = {name: kind for kind, name in enumerate(dict.fromkeys(columns.values()))}
-        return [
-            _line(number, run.columns[column], places[number], (name, kinds[name]), smooth=smooth, dots=dots)
-            for number, run in enumerate(runs)
-            for column, name in columns.items()
-            if run.has(column)
-        ]
+        found = []
+        for number, run in enumerate(runs):
+            for column, name in columns.items():
+                if run.has(column):
+                    x, *raw = thinned(places[number](run.columns[column].steps), run.columns[column].values)
+                    y = smoothed(raw[0]) if smooth else raw[0]
+                    found.append(Line(number, name, x, y, tuple(raw) if smooth else None, kinds[name], dots))
+        return found
 
     def named(beginning: str) -> dict[str, str]:
         found = dict.fromkeys(column for run in runs for column in run.named(beginning))
@@ -153,7 +155,8 @@ def curves(runs: Sequence[Run], axis: Axis) -> Curves:
 
 def _norm(title: str, lines: Sequence[Line]) -> Panel:
     """Gradient norms: on a logarithmic axis where later ones explode, otherwise without the first ones."""
-    if _spans_decades(lines):
+    late = _finite(_late(lines))
+    if len(late) and late.min() > 0 and late.max() > 20 * np.median(late):
         return Panel(title, lines, is_logarithmic=True)
     return Panel(title, lines, ends=(0.0, _ends(lines)[1]))
 
@@ -202,22 +205,6 @@ def hours(run: Run) -> tuple[Numbers, Numbers]:
 def _at(part: Column, steps: Numbers) -> Numbers:
     """The seconds of a part of the wall time at these steps; none before its first row."""
     return np.interp(steps, part.steps, np.nan_to_num(part.values), left=0.0)
-
-
-def _line(
-    run: int,
-    column: Column,
-    place: Place,
-    name: tuple[str, int],
-    *,
-    smooth: bool,
-    dots: bool,
-) -> Line:
-    """name: and its kind."""
-    x, y, low, high = thinned(place(column.steps), column.values)
-    if smooth:
-        return Line(run, name[0], x, smoothed(y), (y, low, high), kind=name[1])
-    return Line(run, name[0], x, y, kind=name[1], dots=dots)
 
 
 def thinned(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
@@ -269,11 +256,6 @@ def _late(lines: Sequence[Line]) -> list[Line]:
     return [replace(line, y=(line.raw[0] if line.raw else line.y)[len(line.y) // EARLY :]) for line in lines]
 
 
-def _spans_decades(lines: Sequence[Line]) -> bool:
-    values = _finite(_late(lines))
-    return len(values) > 0 and float(values.min()) > 0 and float(values.max()) > 20 * float(np.median(values))
-
-
 def _marks(number: int, run: Run, places: Sequence[Place]) -> list[Mark]:
     def at(step: int) -> float:
         return float(places[number](np.array([step], dtype=float))[0])
@@ -305,12 +287,7 @@ def _joints(runs: Sequence[Run], axis: Axis, loss: Sequence[Line]) -> list[Joint
 
 def is_trunk(run: Run, *, of: Run) -> bool:
     """Whether `of` says that it continues from `run`."""
-    if of.trunk is None:
-        return False
-    output, name = run.about("run", "output"), run.about("run", "name")
-    return of.trunk[0].rstrip("/") in (str(run.folder), f"{output}/{name}") or (
-        run.folder.resolve().name == of.trunk[0].rstrip("/").rpartition("/")[2]
-    )
+    return of.trunk is not None and Path(of.trunk[0]).name in (run.folder.resolve().name, run.about("run", "name"))
 
 
 def _goodput(runs: Sequence[Run], places: Sequence[Place]) -> list[Panel]:

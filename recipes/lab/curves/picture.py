@@ -1,8 +1,6 @@
 """Draws panels with matplotlib: all in one PNG, or one by one. Imports no torch."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import matplotlib
 import numpy as np
@@ -36,10 +34,10 @@ SMALL = 8
 
 
 @matplotlib.rc_context({"text.parse_math": False})  # names may have dollars
-def write_png(curves: Curves, file: Path) -> None:
+def write_png(curves: Curves, file: BinaryIO) -> None:
     """All panels in one picture, and a table of several runs. Raises OSError."""
     runs = curves.runs if len(curves.runs) > 1 else []
-    names = [described(run, among=runs) for run in runs]
+    names = [described(run) for run in runs]
     table = comparison(runs) if runs else [[""]]
     rows = -(-len(curves.panels) // COLUMNS)
     columns = max(1, min(4, 180 // (6 + max(map(len, names), default=0))))
@@ -66,40 +64,22 @@ def write_png(curves: Curves, file: Path) -> None:
 
 def heading(curves: Curves) -> str:
     """The title above all panels."""
-    if len(curves.runs) == 1:
-        return described(curves.runs[0])
-    shared = _place(curves.runs[0]) if _share_a_place(curves.runs) else ""
-    return plain(f"{len(curves.runs)} runs" + (f": {shared}" if shared else ""))
+    return described(curves.runs[0]) if len(curves.runs) == 1 else f"{len(curves.runs)} runs"
 
 
-def described(run: Run, *, among: Sequence[Run] = ()) -> str:
-    """A run on one line, such as "base: llama3_8b on 8 x NVIDIA H100, 900 of 1,000 steps". among: runs that may have
-    the model in common, which is then left out."""
+def described(run: Run) -> str:
+    """A run on one line, such as "base: llama3_8b, 8 x NVIDIA H100, 900 of 1,000 steps"."""
     steps, last = run.about("run", "steps"), run.columns["loss"].last or 0
-    done = f"{last:,} of {steps:,} steps" if isinstance(steps, int) and steps != last else f"{last:,} steps"
+    device, processes = run.environment.get("device"), run.environment.get("world_size")
     facts = [
-        "" if _share_a_place(among) else _place(run),
-        done,
+        str(run.about("model", "name") or ""),
+        f"{processes} x {device}" if device and processes else "",
+        f"{last:,} of {steps:,} steps" if isinstance(steps, int) and steps != last else f"{last:,} steps",
         f"from {run.about('run', 'continue_from')}" if run.trunk else "",
         f"{len(run.restarts)} x restarted" if run.restarts else "",
         f"{len(run.skipped)} skipped" if run.skipped else "",
     ]
     return shortened(plain(f"{run.name}: {', '.join(filter(None, facts))}"), 150)
-
-
-def _share_a_place(runs: Sequence[Run]) -> bool:
-    return len({_place(run) for run in runs}) == 1
-
-
-def _place(run: Run) -> str:
-    """The model of a run, and what it runs on, as far as they are known."""
-    model, device, processes = (
-        run.about("model", "name"),
-        run.environment.get("device"),
-        run.environment.get("world_size"),
-    )
-    where = f"{processes} x {device}" if device and processes else ""
-    return " on ".join(filter(None, (model if isinstance(model, str) else "", where)))
 
 
 def draw(axes: Axes, panel: Panel, curves: Curves) -> None:

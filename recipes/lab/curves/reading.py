@@ -5,7 +5,7 @@ import json
 import os
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from pathlib import Path
@@ -179,8 +179,9 @@ def read_run(folder: Path) -> Run:
 
 def read_about(run: Run) -> None:
     """Fill in what the other files of the run's folder say."""
-    run.recipe, run.environment = _toml(run.folder / RECIPE), _json(run.folder / ENVIRONMENT)
-    run.origin = _json(run.folder / ORIGIN)
+    run.recipe = _read(run.folder / RECIPE, tomli.loads)
+    run.environment = _read(run.folder / ENVIRONMENT, json_object)
+    run.origin = _read(run.folder / ORIGIN, json_object)
 
 
 def take(run: Run, line: bytes) -> None:
@@ -237,15 +238,9 @@ def _number(value: object) -> float:
     return float(value) if -LARGEST < value < LARGEST else nan
 
 
-def _toml(file: Path) -> dict[str, Any]:
+def _read(file: Path, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """What a file says; nothing if it cannot be read."""
     try:
-        return tomli.loads(read_whole(file, most=LONGEST).decode())
+        return parse(read_whole(file, most=LONGEST).decode())
     except (OSError, ValueError, RecursionError):
-        return {}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        return json_object(read_whole(file, most=LONGEST).decode())
-    except (OSError, ValueError):
         return {}
