@@ -31,9 +31,6 @@ def aligned(rows: Sequence[Sequence[str]], *, most: int = 60) -> str:
 
 
 def _numbers(runs: Sequence[Run]) -> list[list[str]]:
-    def last(values: Numbers) -> float:
-        return float(values[-1])
-
     def row(title: str, column: str, value: Callable[[Numbers], Any], form: str) -> list[str]:
         known = [run.columns[column].values for run in runs]
         known = [values[np.isfinite(values)] for values in known]
@@ -42,13 +39,13 @@ def _numbers(runs: Sequence[Run]) -> list[list[str]]:
     tested = dict.fromkeys(name for run in runs for name in (*run.named(VALIDATION), *run.named(TASK)))
     rows = [
         ["steps", *(f"{run.columns['loss'].last or 0:,}" for run in runs)],
-        row("tokens", "tokens", last, ",.0f"),
+        row("tokens", "tokens", np.max, ",.0f"),
         row("loss, last tenth", "loss", lambda values: values[-max(1, len(values) // 10) :].mean(), ".4f"),
-        *(row(name.replace("_", " ", 1), name, last, ".4f") for name in tested),
+        *(row(name.replace("_", " ", 1), name, lambda values: values[-1], ".4f") for name in tested),
         row("tokens/s", "tokens_per_second", np.median, ",.0f"),
         row("MFU", "mfu", np.median, ".1%"),
         row("peak GiB", "peak_memory_gib", np.max, ".2f"),
-        row("goodput", "goodput", last, ".1%"),
+        row("goodput", "goodput", lambda values: values[-1], ".1%"),
     ]
     return [row for row in rows if set(row[1:]) != {UNKNOWN}]
 

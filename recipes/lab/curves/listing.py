@@ -33,8 +33,8 @@ ENDINGS = {
 def listing(folder: Path) -> list[list[str]]:
     """The rows of a table of the runs, the newest first, below its head; no rows if there are none."""
     runs = {os.path.realpath(run): run for run in reversed(_run_folders(folder, DEEPEST))}.values()
-    found = sorted(((_written(run), run) for run in runs), reverse=True)
-    rows = [_row(run, name=plain(os.path.relpath(run, folder)), written=written) for written, run in found]
+    newest = sorted(runs, key=_written, reverse=True)
+    rows = [_row(run, name=plain(os.path.relpath(run, folder))) for run in newest]
     return [["run", "state", "steps", "loss", "last written"], *rows] if rows else []
 
 
@@ -46,7 +46,7 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
     return [run for place in sorted(folder.iterdir()) for run in _run_folders(place, depth - 1)]
 
 
-def _row(folder: Path, *, name: str, written: float) -> list[str]:
+def _row(folder: Path, *, name: str) -> list[str]:
     run = Run(name, folder)
     for line in _tail(folder / METRICS).splitlines():
         take(run, line)
@@ -55,7 +55,7 @@ def _row(folder: Path, *, name: str, written: float) -> list[str]:
     steps = run.about("run", "steps")
     done = f"{step:,} of {steps:,}" if isinstance(steps, int) else f"{step:,}"
     loss = "".join(f"{loss:.4f}" for loss in run.columns["loss"].values[-1:]) or "-"
-    age = timedelta(seconds=max(0, round(time.time() - written)))
+    age = timedelta(seconds=max(0, round(time.time() - _written(folder))))
     return [name, _state(folder, step), done, loss, f"{age} ago"]
 
 

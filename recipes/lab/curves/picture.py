@@ -107,10 +107,8 @@ def _draw_over_axis(axes: Axes, panel: Panel, curves: Curves) -> None:
     axes.set_xlabel(curves.unit, fontsize=SMALL, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=curves.unit == "steps"))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-    if panel.unit == "share":
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
-    else:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    is_share = panel.unit == "share"
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%" if is_share else short(value)))
     if panel.shares:
         names, x = list(panel.shares.parts), panel.shares.x
         stacks = [np.append(share, share[-1]) for share in panel.shares.parts.values()]
@@ -158,13 +156,13 @@ def _draw_line(axes: Axes, line: Line, colour: str, *, is_alone: bool, seen: set
 def _draw_marks(axes: Axes, curves: Curves, *, named: bool) -> None:
     """Borders of stages, restarts and skipped steps; named: with the names of the stages, and a legend."""
     in_height = axes.get_xaxis_transform()  # x on the axis, y as a share of the panel's height
-    explained: set[str] = set()
+    is_alone, explained = len(curves.runs) == 1, set[str]()
     texts: list[tuple[str, float]] = []
     for mark in curves.marks:
-        colour = FAINT if len(curves.runs) == 1 else COLOURS[mark.run % len(COLOURS)]
+        colour = FAINT if is_alone else COLOURS[mark.run % len(COLOURS)]
         style: dict[str, Any] = {"color": colour, "linewidth": 0.8, "linestyle": MARKS.get(mark.what, "")}
         if mark.what == "skipped":
-            style |= {"color": RED if len(curves.runs) == 1 else colour, "marker": "x", "markersize": 4}
+            style |= {"color": RED if is_alone else colour, "marker": "x", "markersize": 4}
             axes.plot([mark.x], [0.02], transform=in_height, clip_on=False, gid=f"run-{mark.run}", **style)
         else:
             axes.axvline(mark.x, zorder=0.9, gid=f"run-{mark.run}", **style)
@@ -181,9 +179,7 @@ def _draw_marks(axes: Axes, curves: Curves, *, named: bool) -> None:
             axes.annotate(shortened(mark.text, LONGEST_NAME), (mark.x, 1.0), **place)
         elif mark.what not in explained:
             explained.add(mark.what)
-            axes.plot(
-                [], [], label=mark.what, **(style | {"color": style["color"] if len(curves.runs) == 1 else FAINT})
-            )
+            axes.plot([], [], label=mark.what, **(style | ({} if is_alone else {"color": FAINT})))
 
 
 def _draw_bars(axes: Axes, panel: Panel, curves: Curves) -> None:

@@ -31,8 +31,6 @@ BEGINNINGS = (VALIDATION, TASK, WALL, "grad_norm/")
 LARGE = 2**27
 """Bytes of metrics.jsonl, about 150,000 logged steps, of which every row is read. Of a file N times as large every Nth
 row is, and the last: no picture takes much longer, or much more memory."""
-LONGEST = 2**24
-"""Bytes of any other file. A longer one was not written by a run."""
 LARGEST = 1e100
 """Larger values are gaps, like NaN: no run measures them, and sums of them overflow."""
 RARE = (b'"skipped"', b'"validation_')
@@ -241,6 +239,6 @@ def _number(value: object) -> float:
 def _read(file: Path, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """What a file says; nothing if it cannot be read."""
     try:
-        return parse(read_whole(file, most=LONGEST).decode())
+        return parse(read_whole(file).decode())
     except (OSError, ValueError, RecursionError):
         return {}

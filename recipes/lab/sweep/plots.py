@@ -25,7 +25,7 @@ from recipes.lab.sweep.results import (
 BARS = "bars.png"
 LOSS = "loss.png"
 UNDERFLOW = "underflow.png"
-UNDERFLOW_SHOWS = "largest share of a tensor's nonzero values that a cast to float8 made zero, in any sampled step"
+UNDERFLOW_SHOWS = "Largest share of a tensor's nonzero values that a cast to float8 made zero, in any sampled step."
 
 
 def draw(sweep: Sweep, results: dict[str, Result]) -> list[Path]:

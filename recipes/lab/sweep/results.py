@@ -215,7 +215,7 @@ def remarks(sweep: Sweep) -> list[str]:
     if any(map(_emulated, sweep.rows)):
         found.append("Float8 is emulated: its speed and memory say nothing about float8 on a GPU.")
     if any(row.recipe.run.steps < LEAST_STEPS for row in sweep.rows):
-        found.append(f"Fewer than {LEAST_STEPS} steps are too short to judge losses: their differences are noise.")
+        found.append(f"Runs of fewer than {LEAST_STEPS} steps are too short to judge losses: they differ by noise.")
     return found
 
 
@@ -240,12 +240,8 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
     gaps = loss_gaps(sweep, results)
     slow = baseline_row(sweep, results)
     first = results[slow.label]["tokens_per_second_per_device"] if slow else None
-    lines = [
-        f"# {sweep.name}{', float8 emulated' if any(map(_emulated, sweep.rows)) else ''}",
-        "",
-        _conditions(sweep, done),
-        "",
-    ]
+    emulated = ", float8 emulated" if any(map(_emulated, sweep.rows)) else ""
+    lines = [f"# {sweep.name}{emulated}", "", _conditions(sweep, done), ""]
     for remark in remarks(sweep):
         lines += [f"**{remark}**", ""]
     rows = []
@@ -273,7 +269,7 @@ def _seeds(sweep: Sweep, results: dict[str, Result]) -> list[str]:
         losses = [results[row.label]["final_loss"] for row in own]
         if len(own) > 1 and None not in losses:
             rows.append([title, f"{fmean(losses):.4f}", f"{max(losses) - min(losses):.4f}"])
-    how = "Spread: most minus least; smaller loss gaps are noise. Each row is compared with the reference of its seed."
+    how = "Spread over seeds: most minus least, the noise of a loss. Loss gaps are to the reference of the same seed."
     return ["", *markdown_table(("over seeds", "final loss", "spread"), rows), "", how] if rows else []
 
 

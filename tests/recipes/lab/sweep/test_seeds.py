@@ -82,7 +82,7 @@ def test_the_spread_over_seeds_is_in_the_table(seeds: tuple[Sweep, dict[str, Res
     page = table(*seeds)
     assert "| recipe=none, 3 seeds | 4.0333 | 0.3000 |" in page
     assert "| recipe=tensorwise, 3 seeds (emulated) | 4.0467 | 0.3100 |" in page
-    assert "compared with the reference of its seed" in page and "to row recipe=none, 3 seeds." in page
+    assert "to the reference of the same seed" in page and "to row recipe=none, 3 seeds." in page
 
 
 def test_the_spread_over_seeds_is_a_band_of_the_picture(seeds: tuple[Sweep, dict[str, Result]]) -> None:
@@ -138,7 +138,10 @@ def test_pictures_say_above_them_what_to_know_first(tmp_path: Path, monkeypatch:
     draw(sweep, results(sweep, [4.0, 4.0]))
     assert list(said) == ["bars.png", "loss.png", "underflow.png"]
     for text in said.values():
-        assert "\nFloat8 is emulated: its speed" in text and "\nFewer than 100 steps are too short to judge" in text
+        assert (
+            "\nFloat8 is emulated: its speed" in text
+            and "\nRuns of fewer than 100 steps are too short to judge" in text
+        )
     assert said["underflow.png"].endswith(f"\n{UNDERFLOW_SHOWS}")
 
 
