@@ -11,15 +11,14 @@ from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.schema import Recipe
 
 UNKNOWN = "-"
-WIDE = 6
-"""Of more runs than this, the table has one line each."""
 OF_THE_RUN = ("run.name", "run.output")
 
 
 def comparison(runs: Sequence[Run]) -> list[list[str]]:
-    """The rows of a table, head first: numbers that a run has, then each value in which the recipes differ."""
+    """The rows of a table, head first: numbers that a run has, then each value in which the recipes differ.
+    Of more runs than that, a row for each."""
     rows = [["", *(run.name for run in runs)], *_numbers(runs), *_differences(runs)]
-    return [list(row) for row in zip(*rows, strict=True)] if len(runs) > WIDE else rows
+    return [list(row) for row in zip(*rows, strict=True)] if len(runs) > len(rows) else rows
 
 
 def aligned(rows: Sequence[Sequence[str]], *, most: int = 60) -> str:

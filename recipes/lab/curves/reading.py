@@ -28,8 +28,8 @@ PLAIN = {
 """The columns that are drawn, and those that begin as follows."""
 BEGINNINGS = (VALIDATION, TASK, WALL, "grad_norm/")
 
-LARGE = 2**27
-"""Bytes of metrics.jsonl, about 150,000 logged steps, of which every row is read. Of a file N times as large every Nth
+LARGE = 2**26
+"""Bytes of metrics.jsonl, about 90,000 logged steps, of which every row is read. Of a file N times as large every Nth
 row is, and the last: no picture takes much longer, or much more memory."""
 LARGEST = 1e100
 """Larger values are gaps, like NaN: no run measures them, and sums of them overflow."""
