@@ -1,10 +1,8 @@
 """Draw and compare what runs have logged, `python scripts/plot.py runs/A runs/B`, or list runs; see --help."""
 
 import argparse
-import os
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 # Ctrl-C during imports: exit at once, without a traceback of the line that was being imported.
@@ -17,9 +15,11 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
+from recipes.files.atomic import replace  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
 from recipes.files.layout import CURVES  # noqa: E402
 from recipes.files.paths import path_argument  # noqa: E402
+from recipes.files.reading import fault  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
 
@@ -47,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="RUN",
         type=path_argument,
-        help="folders of runs, such as runs/NAME, running ones as well, or metrics.jsonl; of a single folder with runs"
-        " in it, a list",
+        help="folders of runs, such as runs/NAME, running ones as well, or their metrics.jsonl; of a single folder with"
+        " runs in it, a list",
     )
     parser.add_argument(
         "--out",
@@ -67,14 +67,13 @@ def _plot(options: argparse.Namespace) -> None:
     from recipes.lab.curves.reading import folder_of, read_runs
 
     places = [folder_of(run) for run in options.runs or [Path("runs")]]
-    is_list = len(places) == 1 and not options.out and os.path.isdir(places[0])
-    if is_list and (rows := listing(places[0])) and rows[1][0] != ".":
-        tell("\n".join(aligned(rows)), to=1)
+    alone = places[0] if len(places) == 1 else Path()
+    if len(places) == 1 and not options.out and (rows := listing(alone)) and rows[1][0] != ".":
+        tell(aligned(rows), to=1)
         return
     if not options.runs:
         raise UserError("no run is in runs/; write the folders of runs, or one with runs in it")
-    beside = places[0].with_suffix(".png") if os.path.isfile(places[0]) else places[0] / CURVES
-    out: Path = options.out or (beside if len(places) == 1 else Path(CURVES))
+    out: Path = options.out or alone / CURVES
     if out.suffix not in (".png", ".html"):
         raise UserError(f"--out {out}: write a name that ends with .png or .html")
     found = curves(read_runs(places), options.x)
@@ -82,25 +81,15 @@ def _plot(options: argparse.Namespace) -> None:
         if run.unreadable:
             tell(f"{run.folder}: {run.unreadable} lines are not rows and were left out")
     if len(found.runs) > 1:
-        tell("\n".join(aligned(comparison(found.runs))), to=1)
-    from recipes.files.reading import fault
-
-    part = out.with_name(f".part-{os.getpid()}-{out.name}")
+        tell(aligned(comparison(found.runs)), to=1)
+    if out.suffix == ".png":
+        from recipes.lab.curves.picture import write_png as write
+    else:
+        from recipes.lab.curves.page import write_page as write
     try:
-        if out.suffix == ".png":
-            from recipes.lab.curves.picture import write_png
-
-            write_png(found, part)
-        else:
-            from recipes.lab.curves.page import write_page
-
-            write_page(found, part)
-        part.replace(out)
+        replace(out, lambda file: write(found, file), sync=False)
     except OSError as error:
         raise fault(f"--out {out} cannot be written", error, "; write another file") from None
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
     tell(str(out), to=1)
 
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import matplotlib
 import numpy as np
@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 
 from recipes.lab.curves.comparison import comparison
 from recipes.lab.curves.panels import Curves, Panel
-from recipes.lab.curves.picture import colour_of, colour_of_run, described, draw, heading
+from recipes.lab.curves.picture import colour_of, described, draw, heading
 from recipes.lab.curves.reading import Numbers
-from recipes.lab.curves.style import BLUE, FAINT, GRID, INK
+from recipes.lab.curves.style import BLUE, COLOURS, FAINT, GRID, INK
 
 TEMPLATE = Path(__file__).with_name("page.html")
 # Colours that page.html gives other values where the page is dark.
@@ -25,11 +25,11 @@ DIGITS = 5
 """Digits of values below the pointer."""
 
 
-def write_page(curves: Curves, file: Path) -> None:
+def write_page(curves: Curves, file: BinaryIO) -> None:
     """Write the page. Raises OSError."""
     runs = "\n".join(
-        f'<label style="--run: {_themed(colour_of_run(number, curves))}">'
-        f'<input type="checkbox" checked data-run="{number}">{html.escape(described(run, among=curves.runs))}</label>'
+        f'<label style="--run: {_themed(COLOURS[number % len(COLOURS)])}">'
+        f'<input type="checkbox" checked data-run="{number}">{html.escape(described(run))}</label>'
         for number, run in enumerate(curves.runs)
     )
     parts = {
@@ -39,7 +39,7 @@ def write_page(curves: Curves, file: Path) -> None:
         "TABLE": _table(comparison(curves.runs)) if len(curves.runs) > 1 else "",
     }
     page = TEMPLATE.read_text(encoding="utf-8")
-    file.write_text(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page), encoding="utf-8")
+    file.write(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page).encode())
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

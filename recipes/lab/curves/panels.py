@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -10,7 +11,6 @@ from parallel.errors import UserError
 from recipes.lab.curves.reading import RESTARTS, TASK, VALIDATION, WALL, Column, Numbers, Run
 
 Axis = Literal["steps", "tokens", "hours"]
-AXES: tuple[Axis, ...] = ("steps", "tokens", "hours")
 MOST = 1000
 """Points of a line. Of a longer run, each is the mean of neighbours, and the least and the most are drawn behind it."""
 SMOOTHED = 150
@@ -19,8 +19,6 @@ EARLY = 30
 FROM_ZERO = (0.0, None)
 INTERVALS = 60
 """Intervals of a run for which it is drawn what took their time."""
-MOST_BARS = 20
-"""Runs whose wall times are compared."""
 STEP, SKIPPED = "step", "skipped"
 """The parts of the wall time that come first."""
 Place = Callable[[Numbers], Numbers]
@@ -37,7 +35,7 @@ class Line:
     """What it shows besides its run, such as "allocated"; "" for the only line of a run."""
     x: Numbers
     y: Numbers
-    raw: tuple[Numbers, Numbers, Numbers] | None = None
+    raw: tuple[Numbers, ...] | None = None
     """Mean, least and most, where y is smoothed."""
     kind: int = 0
     """Lines of one name have one kind, and look alike."""
@@ -114,12 +112,14 @@ def curves(runs: Sequence[Run], axis: Axis) -> Curves:
     def lines(columns: dict[str, str], *, smooth: bool = False, dots: bool = False) -> list[Line]:
         """columns: column -> name of its line."""
         kinds = {name: kind for kind, name in enumerate(dict.fromkeys(columns.values()))}
-        return [
-            _line(number, run.columns[column], places[number], (name, kinds[name]), smooth=smooth, dots=dots)
-            for number, run in enumerate(runs)
-            for column, name in columns.items()
-            if run.has(column)
-        ]
+        found = []
+        for number, run in enumerate(runs):
+            for column, name in columns.items():
+                if run.has(column):
+                    x, *raw = thinned(places[number](run.columns[column].steps), run.columns[column].values)
+                    y = smoothed(raw[0]) if smooth else raw[0]
+                    found.append(Line(number, name, x, y, tuple(raw) if smooth else None, kinds[name], dots))
+        return found
 
     def named(beginning: str) -> dict[str, str]:
         found = dict.fromkeys(column for run in runs for column in run.named(beginning))
@@ -149,12 +149,14 @@ def curves(runs: Sequence[Run], axis: Axis) -> Curves:
         raise UserError(f"{where}: nothing can be drawn over {axis}; no row has a loss or another number")
     end = max(map(_end, runs, places))
     marks = [mark for number, run in enumerate(runs) for mark in _marks(number, run, places) if 0 <= mark.x <= end]
-    return Curves(runs, unit, end, drawn, marks)
+    apart = {(mark.run, mark.what, mark.text, round(500 * mark.x / end)): mark for mark in marks}  # to the eye
+    return Curves(runs, unit, end, drawn, list(apart.values()))
 
 
 def _norm(title: str, lines: Sequence[Line]) -> Panel:
     """Gradient norms: on a logarithmic axis where later ones explode, otherwise without the first ones."""
-    if _spans_decades(lines):
+    late = _finite(_late(lines))
+    if len(late) and late.min() > 0 and late.max() > 20 * np.median(late):
         return Panel(title, lines, is_logarithmic=True)
     return Panel(title, lines, ends=(0.0, _ends(lines)[1]))
 
@@ -172,12 +174,13 @@ def _place(run: Run, axis: Axis, factor: float) -> Place:
     """factor: what to multiply hours with. Raises UserError if the run has none."""
     if axis == "steps":
         return lambda steps: steps
-    known, there = (run.columns["tokens"].steps, run.columns["tokens"].values) if axis == "tokens" else hours(run)
+    if axis == "tokens":
+        known, there, factor = run.columns["tokens"].steps, run.columns["tokens"].values, 1.0
+    else:
+        known, there = hours(run)
     known, there = known[np.isfinite(there)], there[np.isfinite(there)]
     if not len(known):
-        of = "tokens" if axis == "tokens" else "times"
-        raise UserError(f"{run.folder}: no row has {of}, so it cannot be drawn over {axis}; write --x steps")
-    factor = 1.0 if axis == "tokens" else factor
+        raise UserError(f"{run.folder}: no row has {axis}, so it cannot be drawn over them; write --x steps")
     return lambda steps: factor * np.interp(steps, known, there)
 
 
@@ -202,22 +205,6 @@ def hours(run: Run) -> tuple[Numbers, Numbers]:
 def _at(part: Column, steps: Numbers) -> Numbers:
     """The seconds of a part of the wall time at these steps; none before its first row."""
     return np.interp(steps, part.steps, np.nan_to_num(part.values), left=0.0)
-
-
-def _line(
-    run: int,
-    column: Column,
-    place: Place,
-    name: tuple[str, int],
-    *,
-    smooth: bool,
-    dots: bool,
-) -> Line:
-    """name: and its kind."""
-    x, y, low, high = thinned(place(column.steps), column.values)
-    if smooth:
-        return Line(run, name[0], x, smoothed(y), (y, low, high), kind=name[1])
-    return Line(run, name[0], x, y, kind=name[1], dots=dots)
 
 
 def thinned(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
@@ -254,29 +241,19 @@ def _finite(lines: Iterable[Line]) -> Numbers:
 
 
 def _ends(lines: Sequence[Line]) -> tuple[float | None, float | None]:
-    """The ends of the axis: around all but the first steps of long runs, which fall fast, and single spikes of thinned
-    ones."""
+    """The ends of the axis: around all but the first steps of long runs, which fall fast."""
     if not lines or max(len(line.x) for line in lines) < 100:
         return None, None
     late, everything = _finite(_late(lines)), _finite(lines)
     if not len(late) or late.max() >= everything.max():
         return None, None
-    bottom, top = float(late.min()), float(late.max())
-    if max(len(line.x) for line in lines) == MOST:
-        low, high = (_finite(_late(lines, part)) for part in (1, 2))
-        bottom, top = float(np.quantile(low, 0.01)), float(np.quantile(high, 0.99))
-    margin = 0.08 * (top - bottom or abs(top))
-    return bottom - margin, top + margin
+    margin = 0.08 * float(late.max() - late.min() or abs(late.max()))
+    return float(late.min()) - margin, float(late.max()) + margin
 
 
-def _late(lines: Sequence[Line], part: int = 0) -> list[Line]:
-    """The lines without their first steps, not smoothed. part: 0 for means, 1 and 2 for the least and the most."""
-    return [replace(line, y=(line.raw[part] if line.raw else line.y)[len(line.y) // EARLY :]) for line in lines]
-
-
-def _spans_decades(lines: Sequence[Line]) -> bool:
-    values = _finite(_late(lines))
-    return len(values) > 0 and float(values.min()) > 0 and float(values.max()) > 20 * float(np.median(values))
+def _late(lines: Sequence[Line]) -> list[Line]:
+    """The lines without their first steps, not smoothed."""
+    return [replace(line, y=(line.raw[0] if line.raw else line.y)[len(line.y) // EARLY :]) for line in lines]
 
 
 def _marks(number: int, run: Run, places: Sequence[Place]) -> list[Mark]:
@@ -310,12 +287,7 @@ def _joints(runs: Sequence[Run], axis: Axis, loss: Sequence[Line]) -> list[Joint
 
 def is_trunk(run: Run, *, of: Run) -> bool:
     """Whether `of` says that it continues from `run`."""
-    if of.trunk is None:
-        return False
-    output, name = run.about("run", "output"), run.about("run", "name")
-    return of.trunk[0].rstrip("/") in (str(run.folder), f"{output}/{name}") or (
-        run.folder.resolve().name == of.trunk[0].rstrip("/").rpartition("/")[2]
-    )
+    return of.trunk is not None and Path(of.trunk[0]).name in (run.folder.resolve().name, run.about("run", "name"))
 
 
 def _goodput(runs: Sequence[Run], places: Sequence[Place]) -> list[Panel]:
@@ -323,8 +295,6 @@ def _goodput(runs: Sequence[Run], places: Sequence[Place]) -> list[Panel]:
     if len(runs) == 1:
         shares = _shares(runs[0], places[0])
         return [Panel("where the wall time went, between logged steps", unit="share", shares=shares)] if shares else []
-    if len(runs) > MOST_BARS:  # the table says it, too
-        return []
     taken = [{part.removeprefix(WALL): run.columns[part].last_value for part in run.named(WALL)} for run in runs]
     unit, seconds = ("hours", 3600) if max(sum(parts.values()) for parts in taken) >= 3600 else ("minutes", 60)
     bars = [{part: parts[part] / seconds for part in in_order(parts)} for parts in taken]

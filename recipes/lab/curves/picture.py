@@ -1,28 +1,27 @@
 """Draws panels with matplotlib: all in one PNG, or one by one. Imports no torch."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.typing import LineStyleType
 
-from recipes.lab.curves.comparison import comparison, fitted, shortened
-from recipes.lab.curves.panels import EARLY, SKIPPED, STEP, Curves, Line, Panel
+from recipes.lab.curves.comparison import aligned, comparison
+from recipes.lab.curves.panels import SKIPPED, STEP, Curves, Line, Panel
 from recipes.lab.curves.reading import Run, plain
-from recipes.lab.curves.style import BLUE, COLOURS, FAINT, INK, short, tidy
+from recipes.lab.curves.style import BLUE, COLOURS, FAINT, INK, short, shortened, tidy
 
 COLUMNS = 2
 MOST_NAMES = 18
 """Names in the legend of a panel."""
-TABLE_CHARACTERS, MOST_LINES = 190, 60
-"""Characters of a line of the table below the panels, and its lines. Also the most names of runs."""
+LONGEST_NAME = 25
+"""Characters of a name in a panel."""
+CHARACTERS = 190
+"""Characters of a line of the table below the panels."""
 DASHES: tuple[LineStyleType, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))
 PARTS = {
     **{STEP: BLUE, SKIPPED: "#D55E00", "restarts": FAINT, "start": "#E69F00", "first step": "#F0E442"},
@@ -35,77 +34,52 @@ SMALL = 8
 
 
 @matplotlib.rc_context({"text.parse_math": False})  # names may have dollars
-def write_png(curves: Curves, file: Path) -> None:
+def write_png(curves: Curves, file: BinaryIO) -> None:
     """All panels in one picture, and a table of several runs. Raises OSError."""
+    runs = curves.runs if len(curves.runs) > 1 else []
+    names = [described(run) for run in runs]
+    table = comparison(runs) if runs else [[""]]
     rows = -(-len(curves.panels) // COLUMNS)
-    labels = [shortened(described(run, among=curves.runs), 150) for run in curves.runs if len(curves.runs) > 1]
-    columns = max(1, min(4, 180 // (6 + max(map(len, labels), default=0))))
-    table = _first(fitted(comparison(curves.runs), TABLE_CHARACTERS), MOST_LINES) if labels else []
-    labels = _first(labels, MOST_LINES)
-    heights = [*[2.0] * rows, *([0.1 + 0.12 * len(table)] if table else [])]  # inches, without what is around panels
-    height = 0.9 + 0.18 * -(-len(labels) // columns) + 0.7 * rows + sum(heights)
+    columns = max(1, min(4, 180 // (6 + max(map(len, names), default=0))))
+    heights = [*[2.0] * rows, 0.1 + 0.12 * len(table)]  # inches, without what is around panels
+    height = 0.9 + 0.18 * -(-len(names) // columns) + 0.7 * rows + sum(heights)
     figure = Figure(figsize=(12, height), layout="constrained")
-    grid = figure.add_gridspec(len(heights), COLUMNS, height_ratios=heights)
+    grid = figure.add_gridspec(rows + 1, COLUMNS, height_ratios=heights)
     for number, panel in enumerate(curves.panels):
         row, column = divmod(number, COLUMNS)
         fills = number == len(curves.panels) - 1 and column == 0  # no empty cell beside the last one
         draw(figure.add_subplot(grid[row, :] if fills else grid[row, column]), panel, curves)
-    if table:
-        axes = figure.add_subplot(grid[rows, :])
-        axes.set_axis_off()
-        axes.text(0, 1, "\n".join(table), family="monospace", fontsize=SMALL - 1, va="top", color=INK, in_layout=False)
-    colours = [colour_of_run(number, curves) for number in range(len(labels))]
+    below = figure.add_subplot(grid[rows, :])
+    below.set_axis_off()
+    text = aligned(table, most=max(10, CHARACTERS // len(table[0]) - 2))
+    below.text(0, 1, text, family="monospace", fontsize=SMALL - 1, va="top", color=INK, in_layout=False)
     handles = [
-        Line2D([], [], color=colour, linewidth=2, label=label) for colour, label in zip(colours, labels, strict=True)
+        Line2D([], [], color=COLOURS[number % len(COLOURS)], linewidth=2, label=name)
+        for number, name in enumerate(names)
     ]
-    if handles:
-        place: dict[str, Any] = {"loc": "outside upper center", "ncols": columns, "frameon": False}
-        figure.legend(handles=handles, title=heading(curves), title_fontsize=11, fontsize=SMALL, **place)
-    else:
-        figure.suptitle(heading(curves), fontsize=11, color=INK)
+    style: dict[str, Any] = {"loc": "outside upper center", "ncols": columns, "fontsize": SMALL, "frameon": False}
+    figure.legend(handles=handles, title=heading(curves), title_fontsize=11, **style)
     figure.savefig(file, dpi=110, format="png")
-
-
-def _first(names: list[str], most: int) -> list[str]:
-    return names if len(names) <= most else [*names[: most - 1], f"and {len(names) - most + 1} more"]
 
 
 def heading(curves: Curves) -> str:
     """The title above all panels."""
-    if len(curves.runs) == 1:
-        return described(curves.runs[0])
-    shared = _place(curves.runs[0]) if _share_a_place(curves.runs) else ""
-    return f"{len(curves.runs)} runs" + (f": {shared}" if shared else "")
+    return described(curves.runs[0]) if len(curves.runs) == 1 else f"{len(curves.runs)} runs"
 
 
-def described(run: Run, *, among: Sequence[Run] = ()) -> str:
-    """A run on one line, such as "base: llama3_8b on 8 x NVIDIA H100, 900 of 1,000 steps". among: runs that may have
-    the model in common, which is then left out."""
+def described(run: Run) -> str:
+    """A run on one line, such as "base: llama3_8b, 8 x NVIDIA H100, 900 of 1,000 steps"."""
     steps, last = run.about("run", "steps"), run.columns["loss"].last or 0
-    done = f"{last:,} of {steps:,} steps" if isinstance(steps, int) and steps != last else f"{last:,} steps"
+    device, processes = run.environment.get("device"), run.environment.get("world_size")
     facts = [
-        "" if _share_a_place(among) else _place(run),
-        done,
-        f"from {shortened(str(run.about('run', 'continue_from')))}" if run.trunk else "",
+        str(run.about("model", "name") or ""),
+        f"{processes} x {device}" if device and processes else "",
+        f"{last:,} of {steps:,} steps" if isinstance(steps, int) and steps != last else f"{last:,} steps",
+        f"from {run.about('run', 'continue_from')}" if run.trunk else "",
         f"{len(run.restarts)} x restarted" if run.restarts else "",
         f"{len(run.skipped)} skipped" if run.skipped else "",
     ]
-    return plain(f"{shortened(run.name)}: {', '.join(filter(None, facts))}")
-
-
-def _share_a_place(runs: Sequence[Run]) -> bool:
-    return len({_place(run) for run in runs}) == 1
-
-
-def _place(run: Run) -> str:
-    """The model of a run, and what it runs on, as far as they are known."""
-    model, device, processes = (
-        run.about("model", "name"),
-        run.environment.get("device"),
-        run.environment.get("world_size"),
-    )
-    where = f"{processes} x {device}" if device and processes else ""
-    return shortened(plain(" on ".join(filter(None, (model if isinstance(model, str) else "", where)))))
+    return shortened(plain(f"{run.name}: {', '.join(filter(None, facts))}"), 150)
 
 
 def draw(axes: Axes, panel: Panel, curves: Curves) -> None:
@@ -120,23 +94,21 @@ def draw(axes: Axes, panel: Panel, curves: Curves) -> None:
         _draw_over_axis(axes, panel, curves)
     handles, labels = axes.get_legend_handles_labels()
     if labels:
+        if len(labels) > MOST_NAMES:
+            labels = [*labels[: MOST_NAMES - 1], f"and {len(labels) - MOST_NAMES + 1} more"]
         below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "columnspacing": 1.0}
-        columns = min(3, -(-len(labels) // 6)) if panel.lines else min(8, len(labels))
-        beside: dict[str, Any] = {} if len(panel.lines) < 50 else {"loc": "upper right"}  # "best" takes long
-        place = beside if panel.lines else below | {"handlelength": 1.0}
-        named = [shortened(label, 48 // columns) for label in _first(labels, MOST_NAMES)]
-        style: dict[str, Any] = {"fontsize": SMALL - 1, "frameon": False, "labelcolor": INK}
-        axes.legend(handles[: len(named)], named, ncols=columns, **style, **place)
+        columns = -(-len(labels) // 6) if panel.lines else min(8, len(labels))
+        place = {} if panel.lines else below | {"handlelength": 1.0}
+        style: dict[str, Any] = {"fontsize": SMALL - 1, "frameon": False, "labelcolor": INK, "ncols": columns}
+        axes.legend(handles[: len(labels)], [shortened(label, LONGEST_NAME) for label in labels], **style, **place)
 
 
 def _draw_over_axis(axes: Axes, panel: Panel, curves: Curves) -> None:
     axes.set_xlabel(curves.unit, fontsize=SMALL, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=curves.unit == "steps"))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-    if panel.unit == "share":
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
-    else:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    is_share = panel.unit == "share"
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%" if is_share else short(value)))
     if panel.shares:
         names, x = list(panel.shares.parts), panel.shares.x
         stacks = [np.append(share, share[-1]) for share in panel.shares.parts.values()]
@@ -149,7 +121,7 @@ def _draw_over_axis(axes: Axes, panel: Panel, curves: Curves) -> None:
     for line in panel.lines:
         _draw_line(axes, line, colour_of(line, curves), is_alone=len(curves.runs) == 1, seen=seen)
     for joint in panel.joints:
-        colour = colour_of_run(joint.run, curves)
+        colour = COLOURS[joint.run % len(COLOURS)]
         axes.plot(joint.x, joint.y, color=colour, linewidth=1, linestyle=":", marker="o", markersize=3)
     if panel.is_logarithmic:
         axes.set_yscale("log")
@@ -157,36 +129,12 @@ def _draw_over_axis(axes: Axes, panel: Panel, curves: Curves) -> None:
     if bottom is not None:
         axes.set_ylim(bottom, bottom + (1.08 * (axes.dataLim.y1 - bottom) or 1.0) if top is None else top)
     axes.set_xlim(0, 1.01 * curves.end)
-    if top is not None:
-        _draw_spikes(axes, panel, curves, top)
     _draw_marks(axes, curves, named=panel is curves.panels[0])
-
-
-def _draw_spikes(axes: Axes, panel: Panel, curves: Curves, top: float) -> None:
-    """Point up where single steps are above the panel and their neighbours' mean is not."""
-    for line in panel.lines:
-        if line.raw is None:
-            continue
-        above = (line.raw[0] <= top) & (line.raw[2] > top)
-        above[: len(above) // EARLY] = False
-        if above.any():
-            style: dict[str, Any] = {"marker": "^", "markersize": 4, "linestyle": "", "color": colour_of(line, curves)}
-            name = f"up to {short(float(np.nanmax(line.raw[2][above])))}"
-            axes.plot(
-                line.x[above], np.full(above.sum(), top), label=name, clip_on=False, gid=f"run-{line.run}", **style
-            )
 
 
 def colour_of(line: Line, curves: Curves) -> str:
     """The colour of the line's run or, if there is only one run, of its name."""
-    return COLOURS[line.kind % len(COLOURS)] if len(curves.runs) == 1 else colour_of_run(line.run, curves)
-
-
-def colour_of_run(run: int, curves: Curves) -> str:
-    """The colour of a run of several; of many, along a range of hues."""
-    if len(curves.runs) <= len(COLOURS):
-        return COLOURS[run]
-    return to_hex(matplotlib.colormaps["turbo"](0.05 + 0.9 * run / (len(curves.runs) - 1)))
+    return COLOURS[(line.kind if len(curves.runs) == 1 else line.run) % len(COLOURS)]
 
 
 def _draw_line(axes: Axes, line: Line, colour: str, *, is_alone: bool, seen: set[str]) -> None:
@@ -202,44 +150,36 @@ def _draw_line(axes: Axes, line: Line, colour: str, *, is_alone: bool, seen: set
     axes.plot(line.x, line.y, color=colour, linewidth=1.5, linestyle=dash, marker=marker, markersize=3.5, gid=group)
     if line.name and line.name not in seen:  # one entry for a name, of whatever runs
         seen.add(line.name)
-        style: dict[str, Any] = {"color": colour if is_alone else FAINT, "linewidth": 1.5, "linestyle": dash}
-        axes.plot([], [], label=line.name, **style)
+        axes.plot([], [], color=colour if is_alone else FAINT, linewidth=1.5, linestyle=dash, label=line.name)
 
 
 def _draw_marks(axes: Axes, curves: Curves, *, named: bool) -> None:
     """Borders of stages, restarts and skipped steps; named: with the names of the stages, and a legend."""
     in_height = axes.get_xaxis_transform()  # x on the axis, y as a share of the panel's height
-    is_alone = len(curves.runs) == 1
-    explained: set[str] = set()
-    for run, what in dict.fromkeys((mark.run, mark.what) for mark in curves.marks):
-        places = np.array([mark.x for mark in curves.marks if (mark.run, mark.what) == (run, what)])
-        apart = curves.end / 500  # those nearer to each other are one to the eye
-        places = np.unique(np.round(places / apart)) * apart
-        colour = FAINT if is_alone else colour_of_run(run, curves)
-        style: dict[str, Any] = {"color": colour, "linewidth": 0.8, "linestyle": MARKS.get(what, "")}
-        if what == "skipped":
-            style |= {"color": RED if is_alone else colour, "marker": "x", "markersize": 4}
-            axes.plot(places, [0.02] * len(places), transform=in_height, clip_on=False, gid=f"run-{run}", **style)
-        else:
-            axes.vlines(places, 0, 1, transform=in_height, zorder=0.9, gid=f"run-{run}", **style)
-        if named and what != "stage" and what not in explained:
-            explained.add(what)
-            axes.plot([], [], label=what, **(style | {"color": style["color"] if is_alone else FAINT}))
-    if named:
-        _name_stages(axes, curves)
-
-
-def _name_stages(axes: Axes, curves: Curves) -> None:
-    """Write the names of stages at their borders, near ones below each other as long as they fit."""
+    is_alone, explained = len(curves.runs) == 1, set[str]()
     texts: list[tuple[str, float]] = []
     for mark in curves.marks:
-        near = [text for text, x in texts if abs(x - mark.x) < curves.end / 8]
-        if mark.what != "stage" or mark.text in near or len(near) > 3:  # in near: of another run
+        colour = FAINT if is_alone else COLOURS[mark.run % len(COLOURS)]
+        style: dict[str, Any] = {"color": colour, "linewidth": 0.8, "linestyle": MARKS.get(mark.what, "")}
+        if mark.what == "skipped":
+            style |= {"color": RED if is_alone else colour, "marker": "x", "markersize": 4}
+            axes.plot([mark.x], [0.02], transform=in_height, clip_on=False, gid=f"run-{mark.run}", **style)
+        else:
+            axes.axvline(mark.x, zorder=0.9, gid=f"run-{mark.run}", **style)
+        if not named:
             continue
-        texts.append((mark.text, mark.x))
-        place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "va": "top"}
-        place |= {"xytext": (3, -2 - 9 * len(near)), "fontsize": SMALL - 1, "color": INK, "gid": f"run-{mark.run}"}
-        axes.annotate(shortened(mark.text, 30), (mark.x, 1.0), **place)
+        if mark.what == "stage":
+            near = [text for text, x in texts if abs(x - mark.x) < curves.end / 8]
+            if mark.text in near:  # of another run
+                continue
+            texts.append((mark.text, mark.x))
+            below = (3, -2 - 9 * len(near))
+            place: dict[str, Any] = {"xycoords": in_height, "xytext": below, "textcoords": "offset points", "va": "top"}
+            place |= {"fontsize": SMALL - 1, "color": INK, "gid": f"run-{mark.run}"}
+            axes.annotate(shortened(mark.text, LONGEST_NAME), (mark.x, 1.0), **place)
+        elif mark.what not in explained:
+            explained.add(mark.what)
+            axes.plot([], [], label=mark.what, **(style | ({} if is_alone else {"color": FAINT})))
 
 
 def _draw_bars(axes: Axes, panel: Panel, curves: Curves) -> None:
@@ -256,7 +196,7 @@ def _draw_bars(axes: Axes, panel: Panel, curves: Curves) -> None:
         if end:
             text = f" {parts.get(STEP, 0.0) / end:.1%}"
             axes.text(end, number, text, va="center", fontsize=SMALL, color=INK)
-    axes.set_yticks(range(len(curves.runs)), [shortened(run.name, 30) for run in curves.runs], fontsize=SMALL)
+    axes.set_yticks(range(len(curves.runs)), [shortened(run.name, LONGEST_NAME) for run in curves.runs], fontsize=SMALL)
     axes.set_ylim(len(curves.runs) - 0.4, -0.6)
     axes.set_xlim(0, 1.12 * max((sum(parts.values()) for parts in panel.bars), default=1.0) or 1)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))

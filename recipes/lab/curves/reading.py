@@ -3,10 +3,9 @@ a line. Imports no torch."""
 
 import json
 import os
-import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from pathlib import Path
@@ -17,7 +16,7 @@ import tomli
 
 from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, METRICS, ORIGIN, RECIPE
-from recipes.files.reading import fault
+from recipes.files.reading import fault, json_object, read_whole
 
 VALIDATION, TASK = "validation_loss", "validation_task/"
 WALL = "wall_seconds/"
@@ -30,13 +29,8 @@ PLAIN = {
 BEGINNINGS = (VALIDATION, TASK, WALL, "grad_norm/")
 
 LARGE = 2**26
-"""Bytes of metrics.jsonl, about 100,000 logged steps, of which every row is read. Of a file N times as large every Nth
-row is, and the last; of the others only loss and gradient norm, so that no spike is missing."""
-NUMBER = rb"(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)[,}]"
-BETWEEN = re.compile(rb'{"step": (\d{1,15}), .*?"loss": ' + NUMBER + rb'.*?"grad_norm": ' + NUMBER)
-"""The beginning of a row as a run writes it, of which no more is read."""
-LONGEST = 2**24
-"""Bytes of a line of metrics.jsonl, and of every other file. What is longer was not written by a run."""
+"""Bytes of metrics.jsonl, about 90,000 logged steps, of which every row is read. Of a file N times as large every Nth
+row is, and the last: no picture takes much longer, or much more memory."""
 LARGEST = 1e100
 """Larger values are gaps, like NaN: no run measures them, and sums of them overflow."""
 RARE = (b'"skipped"', b'"validation_')
@@ -142,8 +136,8 @@ def plain(text: str) -> str:
 
 def read_runs(places: list[Path]) -> list[Run]:
     """All of these runs once, with names of their own. Raises UserError for one that has no rows."""
-    once = {os.path.realpath(place): place for place in reversed([folder_of(place) for place in places])}
-    runs = [read_run(place) for place in reversed(once.values())]
+    once = {os.path.realpath(place): place for place in map(folder_of, places)}
+    runs = [read_run(place) for place in once.values()]
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -152,59 +146,40 @@ def read_runs(places: list[Path]) -> list[Run]:
 
 
 def folder_of(place: Path) -> Path:
-    """The run's folder that this place, its folder or its metrics.jsonl, means; another file as it is."""
+    """The run's folder that this place, its folder or its metrics.jsonl, means."""
     return place.parent if place.name == METRICS and not os.path.isdir(place) else place
 
 
-def read_run(place: Path) -> Run:
-    """The run of a folder, or of a file of rows, which has no recipe. Raises UserError if there is nothing to draw."""
-    is_file = os.path.isfile(place)
-    file = place if is_file else place / METRICS
-    run = Run(plain(place.stem if is_file else os.path.basename(os.path.realpath(place))), place)
+def read_run(folder: Path) -> Run:
+    """Raises UserError if there is nothing to draw."""
+    run = Run(plain(os.path.basename(os.path.realpath(folder))), folder)
+    file = folder / METRICS
     if os.path.exists(file) and not os.path.isfile(file):
         raise UserError(f"{file} cannot be read: it is not a regular file")
     try:
-        _read_rows(run, file)
+        with file.open("rb") as lines:
+            apart, line, taken = 1 + os.fstat(lines.fileno()).st_size // LARGE, b"", True
+            for number, line in enumerate(lines):
+                if taken := number % apart == 0 or any(word in line for word in RARE):
+                    take(run, line)
+            if not taken:
+                take(run, line)
     except (FileNotFoundError, NotADirectoryError):
-        what = f"has no {METRICS}: it has not logged a step yet" if place.is_dir() else "is not the folder of a run"
-        raise UserError(f"{place} {what}; write the folders of runs, such as runs/NAME") from None
+        what = f"has no {METRICS}: it has not logged a step yet" if folder.is_dir() else "is not the folder of a run"
+        raise UserError(f"{folder} {what}; write the folders of runs, such as runs/NAME") from None
     except OSError as error:
         raise fault(f"{file} cannot be read", error) from None
     if not any(column.last is not None for column in run.columns.values()):
-        raise UserError(
-            f"{file} has no rows: it is not a run's {METRICS}, or the run has not logged a step yet; draw it later"
-        )
+        raise UserError(f"{file} has no rows: the run has not logged a step yet; draw it later")
     read_about(run)
     return run
 
 
 def read_about(run: Run) -> None:
     """Fill in what the other files of the run's folder say."""
-    run.recipe, run.environment = _toml(run.folder / RECIPE), _json(run.folder / ENVIRONMENT)
-    run.origin = _json(run.folder / ORIGIN)
-
-
-def _read_rows(run: Run, file: Path) -> None:
-    with file.open("rb") as lines:
-        apart, line, taken = 1 + os.fstat(lines.fileno()).st_size // LARGE, b"", True
-        for number, line in enumerate(iter(lambda: lines.readline(LONGEST), b"")):
-            taken = number % apart == 0 or any(word in line for word in RARE) or not _take_between(run, line)
-            if taken:
-                take(run, line)
-        if not taken:
-            for column in ("loss", "grad_norm"):
-                run.columns[column].forget_from(run.columns[column].last or 0)
-            take(run, line)
-
-
-def _take_between(run: Run, line: bytes) -> bool:
-    """Take in no more than loss and gradient norm. Returns whether the line is a row that follows the others."""
-    row = BETWEEN.match(line)
-    if row is None or int(row[1]) <= (run.columns["loss"].last or 0):
-        return False
-    for column, value in (("loss", row[2]), ("grad_norm", row[3])):
-        run.columns[column].add(int(row[1]), _number(float(value)))
-    return True
+    run.recipe = _read(run.folder / RECIPE, tomli.loads)
+    run.environment = _read(run.folder / ENVIRONMENT, json_object)
+    run.origin = _read(run.folder / ORIGIN, json_object)
 
 
 def take(run: Run, line: bytes) -> None:
@@ -261,24 +236,9 @@ def _number(value: object) -> float:
     return float(value) if -LARGEST < value < LARGEST else nan
 
 
-def _toml(file: Path) -> dict[str, Any]:
+def _read(file: Path, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """What a file says; nothing if it cannot be read."""
     try:
-        return tomli.loads(_text(file))
+        return parse(read_whole(file).decode())
     except (OSError, ValueError, RecursionError):
         return {}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_text(file))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _text(file: Path) -> str:
-    """What a regular file says; of a longer one only the beginning, which is neither TOML nor JSON."""
-    if not os.path.isfile(file):
-        return ""
-    with file.open("rb") as content:
-        return content.read(LONGEST).decode()

@@ -27,3 +27,9 @@ def short(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
     return f"{value:.4g}"
+
+
+def shortened(text: str, most: int) -> str:
+    """The text without its middle where it is longer."""
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}\N{HORIZONTAL ELLIPSIS}{text[-half:]}"

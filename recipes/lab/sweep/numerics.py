@@ -9,11 +9,10 @@ from recipes.lab.sweep.grid import Row, Sweep
 from recipes.lab.sweep.results import (
     LEAST_STEPS,
     Result,
-    has_seeds,
-    is_short,
     last_quarter,
     loss_gaps,
     reference_row,
+    reference_title,
     row_title,
 )
 
@@ -93,25 +92,23 @@ def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], ro
     casts = result.get("float8", [])
     overflow = max((overflow for _, _, overflow, _ in casts), default=None)
     float8 = row.recipe.float8.recipe != "none"
+    short = float8 and row.recipe.run.steps < LEAST_STEPS
     wrong = {
         **_skipped(base, "the reference skipped"),
         **_skipped(result, "skipped"),
         "not finite": None in [loss for _, _, loss in result["curve"]] + [norm for _, norm in own],
-        "loss": loss_gap is None or abs(loss_gap) > (limit if float8 else LARGEST_NOISE),
-        "gradient norm": ratio is None or not NORM_RATIO[0] <= ratio <= NORM_RATIO[1],
+        "loss": not short and (loss_gap is None or abs(loss_gap) > (limit if float8 else LARGEST_NOISE)),
+        "gradient norm": not short and (ratio is None or not NORM_RATIO[0] <= ratio <= NORM_RATIO[1]),
         "overflow": overflow is not None and overflow > 0,
     }
-    if float8 and is_short(row):
-        wrong |= {"loss": False, "gradient norm": False}
     failures = ", ".join(name for name, failed in wrong.items() if failed)
-    if float8 and is_short(row) and not failures:
-        verdict = "too short to judge"
-    elif float8:
-        verdict = f"FAIL: {failures}" if failures else "pass" if overflow is not None else "pass, casts not sampled"
+    if float8:
+        passed = "too short to judge" if short else "pass" if overflow is not None else "pass, casts not sampled"
+        verdict = f"FAIL: {failures}" if failures else passed
     else:
         verdict = f"no {YARDSTICK}: {failures}" if failures else YARDSTICK
     return Comparison(
-        label=row.label,
+        label=row_title(row),
         loss_gap=loss_gap,
         largest_loss_gap=max(gap, key=lambda point: abs(point[1]), default=None),
         norm_ratio=ratio,
@@ -133,14 +130,11 @@ def _skipped(result: Result, prefix: str) -> dict[str, bool]:
 def numerics_table(sweep: Sweep, results: dict[str, Result]) -> str:
     """The "Numerics" section of the sweep's page, with the rule; empty if there is nothing to compare."""
     found = compare(sweep, results)
-    base = reference_row(sweep, results)
-    if not found or base is None:
+    if not found:
         return ""
     columns = ("loss gap, %", "limit, %", "largest gap", "gradient-norm ratio", "overflow", "underflow, %", "verdict")
-    titles = {row.label: row_title(row) for row in sweep.rows}
-    rows = [(titles[row.label], *_cells(row)) for row in found]
-    against = "the reference of the same seed" if has_seeds(sweep) else base.label
-    lines = markdown_table((f"against {against}", *columns), rows, align="lrrrrrrl")
+    rows = [(row.label, *_cells(row)) for row in found]
+    lines = markdown_table((f"against {reference_title(sweep, results)}", *columns), rows, align="lrrrrrrl")
     return "\n".join(["## Numerics", "", *lines, "", RULE, ""])
 
 

@@ -15,18 +15,17 @@ from recipes.lab.sweep.results import (
     Result,
     baseline_row,
     by_seed,
-    has_seeds,
     loss_gaps,
     reference_row,
-    remark_on_emulation,
-    remark_on_length,
+    reference_title,
+    remarks,
     row_title,
 )
 
 BARS = "bars.png"
 LOSS = "loss.png"
 UNDERFLOW = "underflow.png"
-UNDERFLOW_SHOWS = "largest share of a tensor's nonzero values that a cast to float8 made zero, in any sampled step"
+UNDERFLOW_SHOWS = "Largest share of a tensor's nonzero values that a cast to float8 made zero, in any sampled step."
 
 
 def draw(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
@@ -35,14 +34,13 @@ def draw(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
     devices = ", ".join(dict.fromkeys(f"{result['processes']} x {result['environment']['device']}" for result in done))
     models = ", ".join(dict.fromkeys(row.recipe.model.name for row in sweep.rows))
     head = f"{sweep.name}: {models}" + (f" on {devices}" if devices else "")
-    said = {LOSS: remark_on_length(sweep, results), UNDERFLOW: UNDERFLOW_SHOWS}
     sampled = any(result.get("float8") for result in results.values())
     drawn = []
     for name, picture, wanted in ((BARS, bars, results), (LOSS, losses, done), (UNDERFLOW, underflow, sampled)):
         if wanted:
             figure = picture(sweep, results)
-            lines = [head, remark_on_emulation(sweep), said.get(name, "")]
-            figure.suptitle("\n".join(filter(None, lines)), fontsize=10)
+            lines = [head, *remarks(sweep), *([UNDERFLOW_SHOWS] if name == UNDERFLOW else [])]
+            figure.suptitle("\n".join(lines), fontsize=10)
             figure.savefig(sweep.folder / name, dpi=DOTS_PER_INCH)
             drawn.append(sweep.folder / name)
     return drawn
@@ -53,8 +51,7 @@ def bars(sweep: Sweep, results: dict[str, Result]) -> Figure:
     figure = Figure(figsize=(11, 1.7 + 0.48 * len(results)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     left.invert_yaxis()  # the first row on top, in both panels
-    titles = {row.label: row_title(row) for row in sweep.rows}
-    left.set_yticks(range(len(results)), [titles[label] for label in results])
+    left.set_yticks(range(len(results)), [row_title(row) for row in sweep.rows if row.label in results])
     slow = baseline_row(sweep, results)
     first = results[slow.label]["tokens_per_second_per_device"] if slow else None
     for bar, (label, result) in enumerate(results.items()):
@@ -99,36 +96,36 @@ def losses(sweep: Sweep, results: dict[str, Result]) -> Figure:
         style: dict[str, Any] = {"color": colours[name], "linewidth": 2.4 if is_base else 1.4}
         style |= {"zorder": 1 if is_base else 2}
         _plot(top, curves, label=f"{name} (reference)" if is_base else name, **style)
-        if base is None:
-            continue
         if is_base and len(rows) > 1:  # how far a loss is from the mean with another seed alone
-            shared = {x: fmean(curve[x] for curve in curves) for x in curves[0] if all(x in curve for curve in curves)}
-            noise = [{x: curve[x] - mean for x, mean in shared.items()} for curve in curves]
+            mean = _mean(curves)
+            noise = [{x: curve[x] - mean[x] for x in mean} for curve in curves]
             _plot(bottom, noise, label="noise: the reference's spread over seeds", **style)
-        elif all(row.label in gaps for row in rows):
+        elif base and all(row.label in gaps for row in rows):
             _plot(bottom, [_over_tokens(results[row.label], gaps[row.label]) for row in rows], **style)
     top.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1500 -> "1.5k"
     top.set_ylabel("training loss, nats per token")
     _legend(top)
     bottom.set_xlabel("tokens")
+    if base:
+        bottom.set_ylabel(f"loss minus that of\n{reference_title(sweep, results)}")
+        bottom.legend(*bottom.get_legend_handles_labels(), frameon=False, fontsize=9)
     for axes in panels:
         tidy(axes)
-    if base:
-        reference = "the reference's\nof the same seed" if has_seeds(sweep) else f"{base.label}'s"
-        bottom.set_ylabel(f"loss minus {reference}")
-        if bottom.get_legend_handles_labels()[1]:
-            bottom.legend(frameon=False, fontsize=9)
     return figure
 
 
+def _mean(curves: Sequence[dict[int, float]]) -> dict[int, float]:
+    """The mean of curves where all have a value."""
+    return {x: fmean(curve[x] for curve in curves) for x in curves[0] if all(x in curve for curve in curves)}
+
+
 def _plot(axes: Axes, curves: Sequence[dict[int, float]], **style: Any) -> None:
-    """Draw the mean of curves where all have a value, and for several the band between the least and the most."""
-    shared = [x for x in curves[0] if all(x in curve for curve in curves)]
-    values = [[curve[x] for curve in curves] for x in shared]
-    axes.plot(shared, list(map(fmean, values)), marker=".", markersize=4, **style)
+    """Draw the mean of curves, and for several the band between the least and the most."""
+    mean = _mean(curves)
+    axes.plot(list(mean), list(mean.values()), marker=".", markersize=4, **style)
     if len(curves) > 1:
-        ends = list(map(min, values)), list(map(max, values))
-        axes.fill_between(shared, *ends, color=style["color"], alpha=0.2, linewidth=0)
+        low, high = ([end(curve[x] for curve in curves) for x in mean] for end in (min, max))
+        axes.fill_between(list(mean), low, high, color=style["color"], alpha=0.2, linewidth=0)
 
 
 def _over_tokens(result: Result, gap: Sequence[tuple[int, float]]) -> dict[int, float]:
@@ -178,14 +175,13 @@ def underflow(sweep: Sweep, results: dict[str, Result]) -> Figure:
 
 
 def _colours(sweep: Sweep, results: dict[str, Result]) -> dict[str, str]:
-    """Name of by_seed() -> colour, the same in all pictures; black for the row that others are compared with."""
-    bases = [reference_row(sweep, results, seed=row.recipe.run.seed) for row in sweep.rows]
-    references = {base.label for base in bases if base}
-    compared = any(gap for label, gap in loss_gaps(sweep, results).items() if label not in references)
+    """Title in by_seed() -> colour, the same in all pictures; black for the row that others are compared with."""
+    base = reference_row(sweep, results)
+    compared = sum(map(bool, loss_gaps(sweep, results).values())) > 1
     colours = iter(COLOURS * len(results))
     return {
-        name: "black" if compared and rows[0].label in references else next(colours)
-        for name, rows in by_seed(sweep, results).items()
+        title: "black" if compared and base in rows else next(colours)
+        for title, rows in by_seed(sweep, results).items()
     }
 
 

@@ -4,19 +4,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from parallel.errors import UserError, listed
+from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, FLOAT8_SHARES, METRICS
 from recipes.files.markdown import markdown_table
 from recipes.lab.sweep.grid import Row, Sweep, windows
 from recipes.lab.sweep.runner import Ended
 from recipes.metrics.hardware import bf16_peak
 from recipes.recipe.fields import toml
-from recipes.recipe.load import to_toml
 from recipes.training.run_folder import identity_differences
 
 LEAST_STEPS = 100
@@ -184,54 +182,41 @@ def _is_done(row: Row, results: dict[str, Result]) -> bool:
 
 
 def by_seed(sweep: Sweep, results: dict[str, Result]) -> dict[str, list[Row]]:
-    """Name -> finished rows that differ in nothing but their seed; others are alone, by their own title."""
+    """Title -> finished rows whose labels differ in nothing but the seed; other rows are alone."""
     groups: dict[str, list[Row]] = {}
     for row in sweep.rows:
         if _is_done(row, results):
-            key = to_toml(replace(row.recipe, run=replace(row.recipe.run, seed=0, name="")))
-            while row.recipe.run.seed in [other.recipe.run.seed for other in groups.get(key, [])]:
-                key += " again"
-            groups.setdefault(key, []).append(row)
-    return {_name(rows): rows for rows in groups.values()}
+            groups.setdefault(re.sub(r"(^|,)seed=\d+", "", row.label).strip(",") or "base", []).append(row)
+    return {
+        row_title(rows[0]) if len(rows) == 1 else f"{name}, {len(rows)} seeds{_emulated(rows[0])}": rows
+        for name, rows in groups.items()
+    }
 
 
-def _name(rows: Sequence[Row]) -> str:
-    if len(rows) == 1:
-        return row_title(rows[0])
-    without = re.sub(r"(^|,)seed=\d+", "", rows[0].label).strip(",") or "base"
-    return row_title(replace(rows[0], label=f"{without}, {len(rows)} seeds"))
-
-
-def has_seeds(sweep: Sweep) -> bool:
-    """Whether its rows have several seeds."""
-    return len({row.recipe.run.seed for row in sweep.rows}) > 1
-
-
-def is_emulated(row: Row) -> bool:
-    """Whether its float8 is computed in other types, as on a CPU."""
-    return row.recipe.float8.recipe != "none" and row.recipe.float8.emulate
+def reference_title(sweep: Sweep, results: dict[str, Result]) -> str:
+    """The title in by_seed() of what losses are compared with; empty if there is nothing."""
+    base = reference_row(sweep, results)
+    return next((title for title, rows in by_seed(sweep, results).items() if base in rows), "")
 
 
 def row_title(row: Row) -> str:
     """How tables and pictures call the row."""
-    return row.label + (" (emulated)" if is_emulated(row) else "")
+    return row.label + _emulated(row)
 
 
-def remark_on_emulation(sweep: Sweep) -> str:
-    """What a reader of its speeds has to know first; empty if there is nothing."""
-    emulated = any(map(is_emulated, sweep.rows))
-    return "float8 is emulated: its speed and memory say nothing about float8 on a GPU" if emulated else ""
+def _emulated(row: Row) -> str:
+    """What to add to the title of a row whose float8 is computed in other types, as on a CPU."""
+    return " (emulated)" if row.recipe.float8.recipe != "none" and row.recipe.float8.emulate else ""
 
 
-def remark_on_length(sweep: Sweep, results: dict[str, Result]) -> str:
-    """What a reader of its losses has to know first; empty if there is nothing."""
-    short = sorted({row.recipe.run.steps for row in sweep.rows if _is_done(row, results) and is_short(row)})
-    return f"too short to judge losses: {listed(short)} steps, and fewer than {LEAST_STEPS} show noise" if short else ""
-
-
-def is_short(row: Row) -> bool:
-    """Whether a loss gap of the row is noise."""
-    return row.recipe.run.steps < LEAST_STEPS
+def remarks(sweep: Sweep) -> list[str]:
+    """What a reader of the numbers has to know first."""
+    found = []
+    if any(map(_emulated, sweep.rows)):
+        found.append("Float8 is emulated: its speed and memory say nothing about float8 on a GPU.")
+    if any(row.recipe.run.steps < LEAST_STEPS for row in sweep.rows):
+        found.append(f"Runs of fewer than {LEAST_STEPS} steps are too short to judge losses: they differ by noise.")
+    return found
 
 
 def baseline_row(sweep: Sweep, results: dict[str, Result]) -> Row | None:
@@ -253,24 +238,19 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
     """The sweep's page in Markdown."""
     done = [result for result in results.values() if result["outcome"] == "done"]
     gaps = loss_gaps(sweep, results)
-    base = reference_row(sweep, results)
     slow = baseline_row(sweep, results)
     first = results[slow.label]["tokens_per_second_per_device"] if slow else None
-    lines = [
-        f"# {sweep.name}{', float8 emulated' if remark_on_emulation(sweep) else ''}",
-        "",
-        _conditions(sweep, done),
-        "",
-    ]
-    for remark in filter(None, (remark_on_emulation(sweep), remark_on_length(sweep, results))):
-        lines += [f"**{remark[0].upper()}{remark[1:]}.**", ""]
+    emulated = ", float8 emulated" if any(map(_emulated, sweep.rows)) else ""
+    lines = [f"# {sweep.name}{emulated}", "", _conditions(sweep, done), ""]
+    for remark in remarks(sweep):
+        lines += [f"**{remark}**", ""]
     rows = []
     for row in sweep.rows:
         result = results.get(row.label)
         cells = _cells(result, first, gaps.get(row.label)) if result else ["not run yet"]
         rows.append([row_title(row), *cells, *[""] * (len(COLUMNS) - 1 - len(cells))])
     lines += markdown_table(COLUMNS, rows)
-    lines += _seeds(sweep, results, gaps)
+    lines += _seeds(sweep, results)
     failed = [result for result in results.values() if result["outcome"] != "done"]
     if failed:
         lines += ["", "Rows that failed:", ""]
@@ -279,30 +259,18 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
     if skipping:
         lines += ["", "Rows that skipped optimizer steps because gradients were not finite or far too large:", ""]
         lines += [f"- {result['label']}: {', '.join(map(str, result['skipped_steps']))}" for result in skipping]
-    return "\n".join([*lines, "", _how_to_read(sweep, base, slow), ""])
+    return "\n".join([*lines, "", _how_to_read(sweep, reference_title(sweep, results), slow), ""])
 
 
-def _seeds(sweep: Sweep, results: dict[str, Result], gaps: dict[str, list[tuple[int, float]]]) -> list[str]:
+def _seeds(sweep: Sweep, results: dict[str, Result]) -> list[str]:
     """The table of rows that differ in their seed; empty if there are none."""
-
-    def cells(numbers: Sequence[float | None]) -> list[str]:
-        known = [number for number in numbers if number is not None]
-        return [f"{fmean(known):.4f}", f"{max(known) - min(known):.4f}"] if len(known) > 1 else ["unknown"] * 2
-
     rows = []
-    for name, own in by_seed(sweep, results).items():
-        curves = [results[row.label]["curve"] for row in own if len(own) > 1]
-        losses = [mean_gap([(step, loss) for step, _, loss in curve if loss is not None]) for curve in curves]
-        if losses:
-            rows.append([name, *cells(losses), *cells([mean_gap(gaps.get(row.label, [])) for row in own])])
-    if not rows:
-        return []
-    how = (
-        "Means over the seeds of the loss in the last quarter of the logged steps, and of the loss gap to the reference"
-        " of the same seed. Spread: most minus least. A loss no further from the reference's than the spread is noise;"
-        " so is a gap that is smaller than its spread."
-    )
-    return ["", *markdown_table(("over seeds", "loss", "spread", "loss gap", "spread of the gap"), rows), "", how]
+    for title, own in by_seed(sweep, results).items():
+        losses = [results[row.label]["final_loss"] for row in own]
+        if len(own) > 1 and None not in losses:
+            rows.append([title, f"{fmean(losses):.4f}", f"{max(losses) - min(losses):.4f}"])
+    how = "Spread over seeds: most minus least, the noise of a loss. Loss gaps are to the reference of the same seed."
+    return ["", *markdown_table(("over seeds", "final loss", "spread"), rows), "", how] if rows else []
 
 
 def _cells(result: Result, first: float | None, gap: Sequence[tuple[int, float]] | None) -> list[str]:
@@ -345,11 +313,9 @@ def _conditions(sweep: Sweep, done: Sequence[Result]) -> str:
     return " ".join(lines)
 
 
-def _how_to_read(sweep: Sweep, base: Row | None, slow: Row | None) -> str:
+def _how_to_read(sweep: Sweep, reference: str, slow: Row | None) -> str:
     first = sweep.rows[0]
-    compared = f"row {base.label}" if base else "no row, because none without float8 has finished"
-    if base and has_seeds(sweep):
-        compared += ", or the first one without float8 of its seed"
+    compared = f"row {reference}" if reference else "no row, because none without float8 has finished"
     return (
         f"Step time: the median over windows of `metrics.every` = {toml(first.recipe.metrics.every)} steps (first row);"
         " the loop waits for the device only at the end of a window. Windows that begin before step"

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -150,8 +151,7 @@ def outcome_and_reason(code: int, errors: str) -> tuple[Outcome, str]:
 
 def _short(text: str) -> str:
     """The text on one line of limited length."""
-    line = " ".join(text.split())
-    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."
+    return textwrap.shorten(text, LONGEST_REASON, placeholder="...")
 
 
 def _kill_all(mark: str, process: subprocess.Popen[bytes] | None) -> None:
