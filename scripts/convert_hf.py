@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     import torch
 
     from recipes.weights.convert import export_checkpoint, import_folder
-    from recipes.weights.upload import upload_folder
+    from recipes.weights.publish import upload_folder
 
     interrupts: list[int] = []
 
