@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from recipes.data.config import DataConfig
     from recipes.data.text.chat import ChatTemplate
     from recipes.evaluation.opened import OpenedModel
+    from recipes.evaluation.sampling import Sampling
     from recipes.weights.locate import Weights
 
 
@@ -86,13 +87,13 @@ def _leave(number: int, frame: object) -> None:
     os._exit(ended_by(number))
 
 
-def _generate(options: argparse.Namespace) -> int:
+def _sampling(options: argparse.Namespace, *, in_chat: bool) -> "Sampling":
+    """How to choose tokens. Raises UserError for options that do not go together, before a large model is read."""
     from recipes.evaluation.sampling import Sampling  # torch, from here on
 
     given = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
     sampling = Sampling(**given | {"temperature": options.temperature or 0.0})
-    sampling.require_possible()  # before a large model is read
-    in_chat = bool(options.chat or options.chat_template)
+    sampling.require_possible()
     if options.prompt is None and not in_chat:
         raise UserError("write the text to continue, or --chat for a conversation")
     if in_chat and options.prefix is not None:
@@ -101,6 +102,12 @@ def _generate(options: argparse.Namespace) -> int:
         (options.prompt or "").encode()
     except UnicodeEncodeError:
         raise UserError("the prompt is not UTF-8 text") from None
+    return sampling
+
+
+def _generate(options: argparse.Namespace) -> int:
+    in_chat = bool(options.chat or options.chat_template)
+    sampling = _sampling(options, in_chat=in_chat)
 
     from models.decoder import Decoder
     from recipes.evaluation.by_transformers import check_search, open_exported, write_texts

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from parallel.errors import UserError
 from recipes.data.text.chat_template import MEMORY, SECONDS, TODAY
-from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG
+from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG, read_beside
 from recipes.files.paths import user_path
 from recipes.files.reading import fault, json_object, read_patiently, read_whole
 
@@ -103,15 +103,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 def read_chat_files(folder: Path) -> dict[str, str]:
     """File name -> text of the files in a tokenizer's folder that chats need. Raises UserError."""
-    found = {}
-    for name in (TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS):
-        file = folder / name
-        try:
-            if file.exists():
-                found[name] = read_patiently(partial(read_whole, file, most=MAX_BYTES), what=str(file)).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file} cannot be read: {error}") from None
-    return found
+    return read_beside(folder, (TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS))
 
 
 def chat_files(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:

@@ -42,22 +42,24 @@ def with_tokens_beside(text: str, file: Path) -> str:
     if isinstance(content.get("model"), dict) and content["model"].get("dropout"):
         content["model"]["dropout"] = None
         text = json.dumps(content, ensure_ascii=False)
-    files = {name: _read(folder / name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS) if name in names}
-    config = files.get(TOKENIZER_CONFIG, {})
+    found = read_beside(folder, {TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS} & names)
+    config, special, added = (
+        json.loads(found.get(name, "{}")) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS)
+    )
     if asked := [name for name, usual in REFUSED.items() if config.get(name, usual) != usual]:
         raise UserError(f"{folder / TOKENIZER_CONFIG}: {asked[0]} is not supported; take it out")
     try:
-        missing = [*_missing(config, files.get(SPECIAL_TOKENS, {}), files.get(ADDED_TOKENS, {}), own, content)]
+        missing = [*_missing(config, special, added, own, content)]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        where = " or ".join(str(folder / name) for name in files)
+        where = " or ".join(str(folder / name) for name in found)
         raise UserError(f"{where} cannot be used: its tokens are not as transformers writes them ({error})") from None
     return _with_added(text, content, missing) if missing else text
 
 
 def named_end(file: Path) -> str:
     """The token that ends texts by the tokenizer_config.json beside a tokenizer.json; "" where there is none."""
-    beside = file.with_name(TOKENIZER_CONFIG)
-    return end_of(_read(beside)) if file.name == TOKENIZER and beside.exists() else ""
+    found = read_beside(file.parent, (TOKENIZER_CONFIG,)) if file.name == TOKENIZER else {}
+    return end_of(json.loads(found.get(TOKENIZER_CONFIG, "{}")))
 
 
 def end_of(config: Mapping[str, Any]) -> str:
@@ -66,12 +68,24 @@ def end_of(config: Mapping[str, Any]) -> str:
     return str(end.get("content", "") if isinstance(end, dict) else end or "")
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return json_object(read_patiently(partial(read_whole, file, most=MAX_BYTES), what=str(file)).decode())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{file} cannot be used: {reason}; copy it again, or delete it") from None
+def read_beside(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """File name -> text of those of these files that are in the folder; of .json files, one JSON object. Raises
+    UserError."""
+    found = {}
+    for name in names:
+        file = folder / name
+        try:
+            found[name] = read_patiently(partial(read_whole, file, most=MAX_BYTES), what=str(file)).decode()
+            if name.endswith(".json"):
+                json_object(found[name])
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(
+                f"{file} cannot be used: {reason}; copy it again, or delete it to go on without it"
+            ) from None
+    return found
 
 
 def _token(given: Any, *, special: bool = False) -> Token:

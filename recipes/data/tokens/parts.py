@@ -130,18 +130,14 @@ def require_intact(folder: Path, *, besides: Collection[int]) -> None:
     shards are removed from there on, so that its command makes them again. besides: shards that were just written."""
     if not whole_parts(folder):
         return
-    found = [(part, shard) for part, shards in parts_in(folder).items() for shard in shards]
-    others = [(part, shard) for part, shard in found if shard.number not in besides]
-    pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="verify")
-    try:
-        for (part, shard), problem in zip(
-            others, pool.map(partial(damage, folder), [one for _, one in others]), strict=True
-        ):
-            if problem:
-                remove_from(folder, shard.number)
-                raise UserError(f"part {part} in '{folder}' is damaged: {problem}; make it again with --part {part}")
-    finally:
-        pool.shutdown(cancel_futures=True)
+    every = ((part, shard) for part, shards in parts_in(folder).items() for shard in shards)
+    others = [(part, shard) for part, shard in every if shard.number not in besides]
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="verify") as pool:
+        problems = [*pool.map(partial(damage, folder), [shard for _, shard in others])]
+    for (part, shard), problem in zip(others, problems, strict=True):
+        if problem:
+            remove_from(folder, shard.number)
+            raise UserError(f"part {part} in '{folder}' is damaged: {problem}; make it again with --part {part}")
 
 
 def missing_parts(folder: Path) -> str:
