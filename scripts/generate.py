@@ -115,6 +115,7 @@ def _generate(options: argparse.Namespace) -> int:
     from recipes.evaluation.generate import choose_device, continue_text, open_model
     from recipes.training.console import CONTROLS
     from recipes.training.run_folder import data_of_run
+    from recipes.weights.companions import repetition_penalty
     from recipes.weights.locate import find_weights
 
     search = {"beams": options.beams, "outputs": options.outputs}
@@ -122,7 +123,9 @@ def _generate(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, _leave)
     device, dtype = choose_device(options.device, options.dtype)
     weights = find_weights(options.model)
-    sampling = replace(sampling, repetition_penalty=weights.description.repetition_penalty(where=weights.path))
+    sampling = replace(
+        sampling, repetition_penalty=repetition_penalty(weights.description.companions, where=weights.path)
+    )
     open_as = open_exported if max(search.values()) > 1 else open_model
     opened = open_as(weights, dtype=dtype, device=device)
     if options.temperature is None:

@@ -31,6 +31,7 @@ from models.hf_config import INSTALL
 from parallel.errors import UserError
 from recipes.evaluation.sampling import Sampling
 from recipes.evaluation.scoring import Prompt, Scored, continuations, log_likelihoods
+from recipes.weights.companions import repetition_penalty
 from recipes.weights.description import Description
 from recipes.weights.hf_folder import write_description
 
@@ -181,7 +182,7 @@ def harness_model(scored: Scored, description: Description) -> HarnessModel:
         tokenizer_of(description),
         ends=description.ends(where=Path()),  # read before, so that the place is not named
         vocabulary=description.model.vocabulary,
-        repetition_penalty=description.repetition_penalty(where=Path()),
+        repetition_penalty=repetition_penalty(description.companions, where=Path()),
     )
 
 

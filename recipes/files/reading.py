@@ -122,19 +122,14 @@ def is_folder(path: Path) -> bool:
 def read_whole(file: Path, *, most: int = LARGEST_TEXT) -> bytes:
     """The contents of a file. Raises OSError, also for one of more than `most` bytes, and for a pipe or a device, whose
     contents may never end."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # or opening a pipe would wait for somebody to write to it
-    try:
-        about = os.fstat(descriptor)
-        if stat.S_ISDIR(about.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as content:
+        about = os.fstat(content.fileno())
         if not stat.S_ISREG(about.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(file))
         if about.st_size > most:
             raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(file))
-        with os.fdopen(descriptor, "rb", closefd=False) as content:
-            return content.read()
-    finally:
-        os.close(descriptor)
+        return content.read()
 
 
 def read_text(file: Path, *, errors: str = "strict") -> str:

@@ -207,10 +207,8 @@ def taken_over(progress: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """What the fork takes over of the progress in this checkpoint."""
     found = {key: progress[key] for key in CONTINUED if key in progress}
     if "history" not in found:  # of an older version, which had neither stages nor forks
-        trunk, entries = (
-            stage_of(trunk_recipe(checkpoint), _step(checkpoint)).recipe,
-            read_data_state(checkpoint)["sources"],
-        )
+        trunk = stage_of(trunk_recipe(checkpoint), _step(checkpoint)).recipe
+        entries = read_data_state(checkpoint)["sources"]
         length, sources = trunk.batch.sequence_length, trunk.data.sources
         window = Window(max(1, trunk.data.shuffle_tokens // length) * length, False)
         raw = () if trunk.data.has_pairs else sources

@@ -72,7 +72,6 @@ class Weights:
     def tokenizer(self) -> "Tokenizer":
         """The tokenizer of the folder. Raises UserError where it is missing or does not fit the model."""
         from recipes.data.text.tokenizer import build_tokenizer
-        from recipes.data.text.tokens_beside import named_end
 
         try:
             ends = self.facts.eos_token_id
@@ -80,7 +79,6 @@ class Weights:
                 self.description.tokenizer,
                 where=self.path / TOKENIZER,
                 ends=ends if isinstance(ends, tuple) else () if ends is None else (ends,),
-                named_end=named_end(self.path / TOKENIZER),
             )
         except TemporaryError:
             raise
