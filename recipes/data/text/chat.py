@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from parallel.errors import UserError
 from recipes.data.text.chat_template import MEMORY, SECONDS, TODAY
-from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG, read_beside
+from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG, read_beside, text_of
 from recipes.files.paths import user_path
 from recipes.files.reading import fault, json_object, read_patiently, read_whole
 
@@ -140,7 +140,7 @@ def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict
             "data.chat_date: the chat template writes today's date, but tokens must not depend on the day that they are"
             ' made; write the date that it shall use, such as chat_date = "2026-01-31"'
         )
-    tokens = {name: _content(value) for name, value in {**special, **config}.items() if name.endswith("_token")}
+    tokens = {name: text_of(value) for name, value in {**special, **config}.items() if name.endswith("_token")}
     return {
         "template": text,
         "special_tokens": tuple(sorted((name, token) for name, token in tokens.items() if token and name in text)),
@@ -163,7 +163,3 @@ def _named(templates: Any) -> str:
     if not isinstance(templates, str | None):
         raise ValueError("chat_template must be a text, or a list of names and templates")
     return templates or ""
-
-
-def _content(token: Any) -> str:
-    return token if isinstance(token, str) else str(token.get("content", "")) if isinstance(token, dict) else ""

@@ -64,8 +64,12 @@ def named_end(file: Path) -> str:
 
 def end_of(config: Mapping[str, Any]) -> str:
     """The token that ends texts by the contents of a tokenizer_config.json; "" where they name none."""
-    end = config.get("eos_token")
-    return str(end.get("content", "") if isinstance(end, dict) else end or "")
+    return text_of(config.get("eos_token"))
+
+
+def text_of(token: Any) -> str:
+    """The text of a special token, as these files have it, by itself or with its flags; "" for anything else."""
+    return token if isinstance(token, str) else str(token.get("content", "")) if isinstance(token, dict) else ""
 
 
 def read_beside(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -82,9 +86,7 @@ def read_beside(folder: Path, names: Iterable[str]) -> dict[str, str]:
             continue
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise UserError(
-                f"{file} cannot be used: {reason}; copy it again, or delete it to go on without it"
-            ) from None
+            raise UserError(f"{file} cannot be used: {reason}; copy it again, or do without it: delete it") from None
     return found
 
 
@@ -104,10 +106,8 @@ def _missing(
 ) -> Iterator[Token]:
     """The tokens that tokenizer.json lacks or has with other flags, in the order in which transformers adds them."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    named: dict[str, Any] = {
-        name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)
-    }
-    named |= {name: config[name] for name in NAMED if config.get(name)}
+    texts = (name for name, value in config.items() if name.endswith("_token") and isinstance(value, str))
+    named = {name: config[name] for name in (*texts, *NAMED) if config.get(name)}
     beside: dict[int, Token] = {}
     if "added_tokens_decoder" in config:
         beside = {int(number): _token(token) for number, token in config["added_tokens_decoder"].items()}
