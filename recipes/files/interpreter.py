@@ -43,12 +43,11 @@ def _on_error(kind: Any, error: Any, trace: Any) -> None:
     ours = Path(sys.prefix) == ROOT / ".venv"  # set up by scripts/setup.sh: no other Python would help
     if isinstance(error, ModuleNotFoundError) and package and not ours and importlib.util.find_spec(package) is None:
         _refuse("lacks the package " + package)
-    if isinstance(error, (MemoryError, RuntimeError)):
-        from recipes.files.limits import limit_behind
+    from recipes.files.limits import limit_behind
 
-        said = limit_behind(error)
-        if said is not None:
-            _exit(said)
+    said = limit_behind(error)
+    if said:
+        _exit(said)
     traceback.print_exception(kind, error, trace)
 
 
