@@ -40,8 +40,7 @@ from recipes.data.tokens.workspace import (
     whole_shards,
     would_read_itself,
 )
-from recipes.files.paths import user_path
-from recipes.files.reading import may_pass
+from recipes.files.reading import may_pass, user_path
 from recipes.files.units import counted
 
 if TYPE_CHECKING:

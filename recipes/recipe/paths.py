@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import FROM_CONFIG, FROM_WEIGHTS
-from recipes.files.paths import path_problem, shorten
-from recipes.files.reading import is_remote
+from recipes.files.reading import is_remote, path_problem, shorten
 from recipes.recipe.fields import Problem, toml
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from parallel.config import ActivationCheckpointingConfig, AttentionConfig, Comp
 from parallel.errors import listed
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.evaluation.config import ValidationConfig
-from recipes.files.paths import user_path
+from recipes.files.reading import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.metrics.hardware import MEMORY, hardware_of
 from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of

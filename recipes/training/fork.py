@@ -13,8 +13,7 @@ from recipes.data.history import Segment, Window, to_json
 from recipes.data.text.sources import is_prepared
 from recipes.files.atomic import write_whole
 from recipes.files.layout import CHECKPOINTS, ORIGIN, RECIPE, checkpoint_step, checkpoint_steps, step_folder
-from recipes.files.paths import user_path
-from recipes.files.reading import is_folder, is_remote, names_in, read_text
+from recipes.files.reading import is_folder, is_remote, names_in, read_text, user_path
 from recipes.recipe.fields import COMMAND_LINE, field_types, toml, value_of
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe

@@ -13,8 +13,7 @@ import tomli
 from models.config import ModelConfig, TextFacts
 from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import CHECKPOINTS, MODEL, RECIPE, TOKENIZER, checkpoint_steps, step_folder
-from recipes.files.paths import user_path
-from recipes.files.reading import is_folder, is_remote, names_in, read_text
+from recipes.files.reading import is_folder, is_remote, names_in, read_text, user_path
 from recipes.weights.description import HF_CONFIG, Description, read_description
 
 if TYPE_CHECKING:  # what a run without weights does not need is imported where it is used

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from parallel.errors import UserError
 from recipes.data.text.chat_template import MEMORY, SECONDS, TODAY
 from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG, read_beside, text_of
-from recipes.files.paths import user_path
-from recipes.files.reading import fault, json_object, read_patiently, read_whole
+from recipes.files.reading import fault, json_object, read_patiently, read_whole, user_path
 
 TEMPLATE = "chat_template.jinja"
 MOST_ENDS = 5

@@ -13,8 +13,7 @@ import xxhash
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import TOKENIZER
-from recipes.files.paths import user_path
-from recipes.files.reading import is_remote, read_patiently, read_whole
+from recipes.files.reading import is_remote, read_patiently, read_whole, user_path
 
 if TYPE_CHECKING:
     import tokenizers

@@ -20,7 +20,7 @@ from recipes.data.text.tokenizer import (
     training_size,
 )
 from recipes.files.atomic import write_whole
-from recipes.files.paths import user_path
+from recipes.files.reading import user_path
 
 if TYPE_CHECKING:
     from recipes.data.text.pair_format import PairFields

@@ -19,8 +19,7 @@ from recipes.data.text.row import BROKEN, PIECE, Fields, File, Place, names_of
 from recipes.data.text.sources import find_files
 from recipes.data.tokens.shards import INDEX, OWNER, PART_SHARDS, PARTS, Shard, read_shard
 from recipes.data.tokens.workspace import Preparation, alone, damage, publish, remove_from
-from recipes.files.paths import user_path
-from recipes.files.reading import fault
+from recipes.files.reading import fault, user_path
 
 DIVIDED = 64
 """A file is divided if it is larger than this fraction of a part. Others stay whole, and the parts are nearly equal."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from parallel.errors import UserError
-from recipes.files.paths import user_path
+from recipes.files.reading import user_path
 from recipes.lab.plan.screen import Money
 from recipes.plan.hardware import GPUS
 
