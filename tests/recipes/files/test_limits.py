@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.files.limits import limit_behind
+from recipes.files.interpreter import limit_behind
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.slow
