@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from parallel.errors import TemporaryError, UserError, listed
+from parallel.errors import TemporaryError, UserError
 from parallel.messages import Channel, Messages
 from parallel.nodes import Node, arrange, require
 
@@ -124,23 +124,19 @@ def _place() -> tuple[int, int, int] | None:
 
     Raises UserError for what another launcher has set, which would train many times, or wait for nobody.
     """
-    given = {name: value for name in LAUNCHED if (value := os.environ.get(name))}
+    given = {name: os.environ.get(name, "") for name in LAUNCHED}
     remedy = "scripts/run.sh starts the processes of a node; to use this one alone, unset"
-    if given.get("WORLD_SIZE", "1") == "1" and not {"RANK", "LOCAL_RANK"} <= given.keys():
+    if given["WORLD_SIZE"] in ("", "1") and not (given["RANK"] and given["LOCAL_RANK"]):
         if many := next((name for name in TASKS if os.environ.get(name, "1") != "1"), None):
             raise UserError(f"{many}={os.environ[many]}: each of these processes would do the same; {remedy} {many}")
         return None
-    if missing := [name for name in LAUNCHED if name not in given]:
-        written = listed(f"{name}={given[name]}" for name in ("RANK", "WORLD_SIZE") if name in given)
-        raise UserError(f"{written} without {listed(missing)}, which torchrun sets, too; {remedy} RANK and WORLD_SIZE")
-    try:
-        rank, local_rank, size = (int(given[name]) for name in LAUNCHED[:3])
-    except ValueError:
-        rank, local_rank, size = -1, -1, 0
-    if not 0 <= rank < size or local_rank < 0:
-        written = ", ".join(f"{name}={given[name]}" for name in LAUNCHED[:3])
-        raise UserError(f"{written} is no place among processes; {remedy} RANK and WORLD_SIZE")
-    return rank, local_rank, size
+    if all(given.values()):
+        with suppress(ValueError):
+            rank, local_rank, size = (int(given[name]) for name in LAUNCHED[:3])
+            if 0 <= rank < size and local_rank >= 0:
+                return rank, local_rank, size
+    written = ", ".join(f"{name}={value}" for name, value in given.items())
+    raise UserError(f"{written}: not what torchrun sets; {remedy} RANK and WORLD_SIZE")
 
 
 @contextmanager

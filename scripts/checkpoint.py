@@ -17,7 +17,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.checkpoint import look  # noqa: E402
-from recipes.files.paths import path_argument  # noqa: E402
+from recipes.files.reading import path_argument  # noqa: E402
 
 USAGE = """\
 checkpoint.py list PATH      a table of checkpoints: step, size, visible damage

@@ -15,7 +15,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.files.paths import path_argument  # noqa: E402
+from recipes.files.reading import path_argument  # noqa: E402
 
 USAGE = """\
 convert_hf.py import FOLDER CHECKPOINT                    Hugging Face folder to new checkpoint
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     import torch
 
     from recipes.weights.convert import export_checkpoint, import_folder
-    from recipes.weights.upload import upload_folder
+    from recipes.weights.publish import upload_folder
 
     interrupts: list[int] = []
 

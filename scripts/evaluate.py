@@ -29,7 +29,7 @@ explain_wrong_interpreter()
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.atomic import write_whole  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, leave  # noqa: E402
-from recipes.files.paths import path_argument  # noqa: E402
+from recipes.files.reading import path_argument  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import nn

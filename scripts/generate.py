@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from recipes.data.config import DataConfig
     from recipes.data.text.chat import ChatTemplate
     from recipes.evaluation.opened import OpenedModel
+    from recipes.evaluation.sampling import Sampling
     from recipes.weights.locate import Weights
 
 
@@ -86,13 +87,13 @@ def _leave(number: int, frame: object) -> None:
     os._exit(ended_by(number))
 
 
-def _generate(options: argparse.Namespace) -> int:
+def _sampling(options: argparse.Namespace, *, in_chat: bool) -> "Sampling":
+    """How to choose tokens. Raises UserError for options that do not go together, before a large model is read."""
     from recipes.evaluation.sampling import Sampling  # torch, from here on
 
     given = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
     sampling = Sampling(**given | {"temperature": options.temperature or 0.0})
-    sampling.require_possible()  # before a large model is read
-    in_chat = bool(options.chat or options.chat_template)
+    sampling.require_possible()
     if options.prompt is None and not in_chat:
         raise UserError("write the text to continue, or --chat for a conversation")
     if in_chat and options.prefix is not None:
@@ -101,6 +102,12 @@ def _generate(options: argparse.Namespace) -> int:
         (options.prompt or "").encode()
     except UnicodeEncodeError:
         raise UserError("the prompt is not UTF-8 text") from None
+    return sampling
+
+
+def _generate(options: argparse.Namespace) -> int:
+    in_chat = bool(options.chat or options.chat_template)
+    sampling = _sampling(options, in_chat=in_chat)
 
     from models.decoder import Decoder
     from recipes.evaluation.by_transformers import check_search, open_exported, write_texts
@@ -108,6 +115,7 @@ def _generate(options: argparse.Namespace) -> int:
     from recipes.evaluation.generate import choose_device, continue_text, open_model
     from recipes.training.console import CONTROLS
     from recipes.training.run_folder import data_of_run
+    from recipes.weights.companions import repetition_penalty
     from recipes.weights.locate import find_weights
 
     search = {"beams": options.beams, "outputs": options.outputs}
@@ -115,7 +123,9 @@ def _generate(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, _leave)
     device, dtype = choose_device(options.device, options.dtype)
     weights = find_weights(options.model)
-    sampling = replace(sampling, repetition_penalty=weights.description.repetition_penalty(where=weights.path))
+    sampling = replace(
+        sampling, repetition_penalty=repetition_penalty(weights.description.companions, where=weights.path)
+    )
     open_as = open_exported if max(search.values()) > 1 else open_model
     opened = open_as(weights, dtype=dtype, device=device)
     if options.temperature is None:

@@ -18,8 +18,7 @@ from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.atomic import replace  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
 from recipes.files.layout import CURVES  # noqa: E402
-from recipes.files.paths import path_argument  # noqa: E402
-from recipes.files.reading import fault  # noqa: E402
+from recipes.files.reading import fault, path_argument  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
 

@@ -27,8 +27,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
-from recipes.files.paths import path_argument, user_path  # noqa: E402
-from recipes.files.reading import may_pass  # noqa: E402
+from recipes.files.reading import may_pass, path_argument, user_path  # noqa: E402
 from recipes.files.screen import Screen, open_missing, tell  # noqa: E402
 from recipes.files.units import counted  # noqa: E402
 

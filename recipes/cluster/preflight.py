@@ -21,7 +21,7 @@ from parallel.nodes import Node, abbreviated
 from recipes.cluster.findings import Room, report, wrong_results
 from recipes.cluster.links import clock_bounds, measure_links
 from recipes.files.layout import holds_results
-from recipes.files.paths import user_path
+from recipes.files.reading import user_path
 from recipes.files.version import of_package
 from recipes.metrics.throughput import device_name
 

@@ -40,8 +40,7 @@ from recipes.data.tokens.workspace import (
     whole_shards,
     would_read_itself,
 )
-from recipes.files.paths import user_path
-from recipes.files.reading import may_pass
+from recipes.files.reading import may_pass, user_path
 from recipes.files.units import counted
 
 if TYPE_CHECKING:
@@ -130,10 +129,9 @@ def open_data(
         UserError: if a source, its text or the tokenizer is bad, or the hub does not answer.
     """
     resumed, resumed_validation = (resumed_data_state.get(part, {}) for part in ("sources", "validation"))
-    prepared = {name for name in section.sources if is_prepared(name)}
     texts = {name: resumed.get(name, {}).get("source") or pinned(name) for name in section.sources}
     cache = user_path(section.cache)
-    raw = [text for name, text in texts.items() if name not in prepared]
+    raw = [text for name, text in texts.items() if not is_prepared(name)]
     others = [source for source in dict.fromkeys(validation.values()) if source != HELD_OUT]
     _look_at([*raw, *(source for source in others if not is_prepared(source))], section, cache, launch)
     tokenizer = _loaded(tokenizer, raw or list(texts.values()), section, cache, launch)

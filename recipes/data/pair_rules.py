@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from recipes.data.config import DataConfig
 from recipes.data.text.sources import is_stdlib
-from recipes.files.paths import user_path
+from recipes.files.reading import user_path
 
 TWO_FIELDS = "prompt_field and answer_field"
 FIELDS = f'{TWO_FIELDS}, or messages_field = "messages"'

@@ -14,7 +14,7 @@ Answer = Callable[[str, Callable[[str], object]], object]
 
 
 def read_message() -> str:
-    """The next line of standard input. Raises EOFError after the last one, UserError if it is closed."""
+    """The next line of standard input; /exit after the last one. Raises UserError if it is closed."""
     if not isinstance(sys.stdin, TextIOWrapper):
         raise UserError("a conversation reads standard input, which is closed; write the prompt after the model")
     if sys.stdin.errors != "surrogateescape":  # refused after the first read
@@ -23,7 +23,9 @@ def read_message() -> str:
         import readline  # noqa: F401  # input() then edits lines and remembers them
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # so that readline puts the terminal back
     try:
-        return input("> " if on_terminal else "")
+        return input("> " if on_terminal else "").strip()
+    except EOFError:
+        return END
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, before)
         signal.raise_signal(signal.SIGINT)
@@ -33,24 +35,16 @@ def read_message() -> str:
 
 
 def converse(template: ChatTemplate, answer: Answer, *, read: Callable[[], str], show: Callable[[str], object]) -> None:
-    """Answer messages, each with all those before it, until there are no more or one is /exit.
+    """Answer messages, each with all those before it, until one is /exit.
 
     Args:
         template: makes the prompt of the messages.
         answer: see Answer.
-        read: returns the next message. Raises EOFError after the last one.
+        read: returns the next message; empty ones are passed over.
         show: shows a piece of an answer, or why there is none; that message is then forgotten.
     """
     messages: list[dict[str, str]] = []
-    while True:
-        try:
-            message = read()
-        except EOFError:
-            return
-        if message.strip() == END:
-            return
-        if not message.strip():
-            continue
+    for message in filter(None, iter(read, END)):
         pieces: list[str] = []
 
         def note(piece: str, pieces: list[str] = pieces) -> None:

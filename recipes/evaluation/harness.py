@@ -31,6 +31,7 @@ from models.hf_config import INSTALL
 from parallel.errors import UserError
 from recipes.evaluation.sampling import Sampling
 from recipes.evaluation.scoring import Prompt, Scored, continuations, log_likelihoods
+from recipes.weights.companions import repetition_penalty
 from recipes.weights.description import Description
 from recipes.weights.hf_folder import write_description
 
@@ -45,15 +46,14 @@ SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 class HarnessModel(TemplateLM):
     """Our model, as the harness asks it."""
 
-    def __init__(
-        self, scored: Scored, tokenizer: Any, *, ends: Sequence[int], vocabulary: int, repetition_penalty: float
-    ) -> None:
-        """tokenizer: of transformers, as in the exported folder. ends: tokens that end a generated text. vocabulary:
-        entries in the model's embedding. repetition_penalty: of generation_config.json."""
+    def __init__(self, scored: Scored, description: Description) -> None:
+        """Raises UserError for a description that cannot be used."""
         super().__init__()
-        self.scored, self.tokenizer = scored, tokenizer
-        self._vocabulary, self._repetition_penalty = vocabulary, repetition_penalty
-        self.ends = {*ends, tokenizer.eos_token_id}
+        self.scored, self._vocabulary = scored, description.model.vocabulary
+        self._repetition_penalty = repetition_penalty(description.companions, where=Path())
+        ends = description.ends(where=Path())  # before its texts are written, so that this place is not named
+        self.tokenizer = tokenizer_of(description)
+        self.ends = {*ends, self.tokenizer.eos_token_id}
 
     @property
     def eot_token_id(self) -> int:
@@ -176,13 +176,7 @@ def harness_model(scored: Scored, description: Description) -> HarnessModel:
     """The model of a checkpoint, a folder or a run, as the harness asks it. Raises UserError."""
     if description.model.is_encoder_decoder:
         raise UserError("tasks are evaluated with models that continue a text, not with encoder-decoder models")
-    return HarnessModel(
-        scored,
-        tokenizer_of(description),
-        ends=description.ends(where=Path()),  # read before, so that the place is not named
-        vocabulary=description.model.vocabulary,
-        repetition_penalty=description.repetition_penalty(where=Path()),
-    )
+    return HarnessModel(scored, description)
 
 
 # Tasks

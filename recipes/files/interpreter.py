@@ -43,13 +43,24 @@ def _on_error(kind: Any, error: Any, trace: Any) -> None:
     ours = Path(sys.prefix) == ROOT / ".venv"  # set up by scripts/setup.sh: no other Python would help
     if isinstance(error, ModuleNotFoundError) and package and not ours and importlib.util.find_spec(package) is None:
         _refuse("lacks the package " + package)
-    if isinstance(error, (MemoryError, RuntimeError)):
-        from recipes.files.limits import limit_behind
-
-        said = limit_behind(error)
-        if said is not None:
-            _exit(said)
+    said = limit_behind(error)
+    if said:
+        _exit(said)
     traceback.print_exception(kind, error, trace)
+
+
+def limit_behind(error: BaseException) -> str:
+    """What to say of an error that a limit of the shell or job causes; "" for any other, or if none is set."""
+    text = str(error) or "memory ran out"
+    threads = "can't start new thread" in text or "Resource temporarily unavailable" in text
+    if not threads and not isinstance(error, MemoryError):
+        return ""
+    found = []
+    for name, number, unit in (("-u", resource.RLIMIT_NPROC, 1), ("-v", resource.RLIMIT_AS, 1024)):
+        limit = resource.getrlimit(number)[0]
+        if limit != resource.RLIM_INFINITY and (threads or name == "-v"):
+            found.append(f"ulimit {name} ({limit // unit:,})")
+    return f"{text}: a limit of this shell or job is too low; raise {' or '.join(found)}" if found else ""
 
 
 def _refuse(what: str) -> None:

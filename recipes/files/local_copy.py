@@ -12,7 +12,7 @@ import xxhash
 
 from parallel.errors import UserError
 from recipes.files.lock import NoLocks, open_locked
-from recipes.files.paths import user_path
+from recipes.files.reading import user_path
 from recipes.files.remote import download, find
 
 COPIES = Path("~/.cache/shardwright")

@@ -151,7 +151,7 @@ class FolderLock:
         file, began, waits = folder / LOCK, time.monotonic(), False
         while True:
             try:
-                if self._holds(file):
+                if self._descriptor is not None and _is_still(file, self._descriptor):
                     return False
                 if self._try(file):
                     return True
@@ -179,9 +179,6 @@ class FolderLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-    def _holds(self, file: Path) -> bool:
-        return self._descriptor is not None and _is_still(file, self._descriptor)
 
     def _try(self, file: Path) -> bool:
         """Whether the lock is ours now."""

@@ -1,5 +1,5 @@
-"""Reading from a disk that may fail for a moment, such as a network file system: a fault is not damage, and a folder
-that cannot be listed is not empty. Imports no torch."""
+"""Paths as people write them, and reading from a disk that may fail for a moment, such as a network file system: a
+fault is not damage, and a folder that cannot be listed is not empty. Imports no torch."""
 
 import errno
 import json
@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,8 +31,53 @@ LARGEST_TEXT = 1_000_000_000
 """Bytes of the largest file that is read as one text."""
 PAUSES = (1.0, 4.0)
 """Seconds before each further attempt to read."""
+LONGEST_NAME, LONGEST_PATH = 255, 4095
+"""Bytes; those of Linux."""
+SHOWN = 100
+"""Characters of a text in a message."""
 
 Result = TypeVar("Result")
+
+
+def user_path(text: str | Path) -> Path:
+    """The path, with the home folder for ~. Raises UserError if no file or folder can have it."""
+    if problem := path_problem(text):
+        raise UserError(f"'{shorten(str(text))}' {problem}")
+    return Path(text).expanduser()
+
+
+def path_problem(text: str | Path, *, inside: int = 0) -> str:
+    """What is wrong with a path that no file or folder can have, and what to write instead; "" if nothing is.
+
+    inside: bytes that names inside this folder need.
+    """
+    if "\0" in str(text):
+        return "has a NUL character in it, which no path can have; remove it"
+    try:
+        path = os.fsencode(Path(text).expanduser())
+    except RuntimeError:  # no such user, or one without a name and HOME
+        first = shorten(Path(text).parts[0])
+        return f"begins with {first}, but that home folder is not known; set HOME, or write the whole path"
+    if (longest := max(map(len, path.split(b"/")))) > LONGEST_NAME:
+        return f"has a name of {longest:,} bytes in it, more than {LONGEST_NAME}; write a shorter one"
+    if len(path) + inside > LONGEST_PATH:
+        room = f", with {inside} for the names inside" if inside else ""
+        return f"has {len(path):,} bytes, more than the {LONGEST_PATH:,} of a path{room}; write a shorter one"
+    return ""
+
+
+def path_argument(text: str) -> Path:
+    """user_path() for argparse, which exits with 2 and names the option."""
+    try:
+        return user_path(text)
+    except UserError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+def shorten(text: str) -> str:
+    """The text on a line of a message, without its end if it is long, and without what would change the screen."""
+    start = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:SHOWN])
+    return start if len(text) <= SHOWN else f"{start}..."
 
 
 def is_remote(place: str) -> bool:
@@ -122,19 +168,14 @@ def is_folder(path: Path) -> bool:
 def read_whole(file: Path, *, most: int = LARGEST_TEXT) -> bytes:
     """The contents of a file. Raises OSError, also for one of more than `most` bytes, and for a pipe or a device, whose
     contents may never end."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # or opening a pipe would wait for somebody to write to it
-    try:
-        about = os.fstat(descriptor)
-        if stat.S_ISDIR(about.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as content:
+        about = os.fstat(content.fileno())
         if not stat.S_ISREG(about.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(file))
         if about.st_size > most:
             raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(file))
-        with os.fdopen(descriptor, "rb", closefd=False) as content:
-            return content.read()
-    finally:
-        os.close(descriptor)
+        return content.read()
 
 
 def read_text(file: Path, *, errors: str = "strict") -> str:

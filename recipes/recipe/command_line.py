@@ -25,7 +25,6 @@ from recipes.recipe.fields import (
     value_of,
 )
 from recipes.recipe.schema import Recipe
-from recipes.recipe.synonyms import FIELDS
 
 ORIGIN = COMMAND_LINE
 OPTIONS = ("check", "plan", "processes", "nodes", "help")
@@ -94,6 +93,8 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem
     groups = {}
     for key, values in found:
         if (annotation := field_types().get(key)) is None:
+            from recipes.recipe.synonyms import FIELDS
+
             close = [] if key in FIELDS else get_close_matches(key, (*OPTIONS, *OF_PLAN), n=1)
             message = f"unknown; did you mean --{close[0]}?" if close else unknown_key(key)
             message = "needs --plan" if key in OF_PLAN else message

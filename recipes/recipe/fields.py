@@ -17,7 +17,7 @@ from annotated_types import Interval, MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from parallel.errors import TemporaryError, UserError, listed
-from recipes.files.paths import shorten
+from recipes.files.reading import shorten
 from recipes.recipe.schema import ONE_OR_SEVERAL, Recipe
 
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}

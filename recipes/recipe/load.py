@@ -12,8 +12,7 @@ import tomli
 from models.config import CUSTOM, FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.files.paths import SHOWN, user_path
-from recipes.files.reading import fault, read_whole
+from recipes.files.reading import SHOWN, fault, read_whole, user_path
 from recipes.recipe.fields import (
     MOST_PROBLEMS,
     Problem,

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import FROM_CONFIG, FROM_WEIGHTS
-from recipes.files.paths import path_problem, shorten
-from recipes.files.reading import is_remote
+from recipes.files.reading import is_remote, path_problem, shorten
 from recipes.recipe.fields import Problem, toml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,9 +65,7 @@ def located(text: str, beside: Path) -> str:
     pattern = Path(*takewhile(lambda part: part != "**", Path(text).parts))
 
     def is_in(folder: Path) -> bool:
-        if os.path.lexists(folder / text) or os.path.lexists(folder / pattern):
-            return True
-        return glob.has_magic(text) and any(glob.iglob(str(Path(glob.escape(str(folder)), pattern))))
+        return os.path.lexists(folder / text) or any(glob.iglob(str(pattern), root_dir=folder))
 
     if text.startswith("~") or is_in(Path()):
         return text

@@ -15,7 +15,7 @@ from parallel.config import ActivationCheckpointingConfig, AttentionConfig, Comp
 from parallel.errors import listed
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.evaluation.config import ValidationConfig
-from recipes.files.paths import user_path
+from recipes.files.reading import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.metrics.hardware import MEMORY, hardware_of
 from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
@@ -154,10 +154,7 @@ def violations(
         ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
         ("mesh compile.enabled run.device", tensor_can_overlap(mesh, compile=recipe.compile, device=run.device)),
         ("mesh attention.backend", gather_has_a_kernel(mesh, attention=recipe.attention)),
-        (
-            "batch.global_batch_size batch.micro_batch_size mesh",
-            batch_divides(recipe.batch, mesh=mesh, **world),
-        ),
+        ("batch.global_batch_size batch.micro_batch_size mesh", batch_divides(recipe.batch, mesh=mesh, **world)),
         ("attention data.document_mask run.device", attention_has_a_kernel(recipe)),
         ("attention fsdp.param_dtype model", flash3_fits(recipe.attention, recipe.fsdp, model=model)),
         ("activation_checkpointing model", blocks_can_recompute(recipe.activation_checkpointing, model=model)),

@@ -11,7 +11,7 @@ from parallel.errors import TemporaryError, UserError
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.evaluation.config import ValidationConfig
 from recipes.files.layout import TOKENIZER
-from recipes.files.paths import path_problem, user_path
+from recipes.files.reading import path_problem, user_path
 from recipes.recipe.fields import Violation, one_line, refusal_of, toml
 from recipes.recipe.paths import WRITTEN
 

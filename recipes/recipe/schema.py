@@ -22,7 +22,7 @@ from parallel.config import (
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import BatchConfig, DataConfig
 from recipes.evaluation.config import ValidationConfig
-from recipes.files.paths import user_path
+from recipes.files.reading import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 

@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 KEYS = {
-    "run.steps": "max_steps num_steps total_steps train_steps training_steps max_iters train_iters num_train_steps"
-    " epochs num_epochs num_train_epochs",
-    "run.name": "run_name experiment_name exp_name job_name",
+    "run.steps": "max_steps num_steps total_steps train_steps training_steps max_iters train_iters num_train_epochs",
     "run.output": "output_dir out_dir save_dir dump_folder",
     "model.weights": "model_name_or_path pretrained init_from load_from checkpoint_path",
     "model.name": "model_name flavor architecture",
@@ -18,8 +16,7 @@ KEYS = {
     "model.vocabulary": "vocab_size padded_vocab_size",
     "data.source": "dataset dataset_name dataset_path data_path train_data train_file data_dir",
     "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_name_or_path",
-    "batch.sequence_length": "seq_len seq_length sequence_len max_seq_len max_seq_length max_length block_size"
-    " context_length context_len n_ctx",
+    "batch.sequence_length": "seq_len seq_length max_seq_len max_seq_length max_length block_size context_length n_ctx",
     "batch.global_batch_size": "gradient_accumulation_steps grad_accum_steps accumulation_steps train_batch_size gbs",
     "batch.micro_batch_size": "per_device_train_batch_size local_batch_size device_batch_size mbs",
     "mesh.tensor": "tp tensor_parallel tensor_model_parallel",
@@ -34,15 +31,11 @@ KEYS = {
     "fsdp.param_dtype": "dtype torch_dtype precision mixed_precision bf16 fp16",
     "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
     "optimizer.grad_clip": "max_grad_norm max_norm clip_grad gradient_clipping gradient_clip_val clip_grad_norm",
-    "optimizer.weight_decay": "wd",
-    "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
-    "optimizer.eps": "adam_epsilon adam_eps",
     "schedule.kind": "lr_scheduler lr_scheduler_type lr_schedule lr_decay_style",
     "schedule.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps warmup_ratio",
     "schedule.min_lr_ratio": "min_lr lr_min final_lr",
     "checkpoint.every": "save_steps save_every save_interval checkpoint_interval ckpt_interval",
     "checkpoint.keep": "save_total_limit keep_last keep_latest_k",
-    "checkpoint.resume": "resume_from_checkpoint resume_from",
     "metrics.every": "logging_steps log_every log_interval log_freq",
     "metrics.wandb": "use_wandb enable_wandb report_to",
     "validation.every": "eval_steps eval_every eval_interval val_interval",

@@ -7,7 +7,7 @@ from typing import Any
 from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
-from recipes.files.paths import user_path
+from recipes.files.reading import user_path
 from recipes.plan.calibration import calibrated
 from recipes.plan.hardware import gpu_of
 from recipes.plan.rates import RATES

@@ -13,8 +13,7 @@ from recipes.data.history import Segment, Window, to_json
 from recipes.data.text.sources import is_prepared
 from recipes.files.atomic import write_whole
 from recipes.files.layout import CHECKPOINTS, ORIGIN, RECIPE, checkpoint_step, checkpoint_steps, step_folder
-from recipes.files.paths import user_path
-from recipes.files.reading import is_folder, is_remote, names_in, read_text
+from recipes.files.reading import is_folder, is_remote, names_in, read_text, user_path
 from recipes.recipe.fields import COMMAND_LINE, field_types, toml, value_of
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
@@ -207,10 +206,8 @@ def taken_over(progress: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """What the fork takes over of the progress in this checkpoint."""
     found = {key: progress[key] for key in CONTINUED if key in progress}
     if "history" not in found:  # of an older version, which had neither stages nor forks
-        trunk, entries = (
-            stage_of(trunk_recipe(checkpoint), _step(checkpoint)).recipe,
-            read_data_state(checkpoint)["sources"],
-        )
+        trunk = stage_of(trunk_recipe(checkpoint), _step(checkpoint)).recipe
+        entries = read_data_state(checkpoint)["sources"]
         length, sources = trunk.batch.sequence_length, trunk.data.sources
         window = Window(max(1, trunk.data.shuffle_tokens // length) * length, False)
         raw = () if trunk.data.has_pairs else sources

@@ -32,7 +32,7 @@ def write_results(
         show_sample(model, loader, recipe.batch, count, device=world.device, seed=seed, log=log)
     if recipe.checkpoint.export_hf and describe:
         from recipes.weights.convert import export_model
-        from recipes.weights.model_card import with_card
+        from recipes.weights.publish import with_card
 
         checkpoint = step_folder(recipe.run.folder / CHECKPOINTS, recipe.run.steps)
         description = with_card(describe(), checkpoint) if world.is_main else describe()

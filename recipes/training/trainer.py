@@ -105,9 +105,8 @@ class Trainer:
             texts, mesh = self.loader.validation_batches(self.recipe.validation.batches), self.built.mesh
             for name, text in texts.items():
                 batches = self.clock.with_progress(text)
-                loss = mean_loss(self.built.model, batches, mesh=mesh)
-                self.recorder.log_validation(self.step, name, loss)
-                self.validation_loss[name] = loss
+                self.validation_loss[name] = mean_loss(self.built.model, batches, mesh=mesh)
+                self.recorder.log_validation(self.step, name, self.validation_loss[name])
             self.recorder.log_tasks(self.step, self.tasks())
 
     def _save(self) -> None:
@@ -116,11 +115,8 @@ class Trainer:
         with self.clock.synchronized(SAVE):
             require_sound_state(self.built, self.world)  # last, so that little happens before it is copied
             self.recorder.sync()
-            progress = (
-                self.loader.progress(self.step)
-                | self.guard.state()
-                | self.recorder.state(finished=self.step == self.recipe.run.steps)
-            )
+            progress = self.loader.progress(self.step) | self.guard.state()
+            progress |= self.recorder.state(finished=self.step == self.recipe.run.steps)
             self.checkpoints.save(self.built.model, self.built.optimizer, step=self.step, progress=progress)
 
     def _save_last(self) -> bool:

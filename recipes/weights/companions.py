@@ -6,14 +6,13 @@ A run that starts from such a folder keeps these texts in its checkpoints, and e
 import json
 import math
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError, listed
-from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG, end_of, with_tokens_beside
+from recipes.data.text.tokens_beside import SPECIAL_TOKENS, TOKENIZER_CONFIG, end_of, read_beside, with_tokens_beside
 from recipes.files.layout import TOKENIZER
-from recipes.files.reading import fault, json_object, names_in, read_patiently, read_whole
+from recipes.files.reading import fault, names_in, read_whole
 
 GENERATION_CONFIG = "generation_config.json"
 COMPANIONS = (TOKENIZER_CONFIG, SPECIAL_TOKENS, "chat_template.jinja", GENERATION_CONFIG)
@@ -35,20 +34,7 @@ CONVERT_TOKENIZER = 'AutoTokenizer.from_pretrained("{folder}").save_pretrained("
 
 def read_companions(folder: Path) -> dict[str, str]:
     """File name -> text of those that a folder has. Raises UserError for one that is damaged."""
-    found = {}
-    for name in COMPANIONS:
-        file = folder / name
-        try:
-            found[name] = read_patiently(partial(read_whole, file, most=MAX_BYTES), what=str(file)).decode()
-            if name.endswith(".json"):
-                json_object(found[name])
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise UserError(
-                f"{file} cannot be used: {reason}; copy it again, or delete it to train and export without it"
-            ) from None
+    found = read_beside(folder, COMPANIONS)
     _ = generation_ends(found, where=folder), repetition_penalty(found, where=folder)
     return found
 

@@ -24,7 +24,7 @@ from recipes.weights import hf_folder
 from recipes.weights.description import Description, checkpoint_files
 from recipes.weights.hf_folder import DTYPE_BYTES, Entry
 from recipes.weights.locate import Weights, find_weights
-from recipes.weights.model_card import with_card
+from recipes.weights.publish import with_card
 
 Box = tuple[slice, ...]
 """A range for each axis of a tensor."""

@@ -43,12 +43,6 @@ class Description:
         named = tokenizer_ends(self.companions, self.tokenizer)
         return tuple(dict.fromkeys((*ends, *generation_ends(self.companions, where=where), *named)))
 
-    def repetition_penalty(self, *, where: Path) -> float:
-        """That of the generation settings. where: they are from."""
-        from recipes.weights.companions import repetition_penalty
-
-        return repetition_penalty(self.companions, where=where)
-
 
 def checkpoint_files(description: Description) -> dict[str, str]:
     """Name -> text of the files that describe the model in a checkpoint."""

@@ -22,8 +22,7 @@ from parallel.errors import TemporaryError, UserError, listed
 from recipes.data.text.tokens_beside import TOKENIZER_CONFIG
 from recipes.files.layout import TOKENIZER
 from recipes.files.lock import written_alone
-from recipes.files.paths import user_path
-from recipes.files.reading import fault, is_folder, json_object, may_pass, names_in, read_whole
+from recipes.files.reading import fault, is_folder, json_object, may_pass, names_in, read_whole, user_path
 from recipes.weights.companions import (
     GENERATION_CONFIG,
     OUR_CLASS,

@@ -13,8 +13,7 @@ import tomli
 from models.config import ModelConfig, TextFacts
 from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import CHECKPOINTS, MODEL, RECIPE, TOKENIZER, checkpoint_steps, step_folder
-from recipes.files.paths import user_path
-from recipes.files.reading import is_folder, is_remote, names_in, read_text
+from recipes.files.reading import is_folder, is_remote, names_in, read_text, user_path
 from recipes.weights.description import HF_CONFIG, Description, read_description
 
 if TYPE_CHECKING:  # what a run without weights does not need is imported where it is used
@@ -72,7 +71,6 @@ class Weights:
     def tokenizer(self) -> "Tokenizer":
         """The tokenizer of the folder. Raises UserError where it is missing or does not fit the model."""
         from recipes.data.text.tokenizer import build_tokenizer
-        from recipes.data.text.tokens_beside import named_end
 
         try:
             ends = self.facts.eos_token_id
@@ -80,7 +78,6 @@ class Weights:
                 self.description.tokenizer,
                 where=self.path / TOKENIZER,
                 ends=ends if isinstance(ends, tuple) else () if ends is None else (ends,),
-                named_end=named_end(self.path / TOKENIZER),
             )
         except TemporaryError:
             raise

@@ -12,7 +12,7 @@ from recipes.data.pair_sequences import Pairing
 from recipes.data.text.chat import chat_settings, read_chat_files
 from recipes.data.text.pair_format import PairFormat
 from recipes.data.text.tokens_beside import TOKENIZER_CONFIG
-from recipes.files.paths import user_path
+from recipes.files.reading import user_path
 from recipes.weights.companions import GENERATION_CONFIG
 from recipes.weights.locate import InitialWeights, Weights
 

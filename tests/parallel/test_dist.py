@@ -71,14 +71,14 @@ JOB = {"RANK": "0", "WORLD_SIZE": "2", **HERE}
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
+        (JOB, "RANK=0, LOCAL_RANK=, WORLD_SIZE=2, MASTER_ADDR=127.0.0.1, MASTER_PORT=29500: not what torchrun sets; "),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR=, MASTER_PORT=: not what torchrun sets"),
+        ({"RANK": "", "WORLD_SIZE": "8"}, "RANK=, LOCAL_RANK=, WORLD_SIZE=8, MASTER_ADDR=, MASTER_PORT=: not what"),
+        (JOB | {"LOCAL_RANK": "0", "RANK": "2"}, "RANK=2, LOCAL_RANK=0, WORLD_SIZE=2, MASTER_ADDR=127.0.0.1, MASTER"),
         (
-            JOB,
-            "RANK=0 and WORLD_SIZE=2 without LOCAL_RANK, which torchrun sets, too; scripts/run.sh starts the process",
+            JOB | {"LOCAL_RANK": "one"},
+            "RANK=0, LOCAL_RANK=one, WORLD_SIZE=2, MASTER_ADDR=127.0.0.1, MASTER_PORT=29500:",
         ),
-        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "without MASTER_ADDR and MASTER_PORT, which"),
-        ({"RANK": "", "WORLD_SIZE": "8"}, "WORLD_SIZE=8 without RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which"),
-        (JOB | {"LOCAL_RANK": "0", "RANK": "2"}, "RANK=2, LOCAL_RANK=0, WORLD_SIZE=2 is no place among processes"),
-        (JOB | {"LOCAL_RANK": "one"}, "LOCAL_RANK=one, WORLD_SIZE=2 is no place among processes"),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4: each of these processes would do the same; scripts/"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2: each of these processes would do the same"),
         ({"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "1", **HERE}, ""),

@@ -47,7 +47,7 @@ def test_folder_that_cannot_be_uploaded_is_refused_in_one_sentence(
     for words, message in (
         (("hf", "me/model"), "hf was not uploaded: [Errno 111] Connection refused; log in with 'hf auth login' on"),
         (("hf", "model"), "'model' is no name on the hub: it must be OWNER/MODEL"),
-        (("hf", "me/mo del"), "'me/mo del' is no name on the hub: "),
+        (("hf", "me/mo del"), "hf was not uploaded: Repo id must "),
         (("checkpoint", "me/model"), "checkpoint is a checkpoint; export it first: convert_hf.py export checkpoint "),
         (("missing", "me/model"), "missing does not exist"),
     ):

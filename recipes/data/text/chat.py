@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 from parallel.errors import UserError
 from recipes.data.text.chat_template import MEMORY, SECONDS, TODAY
-from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG
-from recipes.files.paths import user_path
-from recipes.files.reading import fault, json_object, read_patiently, read_whole
+from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG, read_beside, text_of
+from recipes.files.reading import fault, json_object, read_patiently, read_whole, user_path
 
 TEMPLATE = "chat_template.jinja"
 MOST_ENDS = 5
@@ -103,15 +102,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 def read_chat_files(folder: Path) -> dict[str, str]:
     """File name -> text of the files in a tokenizer's folder that chats need. Raises UserError."""
-    found = {}
-    for name in (TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS):
-        file = folder / name
-        try:
-            if file.exists():
-                found[name] = read_patiently(partial(read_whole, file, most=MAX_BYTES), what=str(file)).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file} cannot be read: {error}") from None
-    return found
+    return read_beside(folder, (TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS))
 
 
 def chat_files(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:
@@ -148,7 +139,7 @@ def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict
             "data.chat_date: the chat template writes today's date, but tokens must not depend on the day that they are"
             ' made; write the date that it shall use, such as chat_date = "2026-01-31"'
         )
-    tokens = {name: _content(value) for name, value in {**special, **config}.items() if name.endswith("_token")}
+    tokens = {name: text_of(value) for name, value in {**special, **config}.items() if name.endswith("_token")}
     return {
         "template": text,
         "special_tokens": tuple(sorted((name, token) for name, token in tokens.items() if token and name in text)),
@@ -171,7 +162,3 @@ def _named(templates: Any) -> str:
     if not isinstance(templates, str | None):
         raise ValueError("chat_template must be a text, or a list of names and templates")
     return templates or ""
-
-
-def _content(token: Any) -> str:
-    return token if isinstance(token, str) else str(token.get("content", "")) if isinstance(token, dict) else ""

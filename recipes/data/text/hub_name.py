@@ -10,7 +10,7 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.data.text.row import reason
-from recipes.files.paths import user_path
+from recipes.files.reading import user_path
 
 HUB_PREFIX = "hf:"
 COMMIT = re.compile(r"[0-9a-f]{40}")

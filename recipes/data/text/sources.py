@@ -15,8 +15,7 @@ import xxhash
 from parallel.errors import UserError
 from recipes.data.text.plain_text import PIECES, text_rule, what_a_document_is
 from recipes.data.text.readers import ARRAY, file_kind
-from recipes.files.paths import user_path
-from recipes.files.reading import fault, is_remote, may_pass, patiently, read_patiently
+from recipes.files.reading import fault, is_remote, may_pass, patiently, read_patiently, user_path
 
 if TYPE_CHECKING:
     from recipes.data.text.hub_name import HubDataset

@@ -13,8 +13,7 @@ import xxhash
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import TOKENIZER
-from recipes.files.paths import user_path
-from recipes.files.reading import is_remote, read_patiently, read_whole
+from recipes.files.reading import is_remote, read_patiently, read_whole, user_path
 
 if TYPE_CHECKING:
     import tokenizers
@@ -90,10 +89,8 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
     nothing and does not import tokenizers: reads a tokenizer.json as plain JSON."""
     try:
         if (size := training_size(spec)) is None:
-            from recipes.data.text.tokens_beside import named_end
-
             path = tokenizer_file(spec)
-            needed = _read_ids(read_tokenizer(path), where=path, named_end=named_end(path)).largest_needed
+            needed = _read_ids(read_tokenizer(path), where=path).largest_needed
             if needed >= vocabulary:
                 return (
                     f"'{path}' has ids up to {needed}, but model.vocabulary is {vocabulary}; raise model.vocabulary "
@@ -204,9 +201,11 @@ class Ids(NamedTuple):
     end_of_document: int
 
 
-def _read_ids(text: str, *, where: Path, ends: Sequence[int] = (), named_end: str = "") -> Ids:
+def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> Ids:
     """The ids in a tokenizer.json, read as JSON. Documents end with the first of `ends` that is an added token, or else
-    the first of END_OF_DOCUMENT_NAMES and named_end that is any token."""
+    the first that is any token of END_OF_DOCUMENT_NAMES and what tokenizer_config.json beside the file names."""
+    from recipes.data.text.tokens_beside import named_end
+
     wrong = f"data.tokenizer: '{where}' is not a tokenizer.json as Hugging Face tokenizers writes it"
     try:
         content: Any = json.loads(text)
@@ -223,7 +222,7 @@ def _read_ids(text: str, *, where: Path, ends: Sequence[int] = (), named_end: st
         raise UserError(f"{wrong}: no entries under 'model.vocab'") from error
     # The id of an ordinary word is a mistake, such as a model family's default.
     given = [end for end in ends if end in added_ids.values()]
-    names = [ids[name] for name in (*END_OF_DOCUMENT_NAMES, named_end) if name and name in ids]
+    names = [ids[name] for name in (*END_OF_DOCUMENT_NAMES, named_end(where)) if name and name in ids]
     if not given + names:
         raise UserError(
             f"data.tokenizer: '{where}' has no token that ends a document; looked for"
@@ -233,13 +232,10 @@ def _read_ids(text: str, *, where: Path, ends: Sequence[int] = (), named_end: st
     return Ids(largest, max([*words, end_of_document]), end_of_document)
 
 
-def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = (), named_end: str = "") -> Tokenizer:
-    """The tokenizer of a tokenizer.json with this text. Raises UserError, naming `where` the text is from.
-
-    ends: ids that the model's config gives for the end of a document, best first. named_end: the token that
-    tokenizer_config.json names for it, where nothing else is known.
-    """
-    ids = _read_ids(text, where=where, ends=ends, named_end=named_end)
+def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Tokenizer:
+    """The tokenizer of a tokenizer.json with this text. Raises UserError, naming `where` the text is from. ends: ids
+    that the model's config gives for the end of a document, best first."""
+    ids = _read_ids(text, where=where, ends=ends)
     text = _with_special(text, ids.end_of_document)
     try:
         library = text_library(text)

@@ -20,7 +20,7 @@ from recipes.data.text.tokenizer import (
     training_size,
 )
 from recipes.files.atomic import write_whole
-from recipes.files.paths import user_path
+from recipes.files.reading import user_path
 
 if TYPE_CHECKING:
     from recipes.data.text.pair_format import PairFields
@@ -56,10 +56,8 @@ def load_tokenizer(
         log: receives one line of text per message.
     """
     if (size := training_size(spec)) is None:
-        from recipes.data.text.tokens_beside import named_end
-
         path = tokenizer_file(spec)
-        return build_tokenizer(read_tokenizer(path), where=path, named_end=named_end(path))
+        return build_tokenizer(read_tokenizer(path), where=path)
     states = {file: state for source in sources for file, state in file_states(source).items()}
     fingerprints = [fingerprint(source, text_field=text_field, text_documents=text_documents) for source in sources]
     identity = repr((TRAINER_VERSION, size, *fingerprints))

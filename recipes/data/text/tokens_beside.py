@@ -42,36 +42,52 @@ def with_tokens_beside(text: str, file: Path) -> str:
     if isinstance(content.get("model"), dict) and content["model"].get("dropout"):
         content["model"]["dropout"] = None
         text = json.dumps(content, ensure_ascii=False)
-    files = {name: _read(folder / name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS) if name in names}
-    config = files.get(TOKENIZER_CONFIG, {})
+    found = read_beside(folder, {TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS} & names)
+    config, special, added = (
+        json.loads(found.get(name, "{}")) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS)
+    )
     if asked := [name for name, usual in REFUSED.items() if config.get(name, usual) != usual]:
         raise UserError(f"{folder / TOKENIZER_CONFIG}: {asked[0]} is not supported; take it out")
     try:
-        missing = [*_missing(config, files.get(SPECIAL_TOKENS, {}), files.get(ADDED_TOKENS, {}), own, content)]
+        missing = [*_missing(config, special, added, own, content)]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        where = " or ".join(str(folder / name) for name in files)
+        where = " or ".join(str(folder / name) for name in found)
         raise UserError(f"{where} cannot be used: its tokens are not as transformers writes them ({error})") from None
     return _with_added(text, content, missing) if missing else text
 
 
 def named_end(file: Path) -> str:
     """The token that ends texts by the tokenizer_config.json beside a tokenizer.json; "" where there is none."""
-    beside = file.with_name(TOKENIZER_CONFIG)
-    return end_of(_read(beside)) if file.name == TOKENIZER and beside.exists() else ""
+    found = read_beside(file.parent, (TOKENIZER_CONFIG,)) if file.name == TOKENIZER else {}
+    return end_of(json.loads(found.get(TOKENIZER_CONFIG, "{}")))
 
 
 def end_of(config: Mapping[str, Any]) -> str:
     """The token that ends texts by the contents of a tokenizer_config.json; "" where they name none."""
-    end = config.get("eos_token")
-    return str(end.get("content", "") if isinstance(end, dict) else end or "")
+    return text_of(config.get("eos_token"))
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return json_object(read_patiently(partial(read_whole, file, most=MAX_BYTES), what=str(file)).decode())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{file} cannot be used: {reason}; copy it again, or delete it") from None
+def text_of(token: Any) -> str:
+    """The text of a special token, as these files have it, by itself or with its flags; "" for anything else."""
+    return token if isinstance(token, str) else str(token.get("content", "")) if isinstance(token, dict) else ""
+
+
+def read_beside(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """File name -> text of those of these files that are in the folder; of .json files, one JSON object. Raises
+    UserError."""
+    found = {}
+    for name in names:
+        file = folder / name
+        try:
+            found[name] = read_patiently(partial(read_whole, file, most=MAX_BYTES), what=str(file)).decode()
+            if name.endswith(".json"):
+                json_object(found[name])
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"{file} cannot be used: {reason}; copy it again, or do without it: delete it") from None
+    return found
 
 
 def _token(given: Any, *, special: bool = False) -> Token:
@@ -90,10 +106,8 @@ def _missing(
 ) -> Iterator[Token]:
     """The tokens that tokenizer.json lacks or has with other flags, in the order in which transformers adds them."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    named: dict[str, Any] = {
-        name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)
-    }
-    named |= {name: config[name] for name in NAMED if config.get(name)}
+    texts = (name for name, value in config.items() if name.endswith("_token") and isinstance(value, str))
+    named = {name: config[name] for name in (*texts, *NAMED) if config.get(name)}
     beside: dict[int, Token] = {}
     if "added_tokens_decoder" in config:
         beside = {int(number): _token(token) for number, token in config["added_tokens_decoder"].items()}

@@ -19,8 +19,7 @@ from recipes.data.text.row import BROKEN, PIECE, Fields, File, Place, names_of
 from recipes.data.text.sources import find_files
 from recipes.data.tokens.shards import INDEX, OWNER, PART_SHARDS, PARTS, Shard, read_shard
 from recipes.data.tokens.workspace import Preparation, alone, damage, publish, remove_from
-from recipes.files.paths import user_path
-from recipes.files.reading import fault
+from recipes.files.reading import fault, user_path
 
 DIVIDED = 64
 """A file is divided if it is larger than this fraction of a part. Others stay whole, and the parts are nearly equal."""
@@ -130,18 +129,14 @@ def require_intact(folder: Path, *, besides: Collection[int]) -> None:
     shards are removed from there on, so that its command makes them again. besides: shards that were just written."""
     if not whole_parts(folder):
         return
-    found = [(part, shard) for part, shards in parts_in(folder).items() for shard in shards]
-    others = [(part, shard) for part, shard in found if shard.number not in besides]
-    pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="verify")
-    try:
-        for (part, shard), problem in zip(
-            others, pool.map(partial(damage, folder), [one for _, one in others]), strict=True
-        ):
-            if problem:
-                remove_from(folder, shard.number)
-                raise UserError(f"part {part} in '{folder}' is damaged: {problem}; make it again with --part {part}")
-    finally:
-        pool.shutdown(cancel_futures=True)
+    every = ((part, shard) for part, shards in parts_in(folder).items() for shard in shards)
+    others = [(part, shard) for part, shard in every if shard.number not in besides]
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="verify") as pool:
+        problems = [*pool.map(partial(damage, folder), [shard for _, shard in others])]
+    for (part, shard), problem in zip(others, problems, strict=True):
+        if problem:
+            remove_from(folder, shard.number)
+            raise UserError(f"part {part} in '{folder}' is damaged: {problem}; make it again with --part {part}")
 
 
 def missing_parts(folder: Path) -> str:

@@ -31,8 +31,7 @@ import xxhash
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files.atomic import write_whole
-from recipes.files.paths import user_path
-from recipes.files.reading import is_remote, memory_map, read_patiently, read_whole
+from recipes.files.reading import is_remote, memory_map, read_patiently, read_whole, user_path
 
 # Part of every fingerprint: raise it when the same source starts to give different files.
 FORMAT_VERSION = 2

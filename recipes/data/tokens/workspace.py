@@ -37,8 +37,7 @@ from recipes.data.tokens.shards import (
 )
 from recipes.files.atomic import PART
 from recipes.files.lock import LOCK, NoLocks, open_locked
-from recipes.files.paths import user_path
-from recipes.files.reading import is_remote, read_patiently
+from recipes.files.reading import is_remote, read_patiently, user_path
 
 if TYPE_CHECKING:
     from recipes.data.text.pair_format import PairFields

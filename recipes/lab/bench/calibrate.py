@@ -20,7 +20,6 @@ from typing import Any
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
 from recipes.files.markdown import markdown_table
-from recipes.files.paths import path_argument
 from recipes.lab.plan.plan import plan
 from recipes.lab.sweep.grid import Row
 from recipes.lab.sweep.loop import run_row
@@ -79,7 +78,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--device", choices=["cpu"], default="cpu", help="for GPUs there is --suite gpu")
     parser.add_argument("--processes", default="1,2,4", help="numbers of processes (%(default)s)")
-    parser.add_argument("--write", type=path_argument, required=True, metavar="FILE", help="the record, JSON")
+    parser.add_argument("--write", type=Path, required=True, metavar="FILE", help="the record, JSON")
     parser.add_argument("--chain", action="store_true", help="then predict ten runs, train them, and compare")
     parser.add_argument("--steps", type=int, default=24, help="--chain: of each run (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="use the record that FILE has already")

@@ -27,7 +27,6 @@ from parallel.config import MeshConfig
 from parallel.mesh import build_mesh
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.config import CheckpointConfig
-from recipes.files.paths import path_argument
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 
@@ -42,8 +41,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--width", type=int, default=768, help="width of the twelve blocks")
     parser.add_argument("--repeats", type=int, default=7, help="measured rounds, after one for warm-up")
-    parser.add_argument("--folder", type=path_argument, help="where to write; default: a temporary folder")
-    parser.add_argument("--out", type=path_argument, help="JSON file for all measurements")
+    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument("--out", type=Path, help="JSON file for all measurements")
     options = parser.parse_args(arguments)
     results: dict[int, list[Row]] = {}
     for processes in options.processes:

@@ -50,7 +50,6 @@ from recipes.data.tokens.shards import (
     shard_path,
 )
 from recipes.data.tokens.workspace import preparation
-from recipes.files.paths import path_argument
 
 LENGTH = 8192
 """Tokens per sequence."""
@@ -68,7 +67,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--batches", type=int, default=100_000, help="batches over which memory must not grow")
     parser.add_argument("--repeats", type=int, default=3, help="measurements after one warm-up")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where to create a temporary folder")
-    parser.add_argument("--out", type=path_argument)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=("reading", "tokenizing", "preparing"), nargs="+")
     options = parser.parse_args(arguments)
     parts = {"reading": _reading, "tokenizing": _tokenizing, "preparing": _preparing}
@@ -319,7 +318,6 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[4])
 what, file, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 from recipes.lab.bench import data as bench_data
-from recipes.files.paths import path_argument
 if __name__ == "__main__":
     print("seconds", bench_data.child(what, file, folder))
 """

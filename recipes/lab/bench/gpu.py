@@ -18,7 +18,6 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.files.lock import FolderLock
-from recipes.files.paths import path_argument
 from recipes.lab.bench import gpu_plan
 from recipes.lab.bench.gpu_page import page
 from recipes.lab.bench.gpu_plan import Item, Record
@@ -46,9 +45,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--mixed", action="store_true", help="continue a record of other versions or code")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU, to test the suite itself")
     parser.add_argument("--no-steps", action="store_true", help="skip the training runs")
-    parser.add_argument("--output", type=path_argument, default=PAGES, help="folder of the record (%(default)s)")
+    parser.add_argument("--output", type=Path, default=PAGES, help="folder of the record (%(default)s)")
     parser.add_argument(
-        "--runs", type=path_argument, default=Path("runs/bench"), help="folder of the training runs (%(default)s)"
+        "--runs", type=Path, default=Path("runs/bench"), help="folder of the training runs (%(default)s)"
     )
     options, overrides = parser.parse_known_args(arguments)
     message = "interrupted; finished rows are written, and the same command continues"

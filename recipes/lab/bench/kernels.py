@@ -29,7 +29,6 @@ from models.sizes import SIZES
 from parallel.dist import let_segments_grow
 from parallel.errors import UserError
 from parallel.kernels import compiled_loss_kernels
-from recipes.files.paths import path_argument
 from recipes.lab.bench.gpu_plan import GROUPS
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.metrics.breakdown import ATTENTION_NAMES
@@ -71,7 +70,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench.py --suite kernels", allow_abbrev=False)
     parser.add_argument("--group", choices=[*GROUPS, "environment"], required=True)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=path_argument, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     return exit_code_of(lambda: _measure(options.group, options.out, tiny=options.tiny), interrupted="interrupted")
 

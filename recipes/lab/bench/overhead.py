@@ -21,7 +21,6 @@ from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.state_check import named_state, require_sound
 from recipes.files.layout import METRICS
-from recipes.files.paths import path_argument
 from recipes.lab.bench.peers import KINDS, peers, table
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.metrics.clock import RunClock
@@ -60,7 +59,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=40, help="loop: of each run (%(default)s)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="peers, ddp: compute types (all)")
     parser.add_argument("--windows", type=int, default=10, help="peers, ddp: measured steps of each loop (%(default)s)")
-    parser.add_argument("--out", type=path_argument, help="JSON file for all measurements")
+    parser.add_argument("--out", type=Path, help="JSON file for all measurements")
     options, overrides = parser.parse_known_args(arguments)
     return exit_code_of(lambda: _run_parts(options, overrides), interrupted="interrupted")
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from recipes.files.markdown import markdown_table
-from recipes.files.paths import path_argument
 from recipes.lab.bench.fit import ROW, SOURCES, fit, residuals_of
 from recipes.lab.bench.marks import between
 from recipes.lab.bench.published import TABLE, Published, projects, read_published
@@ -58,9 +57,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.py --suite plan", description=__doc__.removesuffix("Imports no torch.\n"), allow_abbrev=False
     )
-    parser.add_argument("--table", type=path_argument, default=TABLE, help="measurements (%(default)s)")
+    parser.add_argument("--table", type=Path, default=TABLE, help="measurements (%(default)s)")
     parser.add_argument(
-        "--predict", type=path_argument, metavar="TABLE", help="only predict these rows, by the constants in use"
+        "--predict", type=Path, metavar="TABLE", help="only predict these rows, by the constants in use"
     )
     parser.add_argument(
         "--write-docs", action="store_true", help=f"write recipes/plan/rates.py, {shown(PAGE)} and {shown(ALL_ROWS)}"

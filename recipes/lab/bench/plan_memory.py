@@ -24,7 +24,6 @@ from parallel.config import (
 )
 from recipes.data.config import BatchConfig
 from recipes.files.markdown import markdown_table
-from recipes.files.paths import path_argument
 from recipes.lab.bench.marks import between
 from recipes.lab.bench.published import TABLE
 from recipes.lab.sweep.runner import exit_code_of
@@ -103,7 +102,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.py --suite plan_memory", description=__doc__.removesuffix("Imports no torch.\n"), allow_abbrev=False
     )
-    parser.add_argument("--table", type=path_argument, default=TABLE, help="measurements (%(default)s)")
+    parser.add_argument("--table", type=Path, default=TABLE, help="measurements (%(default)s)")
     parser.add_argument("--write-docs", action="store_true", help=f"write it into {shown(PAGE)}")
     options = parser.parse_args(arguments)
     return exit_code_of(lambda: _run(options), interrupted="interrupted")

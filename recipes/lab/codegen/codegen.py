@@ -24,7 +24,6 @@ from models.sizes import SIZES
 from parallel.config import ActivationCheckpointingConfig
 from parallel.errors import UserError
 from recipes.files.markdown import markdown_table
-from recipes.files.paths import path_argument
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.recipe.load import CONFIGS, load, shown
 from recipes.recipe.rules import blocks_can_recompute, float8_gathers
@@ -59,15 +58,11 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--recipe",
-        type=path_argument,
-        help="count each kind of its blocks; default: all, with each float8 and checkpointing",
+        "--recipe", type=Path, help="count each kind of its blocks; default: all, with each float8 and checkpointing"
     )
     parser.add_argument("--no-ptxas", action="store_true", help="only count")
     parser.add_argument("--no-loss", action="store_true", help="only blocks")
-    parser.add_argument(
-        "--out", type=path_argument, help="JSON file for all counts, with every saved tensor and kernel"
-    )
+    parser.add_argument("--out", type=Path, help="JSON file for all counts, with every saved tensor and kernel")
     parser.add_argument("--write-docs", action="store_true", help=f"write {shown(PAGE)} and {shown(ALL_ROWS)}")
     options, overrides = parser.parse_known_args(arguments)
     return exit_code_of(lambda: _run(options, overrides), interrupted="interrupted; nothing was written")

@@ -3,11 +3,11 @@
 import json
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from models.transformers_config import TransformersConfig
@@ -21,6 +21,9 @@ from recipes.lab.plan.scaling import Size, sizes
 from recipes.lab.plan.screen import Money, about, costs, screen, table
 from recipes.lab.plan.world import Asked, World, degrees_of, world_of
 from recipes.recipe.load import load
+
+SILENT = 1.0
+"""Seconds after which a line says that a search goes on."""
 
 
 @dataclass(frozen=True)
@@ -144,26 +147,6 @@ def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -
     return Answer(table(recipe, found, money), numbers, draw)
 
 
-class Progress:
-    """Says on standard error that a search goes on: once after a second, on a terminal anew each second."""
-
-    def __init__(self) -> None:
-        self._began = self._said = time.monotonic()
-
-    def __call__(self) -> None:
-        now, first = time.monotonic(), self._said == self._began
-        if now - self._said < 1 or not (first or sys.stderr.isatty()):
-            return
-        self._said = now
-        start, end = ("\r", f", {now - self._began:.0f} s ") if sys.stderr.isatty() else ("", "\n")
-        print(f"{start}searching; many GPUs take a minute{end}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Remove the line from a terminal."""
-        if self._said > self._began and sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
 def _searched(path: str, changes: Sequence[str], options: Options, world: World) -> Answer:
     """The fastest recipe that fits."""
     from recipes.lab.plan.found import write
@@ -171,18 +154,21 @@ def _searched(path: str, changes: Sequence[str], options: Options, world: World)
 
     recipe = load(path, changes, elsewhere=True)
     fixed = frozenset(word[2:].partition("=")[0].replace("-", "_") for word in changes if word.startswith("--"))
-    progress = Progress()
-    found = search(
-        recipe,
-        processes=world.processes,
-        nodes=world.nodes,
-        gpu=world.gpu,
-        rates=world.rates,
-        numerics=options.numerics,
-        fixed=fixed,
-        progress=progress,
-    )
-    progress.end()
+    said = Timer(SILENT, print, ["searching; many GPUs take a minute"], {"file": sys.stderr, "flush": True})
+    said.daemon = True
+    said.start()
+    try:
+        found = search(
+            recipe,
+            processes=world.processes,
+            nodes=world.nodes,
+            gpu=world.gpu,
+            rates=world.rates,
+            numerics=options.numerics,
+            fixed=fixed,
+        )
+    finally:
+        said.cancel()
 
     def numbers_of(plan: Plan | None) -> dict[str, Any] | None:
         return None if plan is None else as_json(Size(world, plan), options.money)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from parallel.errors import UserError
-from recipes.files.paths import shorten, user_path
+from recipes.files.reading import user_path
 from recipes.lab.plan.screen import Money
 from recipes.plan.hardware import GPUS
 
@@ -99,9 +99,7 @@ def _several(name: str, text: str) -> tuple[int, ...]:
     """Whole numbers with commas between them."""
     found = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
     if not all(1 <= number <= MOST_PROCESSES for number in found):
-        raise UserError(
-            f"{name} {shorten(text)}: must be whole numbers from 1 to {MOST_PROCESSES:,}; write as in 8 or 8,64,512"
-        )
+        raise UserError(f"{name} {text}: must be whole numbers from 1 to {MOST_PROCESSES:,}; write as in 8 or 8,64,512")
     return found
 
 
@@ -109,7 +107,7 @@ def _whole(name: str, text: str) -> int:
     """A number of nodes."""
     value = int(text) if text.strip().isdecimal() else 0
     if not 1 <= value <= MOST_PROCESSES:
-        raise UserError(f"{name} {shorten(text)}: must be a whole number from 1 to {MOST_PROCESSES:,}")
+        raise UserError(f"{name} {text}: must be a whole number from 1 to {MOST_PROCESSES:,}")
     return value
 
 
@@ -121,19 +119,15 @@ def _tokens(text: str | None) -> int | None:
     number, unit = (plain[:-1], plain[-1]) if plain[-1:].isalpha() else (plain, "")
     value = _number(number) * MULTIPLES.get(unit, float("nan"))
     if not 1 <= value <= MOST_TOKENS:
-        raise UserError(
-            f"--tokens {shorten(text)}: must be a number from 1 to 1,000,000T; write as in 500M, 1.5B or 11T"
-        )
+        raise UserError(f"--tokens {text}: must be a number from 1 to 1,000,000T; write as in 500M, 1.5B or 11T")
     return round(value)
 
 
 def _price(text: str | None) -> float | None:
     """What a GPU costs for an hour; None for None."""
-    if text is None:
-        return None
-    value = _number(text)
-    if not (isfinite(value) and value >= 0):
-        raise UserError(f"--price {shorten(text)}: must be a number, what one GPU costs for an hour; write as in 2.5")
+    value = None if text is None else _number(text)
+    if value is not None and not (isfinite(value) and value >= 0):
+        raise UserError(f"--price {text}: must be a number, what one GPU costs for an hour; write as in 2.5")
     return value
 
 
@@ -167,5 +161,5 @@ def _in_a_folder(name: str, text: str) -> Path:
     """A path in a folder that there is."""
     path = user_path(text)
     if not path.parent.is_dir():
-        raise UserError(f"{name} {shorten(text)}: there is no folder {path.parent}; make it first")
+        raise UserError(f"{name} {text}: there is no folder {path.parent}; make it first")
     return path

@@ -9,7 +9,7 @@ front, and only these are tried in full. Imports no torch.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -75,7 +75,6 @@ def search(
     rates: Rates,
     numerics: bool = False,
     fixed: frozenset[str] = frozenset(),
-    progress: Callable[[], None] = lambda: None,
 ) -> Found:
     """The fastest that fits, and what else there is to say.
 
@@ -85,14 +84,13 @@ def search(
         gpu, rates: what each process has, and what it reaches of that.
         numerics: also try what changes the numbers of the training: float8, and bfloat16 moments and gradient sums.
         fixed: dotted keys that stay as they are.
-        progress: is called again and again.
 
     Raises:
         UserError: no mesh of these processes can run the recipe.
     """
     space = Space(recipe, processes, nodes, fixed)
     gpu = replace(gpu, per_node=processes // nodes if nodes > 1 else max(gpu.per_node, processes))
-    whole = Search(space, gpu=gpu, rates=rates, progress=progress).run()
+    whole = Search(space, gpu=gpu, rates=rates).run()
     if whole.least is None:
         raise _refusal(whole)
 
@@ -101,8 +99,7 @@ def search(
 
     apart = {}
     for name, changed in numerics_of(recipe, gpu=gpu, fixed=fixed) if numerics else ():
-        other = Search(replace(space, recipe=changed), gpu=gpu, rates=rates, progress=progress).run()
-        if best := other.best_of_each_kind():
+        if best := Search(replace(space, recipe=changed), gpu=gpu, rates=rates).run().best_of_each_kind():
             apart[name] = planned(best[0])
     best = whole.best_of_each_kind()
     original = space.own_degrees if space.refusal(recipe) is None else None
@@ -129,8 +126,8 @@ def search(
 class Search:
     """A search that goes through one space, once."""
 
-    def __init__(self, space: Space, *, gpu: Gpu, rates: Rates, progress: Callable[[], None] = lambda: None) -> None:
-        self.space, self.gpu, self.rates, self.progress = space, gpu, rates, progress
+    def __init__(self, space: Space, *, gpu: Gpu, rates: Rates) -> None:
+        self.space, self.gpu, self.rates = space, gpu, rates
         self.limit = FULL * gpu.memory
         self.refused: Counter[str] = Counter()
         """Reason -> number of meshes."""
@@ -150,7 +147,6 @@ class Search:
     def run(self) -> "Search":
         """Go through all of it."""
         for box in sorted(self._boxes(), key=lambda box: box.bound):
-            self.progress()
             kind = kind_of(box.settings[0], box.degrees)
             if not self._can_matter(kind, box.bound, min(box.needs)):
                 continue
@@ -164,7 +160,6 @@ class Search:
     def fits(self) -> bool:
         """Whether anything does where all blocks recompute, or none."""
         for layout in self.space.layouts():
-            self.progress()
             if isinstance(layout, Layout) and self._state(layout) <= self.limit:
                 leanest = self.space.tunings[-1]
                 for *_, setting in self.space.settings(layout):
@@ -197,7 +192,6 @@ class Search:
                 continue
             hopeless = self._state(layout) > self._enough
             for settings in self.space.settings(layout):
-                self.progress()
                 self.settings += len(settings)
                 if hopeless:
                     self.too_large += len(settings)
@@ -317,8 +311,10 @@ def what_would_fit(whole: Search) -> Iterator[str]:
     for times in MORE:
         processes = times * space.processes
         nodes = -(-processes // (whole.gpu.per_node if space.nodes == 1 else space.processes // space.nodes))
-        more = replace(space, processes=processes, nodes=nodes) if processes % nodes == 0 else None
-        if more and Search(more, gpu=whole.gpu, rates=whole.rates, progress=whole.progress).fits():
+        if (
+            processes % nodes == 0
+            and Search(replace(space, processes=processes, nodes=nodes), gpu=whole.gpu, rates=whole.rates).fits()
+        ):
             yield f"{processes:,} GPUs on {nodes:,} {'node' if nodes == 1 else 'nodes'}"
             return
 

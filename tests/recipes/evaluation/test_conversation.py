@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from parallel.errors import UserError
 from recipes.data.text.chat import ChatTemplate
-from recipes.evaluation.conversation import converse
+from recipes.evaluation.conversation import END, converse
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -18,10 +18,7 @@ def said(lines: Iterable[str]) -> tuple[list[str], str]:
     waiting, prompts, shown = iter(lines), list[str](), list[str]()
 
     def read() -> str:
-        try:
-            return next(waiting)
-        except StopIteration:
-            raise EOFError from None
+        return next(waiting, END).strip()
 
     def answer(prompt: str, log: Callable[[str], object]) -> None:
         if "too long" in prompt:

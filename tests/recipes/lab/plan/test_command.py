@@ -83,6 +83,12 @@ def test_plan_is_one_screen_on_standard_output_without_torch(options: list[str],
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*written, "torch"])
 
 
+def test_a_search_says_after_a_moment_that_it_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(command, "SILENT", 0.01)
+    assert command.answer([NODE, "--search"]) == 0
+    assert capsys.readouterr().err == "searching; many GPUs take a minute\n"
+
+
 @pytest.mark.slow
 def test_examples_of_the_page_are_what_the_command_prints() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))

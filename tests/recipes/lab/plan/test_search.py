@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -12,7 +11,6 @@ import pytest
 
 from parallel.config import ActivationCheckpointingConfig, MeshConfig
 from parallel.errors import UserError
-from recipes.lab.plan.command import Progress
 from recipes.lab.plan.found import Found, write
 from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.search import GRAIN, KINDS, SLOWEST, TIE, kind_of, peak, search
@@ -321,21 +319,6 @@ def test_a_gain_is_shown_with_the_error_of_the_times_that_it_is_a_ratio_of() -> 
     gain = found.best.time.tokens_per_second / found.original.time.tokens_per_second - 1  # type: ignore[union-attr]
     sure = "more than that" if gain > 0.15 else "less than that: measure both"
     assert f"Each time is predicted within 15%; the gain of {gain:+.1%} is {sure}." in found.lines()
-
-
-def test_a_search_says_within_two_seconds_that_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress()
-    progress()
-    assert capsys.readouterr().err == ""
-    time.sleep(1.1)
-    for _ in range(3):
-        progress()
-    progress.end()
-    assert capsys.readouterr().err == "searching; many GPUs take a minute\n"
-    called: list[None] = []
-    recipe = load(DEBUG, rules=False)
-    search(recipe, processes=8, nodes=1, gpu=GPUS["H100"], rates=RATES, progress=lambda: called.append(None))
-    assert len(called) > 100
 
 
 def test_numerics_are_listed_apart_and_never_win() -> None:

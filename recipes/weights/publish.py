@@ -1,4 +1,4 @@
-"""The model card (README.md) of an exported model: what its checkpoint and its run know of it. Imports no torch."""
+"""The model card (README.md) of an exported model, and its way to the Hugging Face hub. Imports no torch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,10 +7,13 @@ from parallel.errors import UserError
 from recipes.checkpoint.config import VALIDATION
 from recipes.checkpoint.files import read_manifest
 from recipes.data.history import consumed_tokens, from_json
+from recipes.data.text.hub_name import silence_library
+from recipes.data.text.row import reason
 from recipes.files.layout import RECIPE
 from recipes.files.markdown import markdown_table
 from recipes.files.reading import read_text
 from recipes.weights.description import Description
+from recipes.weights.locate import find_weights
 
 CARD = "README.md"
 
@@ -39,3 +42,27 @@ def with_card(description: Description, checkpoint: Path) -> Description:
     if recipe:
         lines += ["", "## Recipe", "", "```toml", recipe.rstrip(), "```"]
     return replace(description, companions={**description.companions, CARD: "\n".join(lines) + "\n"})
+
+
+def upload_folder(folder: Path, name: str, *, private: bool) -> str:
+    """Upload a Hugging Face folder as the model OWNER/MODEL, which is created if it is missing, and keeps its
+    visibility if it is there. Returns its address. Raises UserError, also if the hub cannot be reached or refuses."""
+    weights = find_weights(folder)
+    if weights.is_checkpoint:
+        raise UserError(f"{folder} is a checkpoint; export it first: convert_hf.py export {folder} NEW_FOLDER")
+    _ = weights.stored_tensors  # whole, or else refused
+    if name.count("/") != 1:
+        raise UserError(f"{name!r} is no name on the hub: it must be OWNER/MODEL")
+    from huggingface_hub import HfApi
+
+    silence_library()
+    api = HfApi()
+    try:
+        address = str(api.create_repo(name, private=private, exist_ok=True))
+        api.upload_folder(repo_id=name, folder_path=folder)
+    except Exception as error:  # any error of whichever network library is in use
+        raise UserError(
+            f"{folder} was not uploaded: {reason(error)}; log in with 'hf auth login' on a machine that reaches the"
+            " hub, and run the same command again"
+        ) from error
+    return address
