@@ -54,13 +54,12 @@ def test_help_explains_and_writes_nothing(checkout: Path, tmp_path: Path, name: 
     assert not list(tmp_path.iterdir())
 
 
-def test_help_of_the_benchmarks_lists_every_suite_with_what_it_measures(checkout: Path) -> None:
+def test_help_of_the_benchmarks_lists_every_suite(checkout: Path) -> None:
     done = subprocess.run(
         [sys.executable, checkout / "scripts/bench.py", "--help"], check=True, capture_output=True, text=True
     )
-    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("  "))
-    assert rows.keys() >= {"calibrate", "codegen", "data", "kernels", "plan"} and len(rows) == 10
-    assert all(len(text) > 30 for text in rows.values())
+    names = done.stdout.strip().rpartition(": ")[2].split(", ")
+    assert {*names} >= {"calibrate", "codegen", "data", "kernels", "plan"} and len(names) == 10
 
 
 def test_supervise_alone_says_what_starts_it(checkout: Path) -> None:
