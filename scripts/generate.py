@@ -115,7 +115,6 @@ def _generate(options: argparse.Namespace) -> int:
     from recipes.evaluation.generate import choose_device, continue_text, open_model
     from recipes.training.console import CONTROLS
     from recipes.training.run_folder import data_of_run
-    from recipes.weights.companions import repetition_penalty
     from recipes.weights.locate import find_weights
 
     search = {"beams": options.beams, "outputs": options.outputs}
@@ -123,9 +122,7 @@ def _generate(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, _leave)
     device, dtype = choose_device(options.device, options.dtype)
     weights = find_weights(options.model)
-    sampling = replace(
-        sampling, repetition_penalty=repetition_penalty(weights.description.companions, where=weights.path)
-    )
+    sampling = replace(sampling, repetition_penalty=_repetition_penalty(weights))
     open_as = open_exported if max(search.values()) > 1 else open_model
     opened = open_as(weights, dtype=dtype, device=device)
     if options.temperature is None:
@@ -161,6 +158,16 @@ def _generate(options: argparse.Namespace) -> int:
         assert template is not None
         converse(template, lambda prompt, log: answer(prompt, log, lambda _: None), read=read_message, show=show)
     return 0
+
+
+def _repetition_penalty(weights: "Weights") -> float:
+    """That of generation_config.json, of which it says what else is not obeyed."""
+    from recipes.weights.companions import ignored_settings, repetition_penalty
+
+    companions = weights.description.companions
+    if ignored := [] if weights.model.by_transformers else ignored_settings(companions):
+        print(f"generation_config.json: not obeyed here: {', '.join(ignored)}", file=sys.stderr)
+    return repetition_penalty(companions, where=weights.path)
 
 
 def _around(options: argparse.Namespace, template: "ChatTemplate | None", data: "DataConfig | None") -> str:

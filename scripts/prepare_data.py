@@ -33,7 +33,6 @@ from recipes.files.units import counted  # noqa: E402
 
 if TYPE_CHECKING:
     from recipes.data.text.pair_format import PairFields
-    from recipes.data.text.tokenizer import Tokenizer
     from recipes.data.tokens.shards import Index
     from recipes.data.tokens.workspace import Preparation
 
@@ -165,7 +164,7 @@ def prepare(options: argparse.Namespace) -> None:
         others = missing_parts(folder) or "another process has written its index"
         say(f"part {'/'.join(map(str, options.part))} is whole; recipes can read the folder after {others}")
         return
-    _finish(folder, fields, tokenizer, options)
+    _finish(folder, fields, options)
     share = f"validation_fraction = {options.validation_fraction:g}"
     more = (["bos = true"] if options.bos else []) if isinstance(fields, str) else fields.in_recipe
     say(", ".join([f'in a recipe: source = "{folder}"', f'tokenizer = "{folder / "tokenizer.json"}"', share, *more]))
@@ -190,12 +189,12 @@ def _require_valid(options: argparse.Namespace) -> None:
         raise UserError(f"--text-documents {options.text_documents} {problem}")
 
 
-def _finish(folder: Path, fields: "PairFields", tokenizer: "Tokenizer", options: argparse.Namespace) -> None:
+def _finish(folder: Path, fields: "PairFields", options: argparse.Namespace) -> None:
     """Write what stands beside the shards once all are there, and print what they hold."""
     from recipes.data.tokens.shards import bad_rows, open_index
 
     index = open_index(str(folder))
-    _keep_beside(folder, fields, tokenizer)
+    _keep_template(folder, fields)
     _require_training_text(options.source, index)
     with (folder / "quarantine.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in bad_rows(folder, index.shards))
@@ -225,16 +224,13 @@ def _fields(options: argparse.Namespace) -> "PairFields":
     return pair_format(data, {}, encoder_decoder=options.encoder_decoder)
 
 
-def _keep_beside(folder: Path, fields: "PairFields", tokenizer: "Tokenizer") -> None:
-    """Put beside the tokenizer what recipes look for there: a chat template, and an end token of another name."""
-    from recipes.data.text.chat import chat_files
-    from recipes.data.text.tokenizer import END_OF_DOCUMENT_NAMES
+def _keep_template(folder: Path, fields: "PairFields") -> None:
+    """Put a chat template beside the tokenizer, where recipes look for it."""
+    if not isinstance(fields, str) and fields.template:
+        from recipes.data.text.chat import chat_files
 
-    end = str(tokenizer.backend.id_to_token(tokenizer.end_of_document))
-    template, special = ("", ()) if isinstance(fields, str) else (fields.template, fields.special_tokens)
-    named = {} if end in END_OF_DOCUMENT_NAMES else {"eos_token": end}
-    for name, text in chat_files(template, {**named, **dict(special)}).items() if template or named else ():
-        (folder / name).write_text(text, encoding="utf-8")
+        for name, text in chat_files(fields.template, dict(fields.special_tokens)).items():
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 def _write(folder: Path, work: "Preparation", options: argparse.Namespace) -> int:

@@ -79,7 +79,7 @@ if [ -z "$NNODES" ]; then
     fi
 fi
 if ! [ "$NNODES" -gt 0 ] 2>/dev/null; then
-    echo "NNODES=$NNODES: must be a number of nodes, 1 or more" >&2
+    echo "NNODES=$NNODES: must be a number of nodes, 1 or more (where NNODES is not set, PET_NNODES says it)" >&2
     exit 2
 fi
 if [ -n "$check" ] && [ "$NNODES" -eq 1 ] && [ -z "${NPROC:-}" ]; then

@@ -29,6 +29,11 @@ SLOW_TOKENIZERS = (
     "vocab.txt",
 )
 """Files of tokenizers that are not a tokenizer.json yet."""
+IGNORED = (
+    *("no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "min_p", "typical_p"),
+    *("min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias"),
+)
+"""Settings of generation that only transformers obeys."""
 CONVERT_TOKENIZER = 'AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}")'
 
 
@@ -62,6 +67,12 @@ def repetition_penalty(companions: Mapping[str, str], *, where: Path) -> float:
     if type(penalty) not in (int, float) or not 0 < penalty < math.inf:
         raise UserError(f"{where / GENERATION_CONFIG}: repetition_penalty = {penalty!r}: must be a number above 0")
     return float(penalty)
+
+
+def ignored_settings(companions: Mapping[str, str]) -> list[str]:
+    """Settings of generation_config.json that change an answer of transformers, but not of our decoder."""
+    given = json.loads(companions.get(GENERATION_CONFIG, "{}"))
+    return [name for name in IGNORED if given.get(name) not in (None, 0, [])]
 
 
 def exported_tokenizer_config(kept: Mapping[str, Any], ours: Mapping[str, Any], *, begins: bool) -> dict[str, Any]:

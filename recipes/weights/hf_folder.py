@@ -19,7 +19,7 @@ from models.hf_config import config_to_transformers, read_model
 from models.layout import layout_of
 from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError, listed
-from recipes.data.text.tokens_beside import TOKENIZER_CONFIG
+from recipes.data.text.tokens_beside import TOKENIZER_CONFIG, without_mark
 from recipes.files.layout import TOKENIZER
 from recipes.files.lock import written_alone
 from recipes.files.reading import fault, is_folder, json_object, may_pass, names_in, read_whole, user_path
@@ -298,10 +298,12 @@ def write_description(folder: Path, description: Description, *, dtype: str) -> 
     contents = _generated(description) | {HF_CONFIG: config}
     if kept := companions.pop(TOKENIZER_CONFIG, None):
         ours = contents[TOKENIZER_CONFIG]
+        if without_added_tokens(description.tokenizer) is description.tokenizer:
+            ours.pop("bos_token", None)  # nothing adds one, and lm-eval takes what the original names
         contents[TOKENIZER_CONFIG] = exported_tokenizer_config(json.loads(kept), ours, begins=begins)
     texts = {name: json.dumps(content, indent=2) + "\n" for name, content in contents.items()} | companions
     # A model trained without a beginning token must not get one.
-    texts[TOKENIZER] = description.tokenizer if begins else without_added_tokens(description.tokenizer)
+    texts[TOKENIZER] = without_mark(description.tokenizer if begins else without_added_tokens(description.tokenizer))
     for name, text in texts.items():
         (folder / name).write_bytes(text.encode())
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from parallel.errors import TemporaryError, UserError
+from recipes.data.text.tokens_beside import CERTAIN_ENDS, ENDS, OTHER_ENDS, with_tokens_beside
 from recipes.files.layout import TOKENIZER
 from recipes.files.reading import is_remote, read_patiently, read_whole, user_path
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 
 END_OF_DOCUMENT = "<|endoftext|>"
-# In order of preference: GPT-2 and SmolLM2, SmolLM3 and Llama 3, Llama 2, chat models.
-END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<|im_end|>")
 SMALLEST_VOCABULARY = 256 + 1  # every byte, and the end-of-document token
 
 # Text tokenized in one call: enough to keep all cores busy, little enough to hold as lists of ids.
@@ -187,8 +186,6 @@ def read_tokenizer(path: Path) -> str:
         text = read_patiently(lambda: read_whole(path).decode(), what=f"data.tokenizer: '{path}'")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.tokenizer: cannot read '{path}': {error}") from error
-    from recipes.data.text.tokens_beside import with_tokens_beside
-
     return with_tokens_beside(text, path)
 
 
@@ -203,9 +200,7 @@ class Ids(NamedTuple):
 
 def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> Ids:
     """The ids in a tokenizer.json, read as JSON. Documents end with the first of `ends` that is an added token, or else
-    the first that is any token of END_OF_DOCUMENT_NAMES and what tokenizer_config.json beside the file names."""
-    from recipes.data.text.tokens_beside import named_end
-
+    with the one that is marked, or else the first of CERTAIN_ENDS and OTHER_ENDS that is any token."""
     wrong = f"data.tokenizer: '{where}' is not a tokenizer.json as Hugging Face tokenizers writes it"
     try:
         content: Any = json.loads(text)
@@ -222,11 +217,12 @@ def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> Ids:
         raise UserError(f"{wrong}: no entries under 'model.vocab'") from error
     # The id of an ordinary word is a mistake, such as a model family's default.
     given = [end for end in ends if end in added_ids.values()]
-    names = [ids[name] for name in (*END_OF_DOCUMENT_NAMES, named_end(where)) if name and name in ids]
+    given += [added["id"] for added in content.get("added_tokens") or () if added.get(ENDS)]
+    names = [ids[name] for name in (*CERTAIN_ENDS, *OTHER_ENDS) if name in ids]
     if not given + names:
         raise UserError(
             f"data.tokenizer: '{where}' has no token that ends a document; looked for"
-            f" {', '.join(END_OF_DOCUMENT_NAMES)}; add one of them, or give another tokenizer"
+            f" {', '.join((*CERTAIN_ENDS, *OTHER_ENDS))}; add one of them, or give another tokenizer"
         )
     end_of_document = (given + names)[0]
     return Ids(largest, max([*words, end_of_document]), end_of_document)

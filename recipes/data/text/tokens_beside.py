@@ -1,5 +1,5 @@
 """What transformers knows of a tokenizer from the files beside its tokenizer.json: further added tokens, and the one
-that ends texts. Imports no torch."""
+that ends texts. It is written into the text, which alone is kept with tokens and weights. Imports no torch."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +22,13 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 REFUSED = {"split_special_tokens": False, "fast_tokenizer_files": None}
 """Settings that make other tokens of a text, and the values without an effect."""
+# In order of preference: GPT-2 and SmolLM2, SmolLM3 and Llama 3; then Llama 2, chat models. The latter end documents
+# unless tokenizer_config.json names another token.
+CERTAIN_ENDS, OTHER_ENDS = ("<|endoftext|>", "<|end_of_text|>"), ("</s>", "<|im_end|>")
+ENDS = "ends_documents"
+"""Our mark of an added token in tokenizer.json, which the library ignores."""
+OBEYS_PREFIX_SPACE = ("GPT2Tokenizer", "RobertaTokenizer")
+"""Classes of transformers whose add_prefix_space overrides tokenizer.json; their names may end in Fast."""
 
 Token = dict[str, Any]
 """Its "content" and FLAGS."""
@@ -48,18 +55,46 @@ def with_tokens_beside(text: str, file: Path) -> str:
     )
     if asked := [name for name, usual in REFUSED.items() if config.get(name, usual) != usual]:
         raise UserError(f"{folder / TOKENIZER_CONFIG}: {asked[0]} is not supported; take it out")
+    split, prefix = content.get("pre_tokenizer"), config.get("add_prefix_space")
+    overrides = str(config.get("tokenizer_class")).removesuffix("Fast") in OBEYS_PREFIX_SPACE and prefix is not None
+    if overrides and isinstance(split, dict) and split.get("add_prefix_space", prefix) != prefix:
+        raise UserError(f"{folder}: add_prefix_space differs in {TOKENIZER_CONFIG} and {TOKENIZER}; write one of them")
     try:
         missing = [*_missing(config, special, added, own, content)]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError):
         where = " or ".join(str(folder / name) for name in found)
-        raise UserError(f"{where} cannot be used: its tokens are not as transformers writes them ({error})") from None
-    return _with_added(text, content, missing) if missing else text
+        raise UserError(f"{where} cannot be used: its tokens are not as transformers writes them") from None
+    return _with_end(_with_added(text, content, missing) if missing else text, end_of(config))
 
 
-def named_end(file: Path) -> str:
-    """The token that ends texts by the tokenizer_config.json beside a tokenizer.json; "" where there is none."""
-    found = read_beside(file.parent, (TOKENIZER_CONFIG,)) if file.name == TOKENIZER else {}
-    return end_of(json.loads(found.get(TOKENIZER_CONFIG, "{}")))
+def _with_end(text: str, end: str) -> str:
+    """The text with a mark at this added token, unless documents end with it or a certain one anyway. Gemma has a token
+    </s>, which is HTML there."""
+    if not end:
+        return text
+    content = json.loads(text)
+    model, added = content.get("model"), {token["content"]: token for token in content.get("added_tokens") or ()}
+    entries = model.get("vocab") if isinstance(model, dict) else None  # Unigram models have (token, score) pairs
+    words = (
+        {entry[0] for entry in entries if isinstance(entry, list) and entry}
+        if isinstance(entries, list)
+        else entries or {}
+    )
+    usual = next((name for name in (*CERTAIN_ENDS, *OTHER_ENDS) if name in added or name in words), None)
+    if end not in added or usual == end or usual in CERTAIN_ENDS:
+        return text
+    added[end][ENDS] = True
+    return json.dumps(content, ensure_ascii=False)
+
+
+def without_mark(text: str) -> str:
+    """The text of a tokenizer.json for others, whose readers would warn of our mark."""
+    if ENDS not in text:
+        return text
+    content = json.loads(text)
+    for token in content["added_tokens"]:
+        token.pop(ENDS, None)
+    return json.dumps(content, indent=2, ensure_ascii=False)
 
 
 def end_of(config: Mapping[str, Any]) -> str:
@@ -120,6 +155,8 @@ def _missing(
         extra = extra or special.get("additional_special_tokens", [])
     if isinstance(extra, dict):
         named, extra = named | extra, []
+    if not named.keys() - {*NAMED}:
+        named |= config.get("model_specific_special_tokens") or {}
     order = sorted(named, key=lambda name: NAMED.index(name) if name in NAMED else len(NAMED))
     specials = [_token(token, special=True) for token in (*(named[name] for name in order), *extra)]
     names = {token["content"] for token in specials[: len(named)]}

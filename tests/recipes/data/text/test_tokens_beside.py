@@ -76,6 +76,10 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "extra tokens with names": {
         CONFIG: FAST | {"extra_special_tokens": {"image_token": "<image>"}, "mask_token": "<m>"}
     },
+    "tokens of one model": {CONFIG: FAST | {"model_specific_special_tokens": {"image_token": "<x>"}}},
+    "tokens of one model that do not count": {
+        CONFIG: FAST | {"model_specific_special_tokens": {"image_token": "<x>"}, "boi_token": "<boi>"}
+    },
     "additional tokens": {CONFIG: FAST | {"additional_special_tokens": ["<|im_start|>"], "pad_token": "<pad>"}},
     "a word": {CONFIG: FAST | {"added_tokens_decoder": {"9": token("fox", special=False, single_word=True)}}},
 }  # fmt: skip
@@ -183,8 +187,48 @@ def test_the_end_that_tokenizer_config_names_is_found(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(content)
     found = load(folder)
     assert found.decode([found.end_of_document]) == "[END]"
+    (folder / "tokenizer.json").write_text(found.json)  # as checkpoints and prepared folders keep it
     (folder / CONFIG).unlink()
+    assert load(folder).end_of_document == found.end_of_document and load(folder).fingerprint == found.fingerprint
+    (folder / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match="has no token that ends a document"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("own", "named", "expected"),
+    [
+        ("</s>", "<eos>", "<eos>"),  # Gemma's </s> is HTML
+        ("<|im_end|>", "<eos>", "<eos>"),
+        (END, "<eos>", END),  # as documents always ended with such tokenizers
+        ("</s>", "</s>", "</s>"),
+        ("</s>", None, "</s>"),
+    ],
+)
+def test_documents_end_with_the_named_token_unless_there_is_a_certain_one(
+    own: str, named: str | None, expected: str, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "folder", {CONFIG: FAST | ({"eos_token": named} if named else {})})
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace(END, own))
+    found = load(folder)
+    assert found.decode([found.end_of_document]) == expected
+    kept = tmp_path / "kept" / "tokenizer.json"
+    kept.parent.mkdir()
+    kept.write_text(found.json)
+    assert (load(kept.parent).end_of_document, load(kept.parent).fingerprint) == (
+        found.end_of_document,
+        found.fingerprint,
+    )
+    assert AutoTokenizer.from_pretrained(folder)(WORDS)["input_ids"] == found.encode(WORDS)
+
+
+def test_prefix_space_that_a_class_of_transformers_would_override_is_refused(tmp_path: Path) -> None:
+    settings = {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True}
+    folder = write_folder(tmp_path / "folder", {CONFIG: settings})
+    text = json.loads((folder / "tokenizer.json").read_text())
+    text["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    with pytest.raises(UserError, match="add_prefix_space differs in "):
         load(folder)
 
 
