@@ -169,7 +169,7 @@ def read_whole(file: Path, *, most: int = LARGEST_TEXT) -> bytes:
     """The contents of a file. Raises OSError, also for one of more than `most` bytes, and for a pipe or a device, whose
     contents may never end."""
     # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
-    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as content:
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as content:
         about = os.fstat(content.fileno())
         if not stat.S_ISREG(about.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(file))

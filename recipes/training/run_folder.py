@@ -147,7 +147,7 @@ def check_output_folder(recipe: Recipe) -> None:
 def _require_writable(folder: Path, names: Sequence[str]) -> None:
     """Raises UserError if this user may not write in the folder, or what a run changes in it."""
     for place in (folder, *(folder / name for name in (CHECKPOINTS, METRICS, LOG_FILE) if name in names)):
-        if os.access(place, os.W_OK):
+        if os.access(place, os.W_OK) or (place.is_symlink() and not place.exists()):  # that is refused below
             continue
         with named_faults(place):
             os.stat(place)

@@ -287,6 +287,8 @@ def _failures(folder: Path) -> Iterator[None]:
 
 def write_description(folder: Path, description: Description, *, dtype: str) -> None:
     """Write everything but the weights. dtype: torch's name of their type, such as "float32"."""
+    from recipes.data.text.beginning import added_beginning
+
     facts, companions = description.facts, dict(description.companions)
     model = description.model
     # The pairs of an encoder-decoder model are tokenized as by its own tokenizer.
@@ -298,7 +300,7 @@ def write_description(folder: Path, description: Description, *, dtype: str) -> 
     contents = _generated(description) | {HF_CONFIG: config}
     if kept := companions.pop(TOKENIZER_CONFIG, None):
         ours = contents[TOKENIZER_CONFIG]
-        if without_added_tokens(description.tokenizer) is description.tokenizer:
+        if added_beginning(json.loads(description.tokenizer)) is None:
             ours.pop("bos_token", None)  # nothing adds one, and lm-eval takes what the original names
         contents[TOKENIZER_CONFIG] = exported_tokenizer_config(json.loads(kept), ours, begins=begins)
     texts = {name: json.dumps(content, indent=2) + "\n" for name, content in contents.items()} | companions

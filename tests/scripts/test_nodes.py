@@ -14,7 +14,7 @@ import pytest
 from recipes.files.exit_codes import PREEMPTED, is_there
 from recipes.lab.bench.crash import descendants
 from tests.commands import Command, rank_of_fork
-from tests.processes import free_ports, wait_for
+from tests.processes import free_ports, untimed, wait_for
 from tests.scripts import network
 from tests.scripts.network import DEVICE, Network
 from tests.scripts.nodes import EVERY, STEPS, arguments, launch, losses, reached, run_sh
@@ -391,7 +391,7 @@ def test_a_node_whose_link_becomes_slow_is_named(tmp_path: Path, corpus: Path) -
         hosts.close()
     assert [node.returncode for node in nodes] == [128 + signal.SIGTERM] * 3, said
     host = socket.gethostname()
-    [(step, name)] = re.findall(r"^step +(\d+)  STRAGGLER: (.*)$", log.read_text(), re.M)
+    [(step, name)] = re.findall(r"^step +(\d+)  STRAGGLER: (.*)$", untimed(log.read_text()), re.M)
     assert re.fullmatch(
         rf"rank 1 on {host}#1 reaches [\d.]+ \wB/s in communication, the median process [\d.]+ \wB/s", name
     )

@@ -10,7 +10,8 @@ import xxhash
 from parallel.errors import TemporaryError, UserError
 from recipes.data.text.tokenizer import Tokenizer, stored_text, text_library
 
-# Llama 3 and SmolLM3, Gemma (where <s> is HTML), Llama 2 and Mistral, Cohere, others: looked for where the post-processor adds none.
+# Llama 3 and SmolLM3, Gemma (where <s> is HTML), Llama 2 and Mistral, Cohere, others: looked for where the
+# post-processor adds none.
 NAMES = ("<|begin_of_text|>", "<bos>", "<s>", "<BOS_TOKEN>", "<|bos|>", "[BOS]")
 REMEDY = "write bos = false, or give a tokenizer that has one"
 

@@ -74,12 +74,9 @@ def _with_end(text: str, end: str) -> str:
         return text
     content = json.loads(text)
     model, added = content.get("model"), {token["content"]: token for token in content.get("added_tokens") or ()}
-    entries = model.get("vocab") if isinstance(model, dict) else None  # Unigram models have (token, score) pairs
-    words = (
-        {entry[0] for entry in entries if isinstance(entry, list) and entry}
-        if isinstance(entries, list)
-        else entries or {}
-    )
+    words = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(words, dict):  # Unigram models have (token, score) pairs
+        words = {pair[0]: 0 for pair in words or () if isinstance(pair, list) and pair}
     usual = next((name for name in (*CERTAIN_ENDS, *OTHER_ENDS) if name in added or name in words), None)
     if end not in added or usual == end or usual in CERTAIN_ENDS:
         return text

@@ -144,6 +144,20 @@ def test_a_beginning_that_only_the_tokenizer_adds_counts_as_for_the_harness(
     require_equal({kind: getattr(ours(folder), kind)(requests(kind)) for kind in KINDS}, expected)
 
 
+def test_a_beginning_that_config_json_alone_names_does_not_count_as_for_the_harness(
+    tmp_path: Path, alone: None
+) -> None:
+    pytest.importorskip("accelerate", reason="the harness's own model class needs accelerate, which is not installed")
+    from lm_eval.models.huggingface import HFLM
+
+    folder = write_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": 5}))
+    theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
+    expected = {kind: getattr(theirs, kind)(requests(kind), disable_tqdm=True) for kind in KINDS}
+    require_equal({kind: getattr(ours(folder), kind)(requests(kind)) for kind in KINDS}, expected)
+
+
 def test_token_without_a_row_in_the_embedding_is_an_error_of_the_task(tmp_path: Path, alone: None) -> None:
     folder, images = write_model(tmp_path), [f"<image{n}>" for n in range(300)]
     config = json.loads((folder / "tokenizer_config.json").read_text())

@@ -15,6 +15,7 @@ from parallel.errors import UserError
 from recipes.checkpoint.files import read_manifest
 from recipes.data.history import Segment, consumed_tokens, from_json
 from recipes.files.layout import step_folder
+from recipes.recipe.load import to_toml
 from recipes.recipe.schema import Recipe
 from recipes.training.check import check
 from recipes.training.fork import find_trunk, taken_over
@@ -251,11 +252,17 @@ def test_a_fork_whose_checkpoint_is_gone_does_not_begin_from_another(fork: Recip
     assert f"began from {gone}, which is gone; bring it back, or write another run.name" in refusal(fork)
 
 
-def test_check_says_what_a_fork_continues_from(fork: Recipe, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check(change(fork, run={"continue_from": f"{copy}@8", "steps": 9}), processes=None, nodes=None)
+def test_check_says_what_a_fork_continues_from(
+    fork: Recipe, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check_fork(**run: Any) -> None:
+        (tmp_path / "fork.toml").write_text(to_toml(change(fork, run=run)))
+        check(str(tmp_path / "fork.toml"), [], processes=None, nodes=None)
+
+    check_fork(continue_from=f"{copy}@8", steps=9)
     assert f"# continues from {copy / 'checkpoints' / 'step-00000008'}, after 8 of the steps" in capsys.readouterr().out
     with pytest.raises(UserError, match="no checkpoint of step 7"):
-        check(change(fork, run={"continue_from": f"{copy}@7"}), processes=None, nodes=None)
+        check_fork(continue_from=f"{copy}@7")
 
 
 def test_damaged_bytes_of_a_tensor_stop_a_fork_before_it_writes_anything(fork: Recipe, copy: Path) -> None:

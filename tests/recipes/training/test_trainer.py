@@ -296,6 +296,7 @@ def test_a_run_leaves_a_row_of_metrics_for_every_step(finished: Recipe) -> None:
         "peak_memory_gib",
         "goodput",
         "wall_seconds",
+        "time",
     ]
     last = logged[-1]
     assert (last["step"], last["tokens"]) == (STEPS, STEPS * 8 * 64)

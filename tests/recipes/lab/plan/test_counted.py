@@ -9,7 +9,7 @@ from parallel.errors import UserError
 from recipes.lab.plan.command import answer
 from recipes.lab.plan.screen import COLUMNS, LINES
 from recipes.plan.memory import predict
-from recipes.recipe.load import load, load_run
+from recipes.recipe.load import load
 from recipes.recipe.stages import stages_of
 from recipes.training.check import _parts, _steps, check
 
@@ -60,7 +60,7 @@ def test_check_warns_of_a_model_of_transformers_that_needs_more_than_its_gpu_has
 ) -> None:
     recipe = ROOT / "configs/gpt2_124m_8xh100.toml"
     more = ["--batch.micro_batch_size=128", "--batch.global_batch_size=1024", "--compile.enabled=false"]
-    check(load_run(str(recipe), more).recipe, processes=None, nodes=None)
+    check(str(recipe), more, processes=None, nodes=None)
     said = capfd.readouterr()
     assert " of 85.5 GB (predicted), fullest at " in said.out
     assert "of memory are predicted, more than 94% of the 85.5 GB of an H100" in said.err
