@@ -13,8 +13,8 @@ from tests.sources import code_lines
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
-MOST_MODULES = 77
-MOST_LINES = 8_500
+MOST_MODULES = 78
+MOST_LINES = 9_000
 """Lines of code."""
 MOST_FILES_OF_A_STEP = 15
 NOT_ASKED_FOR = {
