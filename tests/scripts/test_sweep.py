@@ -240,7 +240,7 @@ def test_every_float8_row_is_compared_but_not_judged_by_12_steps(
     assert set(verdicts.values()) == {"too short to judge"}
     page = (sweep.folder / "table.md").read_text()
     assert page.startswith(f"# cpu/{name}, float8 emulated\n") and page.count("| tensorwise (emulated) |") == 2
-    assert "**Too short to judge losses: 12 steps, and fewer than 100 show noise.**" in page
+    assert "**Runs of fewer than 100 steps are too short to judge losses: they differ by noise.**" in page
 
 
 def test_the_float8_rows_of_numerics_sample_the_casts_of_every_linear(finished: Callable[[str], Finished]) -> None:
