@@ -29,7 +29,7 @@ from recipes.training.run_folder import check_output_folder
 
 NAMED = 5
 """Sources named that were not opened."""
-UNSEEN = ("later rows", "GPUs", "room on the disk")
+UNSEEN = ("later rows", "held-out texts", "tasks", "GPUs", "room on the disk")
 FORCE = "FORCE"
 """The environment variable with which a job's check refuses what cannot fit ("0"), or only warns, as without it."""
 LARGEST_DEVICE = 192e9
