@@ -145,7 +145,7 @@ def test_named_validation_losses_have_rows_and_their_texts_may_change(
         validation={"every": 2, "batches": 1, "sources": {"web": str(text.with_name("web.jsonl")), "own": str(text)}},
     )
     assert train(recipe, alone, silent=False) == 0
-    assert [set(row) - {"step", "tokens"} for row in rows(recipe)[-2:]] == [
+    assert [set(row) - {"step", "tokens", "time"} for row in rows(recipe)[-2:]] == [
         {"validation_loss/web"},
         {"validation_loss/own"},
     ]

@@ -12,7 +12,7 @@ from parallel.nodes import Node
 from recipes.files.layout import LOG_FILE
 from recipes.metrics.memory import FAILURES, GIB, PEAK, RESERVED, RETRIES, Gauges, GpuMemory, nvml
 from recipes.recipe.schema import Recipe
-from tests.processes import run_processes
+from tests.processes import run_processes, untimed
 from tests.training import change, rows, run_all, training
 
 
@@ -67,7 +67,7 @@ def test_a_run_names_processes_whose_gpu_was_full_at_the_step_where_it_was(small
         assert {row["reserved_memory_gib_most"] for row in logged} == {72}
     else:
         assert not [column for column in logged[0] if "_most" in column or "_least" in column or "power" in column]
-    lines = (recipe.run.folder / LOG_FILE).read_text().splitlines()
+    lines = untimed((recipe.run.folder / LOG_FILE).read_text()).splitlines()
     assert sum("  60.00 GiB of 72.00 reserved  " in line for line in lines) == 5
     first, second = (line for line in lines if "FULL" in line)
     last = f"rank {processes - 1} on {socket.gethostname()}"

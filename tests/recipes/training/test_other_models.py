@@ -18,6 +18,7 @@ from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from tests.families import family_config
+from tests.processes import untimed
 from tests.training import rows, train
 
 pytestmark = pytest.mark.slow
@@ -65,7 +66,7 @@ def test_a_run_learns_validates_and_shows_a_sample(finished: Recipe) -> None:
     losses = [row["loss"] for row in found if "loss" in row]
     assert len(losses) == 3 and losses[2] < losses[0]
     assert sum("validation_loss" in row for row in found) == 1
-    log = (finished.run.folder / LOG_FILE).read_text()
+    log = untimed((finished.run.folder / LOG_FILE).read_text())
     assert "transformers, not our decoder" in log
     sampled = (
         "a held-out prompt, and how the model answers it:\nspell: " if "t5" in finished.run.name else "held-out text"

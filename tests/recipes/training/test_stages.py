@@ -23,7 +23,7 @@ from recipes.training import run
 from recipes.training.border import Process
 from recipes.training.console import Console
 from recipes.training.recorder import Recorder
-from tests.processes import process_context, run_processes
+from tests.processes import process_context, run_processes, untimed
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +139,7 @@ class Runs:
         before = log.read_text() if log.exists() else ""
         file = self.recipe(name, **options)
         assert run_processes(processes, run_recipe, file, overrides) == [FINISHED] * processes
-        return log.read_text().removeprefix(before)
+        return untimed(log.read_text().removeprefix(before))
 
     def train(self, name: str, world: World, **options: Any) -> int:
         """Run in this process; the exit code."""
