@@ -58,8 +58,8 @@ def test_check_prints_the_resolved_recipe_without_torch(folder: Path) -> None:
     summary, _, recipe = out.partition("\n\n")
     resolved, _, verdict = recipe.removesuffix("\n").rpartition("\n")
     assert resolved + "\n" == to_toml(load(DEBUG, ["--run.steps", "300"]))
-    seen = "sources whose first row was read: 1; not looked at: later rows, held-out texts, tasks, GPUs and room on the disk"
-    assert verdict == f"# ok: {seen}"
+    unseen = "later rows, held-out texts, tasks, GPUs and room on the disk"
+    assert verdict == f"# ok: sources whose first row was read: 1; not looked at: {unseen}"
     steps = "300 of 16 x 256 = 4,096 tokens, 1,228,800 in all; learning rate 0.003, wsd, warm-up 30, final decay 60"
     assert f"# steps: {steps}\n# on 2 processes: replicate 1 x shard 2; " in summary
     assert "# validation: every 50 steps, on 0.02 of the documents\n# checkpoints: every 50 steps" in summary
