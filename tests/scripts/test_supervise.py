@@ -90,5 +90,6 @@ def test_the_slurm_script_says_what_to_write_outside_of_slurm(command: tuple[str
         text=True,
     )
     expected = "slurm: not in a SLURM job: sbatch --nodes=N scripts/slurm.sbatch RECIPE, or scripts/run.sh RECIPE\n"
-    assert done.returncode == REFUSED and done.stdout.startswith(expected)
-    assert set(untimed(done.stdout).removeprefix(expected).splitlines()) <= {"slurm: refused: nothing was started"}
+    said = untimed(done.stdout)
+    assert done.returncode == REFUSED and said.startswith(expected)
+    assert set(said.removeprefix(expected).splitlines()) <= {"slurm: refused: nothing was started"}
