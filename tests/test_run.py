@@ -141,7 +141,8 @@ def test_export_has_a_model_card_with_the_data_the_steps_the_losses_and_the_reci
     [checkpoint, *_] = sorted((folder / "runs/whole/checkpoints").iterdir(), reverse=True)
     export_checkpoint(checkpoint, folder / "card")
     card = ModelCard.load(folder / "card/README.md")
-    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
+    about = card.data.to_dict()
+    assert (about["library_name"], about["pipeline_tag"]) == ("transformers", "text-generation")
     assert "# whole\n" in card.text and "for 30 steps on 3,840 tokens." in card.text and "3,840 |" in card.text
     [loss] = re.findall(r"\| validation_loss \| ([\d.]+) \|", card.text)
     assert f"validation loss {loss}\n" in whole

@@ -7,7 +7,7 @@ from recipes.data.text.sources import file_size
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
 from recipes.data.tokens.shards import TOKENIZER, TRAIN, Index, array_path, open_index
 from recipes.data.tokens.workspace import VERIFY_UP_TO_BYTES, damage
-from recipes.files.reading import read_whole
+from recipes.files.reading import whole_text
 
 
 def matching_index(
@@ -46,7 +46,7 @@ def _other_beginning(folder: Path, index: Index, tokenizer: Tokenizer) -> str | 
             if index.tokenizer_fingerprint == with_beginning(tokenizer).fingerprint:
                 return f"data.bos: '{folder}' was prepared with --bos; write bos = true"
             return None
-        plain = build_tokenizer(read_whole(where).decode(), where=where)
+        plain = build_tokenizer(whole_text(where), where=where)
         if with_beginning(plain).fingerprint == tokenizer.fingerprint:
             return f"data.bos: '{folder}' was prepared without --bos; write bos = false, or prepare it again with --bos"
     except (OSError, UnicodeDecodeError, UserError):

@@ -2,6 +2,7 @@
 fault is not damage, and a folder that cannot be listed is not empty. Imports no torch."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -178,6 +179,12 @@ def read_whole(file: Path, *, most: int = LARGEST_TEXT) -> bytes:
         return content.read()
 
 
+def whole_text(file: Path, *, errors: str = "strict") -> str:
+    """The text in a file, in which every line ends with a line feed, as Path.read_text() has it. Raises what
+    read_whole() does, and UnicodeDecodeError."""
+    return io.TextIOWrapper(io.BytesIO(read_whole(file)), encoding="utf-8", errors=errors).read()
+
+
 def read_text(file: Path, *, errors: str = "strict") -> str:
     """The contents of a file of text. Raises UserError if it cannot be read, TemporaryError for a fault that stays.
 
@@ -186,7 +193,7 @@ def read_text(file: Path, *, errors: str = "strict") -> str:
 
     def text() -> str:
         try:
-            return read_whole(file).decode(errors=errors)
+            return whole_text(file, errors=errors)
         except OSError as error:
             raise fault(f"{file} cannot be read", error) from None
 

@@ -48,7 +48,8 @@ class Console:
     def log(self, text: str = "", *, style: str | None = None) -> None:
         text = text.translate(CONTROLS)
         self._show(text, style=style)
-        lines = [f"{(now := utc_now())} {text}" if text else ""]
+        now = utc_now()
+        lines = [f"{now} {text}" if text else ""]
         if (error := self._output.error) and error.strerror != self._said:
             self._said = error.strerror or ""
             lines.append(

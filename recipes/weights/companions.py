@@ -12,7 +12,7 @@ from typing import Any
 from parallel.errors import UserError, listed
 from recipes.data.text.tokens_beside import SPECIAL_TOKENS, TOKENIZER_CONFIG, end_of, read_beside, with_tokens_beside
 from recipes.files.layout import TOKENIZER
-from recipes.files.reading import fault, names_in, read_whole
+from recipes.files.reading import fault, names_in, whole_text
 
 GENERATION_CONFIG = "generation_config.json"
 COMPANIONS = (TOKENIZER_CONFIG, SPECIAL_TOKENS, "chat_template.jinja", GENERATION_CONFIG)
@@ -91,7 +91,7 @@ def read_tokenizer(folder: Path) -> str:
     """The text of tokenizer.json, with the tokens beside it. Raises UserError if it is missing or damaged."""
     file = folder / TOKENIZER
     try:
-        text = read_whole(file).decode()
+        text = whole_text(file)
         token_names(text)
         return with_tokens_beside(text, file)
     except FileNotFoundError:

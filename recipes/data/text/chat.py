@@ -87,7 +87,7 @@ def _exchanged(process: "subprocess.Popen[str]", question: Mapping[str, Any]) ->
     with suppress(BrokenPipeError):
         process.stdin.write(json.dumps(question) + "\n")
         process.stdin.flush()
-    if line := process.stdout.readline():
+    if (line := process.stdout.readline()).endswith("\n"):  # else it was killed while it answered
         return dict(json.loads(line))
     if process.wait() == -signal.SIGPROF:
         return {"problem": f"it computes for more than {SECONDS} s"}

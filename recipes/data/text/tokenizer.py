@@ -14,7 +14,7 @@ import xxhash
 from parallel.errors import TemporaryError, UserError
 from recipes.data.text.tokens_beside import CERTAIN_ENDS, ENDS, OTHER_ENDS, with_tokens_beside
 from recipes.files.layout import TOKENIZER
-from recipes.files.reading import is_remote, read_patiently, read_whole, user_path
+from recipes.files.reading import is_remote, read_patiently, user_path, whole_text
 
 if TYPE_CHECKING:
     import tokenizers
@@ -183,7 +183,7 @@ def tokenizer_file(spec: str) -> Path:
 def read_tokenizer(path: Path) -> str:
     """The text of a tokenizer.json, with the tokens that transformers reads beside it. Raises UserError."""
     try:
-        text = read_patiently(lambda: read_whole(path).decode(), what=f"data.tokenizer: '{path}'")
+        text = read_patiently(lambda: whole_text(path), what=f"data.tokenizer: '{path}'")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.tokenizer: cannot read '{path}': {error}") from error
     return with_tokens_beside(text, path)

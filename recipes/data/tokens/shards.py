@@ -31,7 +31,7 @@ import xxhash
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files.atomic import write_whole
-from recipes.files.reading import is_remote, memory_map, read_patiently, read_whole, user_path
+from recipes.files.reading import is_remote, memory_map, read_patiently, user_path, whole_text
 
 # Part of every fingerprint: raise it when the same source starts to give different files.
 FORMAT_VERSION = 2
@@ -258,7 +258,7 @@ class BadRowBudget:
 
 def _text(file: Path) -> str:
     """The contents of a file. Raises OSError, and TemporaryError if that may pass."""
-    return read_patiently(lambda: read_whole(file).decode(), what=f"data.source: '{file}'")
+    return read_patiently(lambda: whole_text(file), what=f"data.source: '{file}'")
 
 
 def _mapped(file: Path) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,10 @@ def test_template_files_that_never_end_are_refused_at_once(tmp_path: Path) -> No
         file_.truncate(20_000_000_000)
     with pytest.raises(UserError, match="it has more than 10,000,000 bytes"):
         chat_settings({}, template=str(tmp_path / "large.jinja"), date="")
+
+
+@pytest.mark.slow
+def test_process_killed_while_it_answers_is_a_problem_of_the_chat() -> None:
+    command = [sys.executable, "-c", """print(end='{"text": "half')"""]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert "it ended its process" in chat_module._exchanged(process, {})["problem"]

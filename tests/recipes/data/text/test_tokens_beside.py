@@ -132,6 +132,14 @@ def test_tokenizer_with_nothing_beside_keeps_its_text_and_fingerprint(name: str,
     assert load(folder).fingerprint == load(write_folder(tmp_path / "plain", {})).fingerprint
 
 
+def test_line_ends_of_another_system_keep_the_fingerprint(tmp_path: Path) -> None:
+    unix, dos = write_folder(tmp_path / "unix", {}), write_folder(tmp_path / "dos", {})
+    text = json.dumps(json.loads((unix / "tokenizer.json").read_text()), indent=2)
+    (unix / "tokenizer.json").write_bytes(text.encode())
+    (dos / "tokenizer.json").write_bytes(text.replace("\n", "\r\n").encode())
+    assert load(dos).fingerprint == load(unix).fingerprint
+
+
 @pytest.mark.parametrize("name", ["owner.txt", "model.json"])
 def test_tokenizer_of_our_own_shards_and_checkpoints_is_what_they_were_made_with(name: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "folder", FOLDERS["tokens of a chat"] | {name: {}})
