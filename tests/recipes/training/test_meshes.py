@@ -119,12 +119,12 @@ def test_each_mesh_validates_and_continues_a_text_as_one_process_at_the_same_ste
 
 
 def test_the_export_of_each_mesh_is_that_of_its_checkpoint(chain: Any, tmp_path: Path) -> None:
-    recipe = chain[0]
+    recipe = chain[0]  # the model card prints the run's recipe.toml, which every link writes anew
     for mesh, until in LINKS:
         step = named(recipe, "chain").run.folder / "checkpoints" / f"step-{until:08d}"
         export_checkpoint(step, tmp_path / str(until))
         ours, theirs = (
-            {file.name: file.read_bytes() for file in folder.iterdir()}
+            {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "README.md"}
             for folder in (tmp_path / str(until), Path(recipe.run.output) / f"export-{until}")
         )
         assert ours == theirs, mesh
