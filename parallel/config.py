@@ -194,5 +194,7 @@ class FSDPConfig:
     """Precision of the messages that sum gradients over processes; micro-batches are added up in float32."""
     prefetch: Annotated[int, Ge(1)] = 1
     """How many blocks ahead to all-gather weights; each adds the memory of one block's weights."""
+    symmetric_memory: bool = False
+    """Exchange weights and gradients in memory that NCCL's faster kernels use; torch 2.12 or later, on GPUs."""
     cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in host memory, and run the optimizer there."""

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from models.interface import blocks_of, interface_of
 from parallel.config import FSDPConfig
 from parallel.dist import all_gather_single, reduce_scatter_single
+from parallel.errors import UserError
 from parallel.mesh import Mesh
 
 
@@ -26,6 +27,8 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
     Gradients are summed over the data ranks, not averaged: the step divides the loss by the whole batch's targets.
     """
     interface = interface_of(model)
+    if config.symmetric_memory:
+        _require_symmetric_memory(mesh)
     # torch 2.13 warns that in-place changes of a view would lose gradients. The first block of a T5 returns one (its
     # position bias), which the others only read: tests compare every gradient with plain transformers.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
@@ -52,6 +55,9 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
             unit.set_gradient_divide_factor(1.0)
         if config.reduce_dtype == "bfloat16":
             unit.set_custom_reduce_scatter(cast(Any, Bfloat16ReduceScatter()))
+    if config.symmetric_memory:
+        for unit in units_of(model):  # after the sum is forced: averages of gradients would go the common way
+            unit.set_symm_mem_for_comm()
     for stack in interface.stacks:
         modules = [model.get_submodule(name) for name in stack]
         units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
@@ -66,8 +72,20 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
     layout = f"{stage} over {shard}" if shard > 1 else "no sharding"
     copies = f" x {replicate} replicas" if replicate > 1 else ""
     offload = ", offloaded to the host" if config.cpu_offload else ""
+    offload += ", in symmetric memory" if config.symmetric_memory else ""
     ahead = f", {config.prefetch} blocks gathered ahead" if config.prefetch > 1 else ""
     return f"fsdp: {layout}{copies}, {config.param_dtype} compute, {config.reduce_dtype} reduction{ahead}{offload}"
+
+
+def _require_symmetric_memory(mesh: Mesh) -> None:
+    """Raise UserError where torch or the mesh has no messages in memory that several GPUs see."""
+    remedy = "write fsdp.symmetric_memory = false"
+    if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+        raise UserError(f"fsdp.symmetric_memory needs torch 2.12 or later, and this is {torch.__version__}; {remedy}")
+    if mesh.devices.device_type != "cuda":
+        raise UserError(f"fsdp.symmetric_memory needs GPUs, and the device is a {mesh.devices.device_type}; {remedy}")
+    if shards_of(mesh) == 1:
+        raise UserError(f"fsdp.symmetric_memory: each process has whole parameters and gathers none; {remedy}")
 
 
 class Bfloat16ReduceScatter:

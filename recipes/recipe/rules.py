@@ -157,6 +157,7 @@ def violations(
         ("batch.global_batch_size batch.micro_batch_size mesh", batch_divides(recipe.batch, mesh=mesh, **world)),
         ("attention data.document_mask run.device", attention_has_a_kernel(recipe)),
         ("attention fsdp.param_dtype model", flash3_fits(recipe.attention, recipe.fsdp, model=model)),
+        ("fsdp run.device", memory_is_symmetric(recipe.fsdp, device=run.device)),
         ("activation_checkpointing model", blocks_can_recompute(recipe.activation_checkpointing, model=model)),
         ("float8.all_gather float8.recipe", float8_gathers(float8)),
         ("float8.recipe float8.emulate run.device", float8_has_a_device(float8, device=run.device)),
@@ -304,6 +305,14 @@ def flash3_fits(attention: AttentionConfig, fsdp: FSDPConfig, *, model: ModelCon
         yield "fsdp.param_dtype", f'{rule}; write param_dtype = "bfloat16", or backend = "auto"'
     if model.head_width % 8 or model.head_width > 256:
         yield "model.head_width", 'attention.backend = "flash3" needs a multiple of 8 up to 256; write backend = "auto"'
+
+
+def memory_is_symmetric(fsdp: FSDPConfig, *, device: str) -> Iterator[Violation]:
+    """Symmetric memory is NCCL's, and torch has no room beside it for messages of its own kind."""
+    if fsdp.symmetric_memory and device == "cpu":
+        yield "fsdp.symmetric_memory", 'needs GPUs, but run.device = "cpu"; write false'
+    elif fsdp.symmetric_memory and fsdp.reduce_dtype == "bfloat16":
+        yield "fsdp.symmetric_memory", 'sums in float32; write reduce_dtype = "float32", or false'
 
 
 def blocks_can_recompute(checkpointing: ActivationCheckpointingConfig, *, model: ModelConfig) -> Iterator[Violation]:

@@ -255,6 +255,20 @@ def test_another_seed_gives_other_weights(alone) -> None:
     assert not torch.equal(one, two)
 
 
+@pytest.mark.slow
+def test_symmetric_memory_is_refused_on_a_cpu_and_by_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = FSDPConfig(symmetric_memory=True)
+    start("cpu", seed=0)
+    try:
+        with pytest.raises(UserError, match=r"needs GPUs, and the device is a cpu; write fsdp.symmetric_memory = fals"):
+            build(fsdp=asked)
+        monkeypatch.delattr(FSDPModule, "set_symm_mem_for_comm", raising=False)
+        with pytest.raises(UserError, match=r"needs torch 2.12 or later"):
+            build(fsdp=asked)
+    finally:
+        stop()
+
+
 def gathered_ahead(prefetch: int) -> tuple[list[int], list[bytes]]:
     """Which blocks each block prefetches in the forward pass, and the gradients."""
     start("cpu", seed=0)

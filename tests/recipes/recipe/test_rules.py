@@ -125,6 +125,14 @@ def test_flash3_is_refused_for_heads_that_it_cannot_compute(head_width: int) -> 
     assert "needs a multiple of 8 up to 256" in the_rule(recipe, "model.head_width")
 
 
+def test_symmetric_memory_is_for_gpus_and_sums_in_float32() -> None:
+    asked = FSDPConfig(symmetric_memory=True)
+    assert not broken_by(Recipe(fsdp=asked))
+    assert 'run.device = "cpu"' in the_rule(Recipe(fsdp=asked, run=RunConfig(device="cpu")), "fsdp.symmetric_memory")
+    sent = replace(asked, reduce_dtype="bfloat16")
+    assert 'reduce_dtype = "float32"' in the_rule(Recipe(fsdp=sent), "fsdp.symmetric_memory")
+
+
 def test_every_source_of_a_mixture_must_exist(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     mixture = {str(tmp_path / "a.txt"): 1.0, "nowhere.txt": 1.0, "hf:": 1.0}
