@@ -12,7 +12,7 @@ Usage: scripts/run.sh RECIPE [--section.field value ...]   train
 RECIPE is searched for in the current directory, then in the checkout. Environment variables:
   NPROC            processes on this node (default: one per GPU; 2 on a machine without GPUs)
   PYTHON           interpreter to use, with its packages as they are, instead of .venv
-  OMP_NUM_THREADS  threads per process (default: cores / NPROC)
+  OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS   threads and compiling processes of each (default: cores / NPROC)
   HOSTFILE         for several nodes, with the same command on each: a file with one node's name or address per line,
                    the same on all nodes; or, instead of it,
   NNODES, NODE_RANK, MASTER_ADDR   the number of nodes, the index of this one (from 0), and the address of node 0
@@ -102,11 +102,11 @@ if ! [ "$NPROC" -gt 0 ] 2>/dev/null; then
     exit 2
 fi
 
-if [ -z "${OMP_NUM_THREADS:-}" ]; then
-    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-    OMP_NUM_THREADS=$((cores > NPROC ? cores / NPROC : 1))
-fi
-export OMP_NUM_THREADS
+cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+share=$((cores > NPROC ? cores / NPROC : 1))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$share}
+# Else torch starts up to 32 processes that compile for every GPU, each with memory of its own.
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$((share < 32 ? share : 32))}
 
 # A bad recipe fails here, once and within a second, instead of in every process after torch is loaded.
 checked() { "$PYTHON" "$ROOT/train.py" "$@" --check --processes "$((NPROC * NNODES))" --nodes "$NNODES"; }

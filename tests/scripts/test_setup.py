@@ -157,16 +157,17 @@ def test_an_interpreter_with_all_packages_is_used(checkout: Path) -> None:
 
 
 def run_sh(checkout: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Run it from another folder. Returns the result and the calls, each with OMP_NUM_THREADS first."""
+    """Run it from another folder. Returns the result and the calls, each with the two numbers of threads first."""
     calls = checkout / "calls"
     python = executable(
         checkout / "python",
-        f'[ "$1" = - ] || echo "$OMP_NUM_THREADS" "$@" $(env | grep ^PET_) >>{calls}\n'
+        f'[ "$1" = - ] || echo "$OMP_NUM_THREADS" "$TORCHINDUCTOR_COMPILE_THREADS" "$@" $(env | grep ^PET_) >>{calls}\n'
         'case "$*" in *bad.toml*--check*) echo "1 problem" >&2; exit 2;; esac',
     )
     elsewhere = checkout / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
-    inherited = {name: value for name, value in os.environ.items() if name not in ("NNODES", "OMP_NUM_THREADS")}
+    ours = ("NNODES", "OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
     result = subprocess.run(
         ["bash", checkout / "scripts/run.sh", *arguments],
         cwd=elsewhere,
@@ -182,9 +183,10 @@ def test_run_checks_the_recipe_and_then_launches(checkout: Path) -> None:
     recipe = checkout / "pyproject.toml"
     result, calls = run_sh(checkout, "pyproject.toml", "--run.steps", "3", NPROC="1024")
     assert result.returncode == 0, result.stderr
+    run = f"{checkout}/train.py {recipe} --run.steps 3"
     assert calls == [
-        f"1 {checkout}/train.py {recipe} --run.steps 3 --check --processes 1024 --nodes 1",
-        f"1 {checkout}/scripts/launch.py --standalone --nproc-per-node=1024 {checkout}/train.py {recipe} --run.steps 3",
+        f"1 1 {run} --check --processes 1024 --nodes 1",
+        f"1 1 {checkout}/scripts/launch.py --standalone --nproc-per-node=1024 {run}",
     ]
 
 
