@@ -112,6 +112,19 @@ class Checkpoints:
 
     # Saving
 
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Allocate host memory for the first save, in the background, once the optimizer has taken a step."""
+        if self._plan is None and self._config.asynchronous and self._config.every:
+            plan, state, _ = self._planned(model, optimizer)
+            self._memory.allocate(list(plan.tensors(state)))
+
+    def _planned(self, model: nn.Module, optimizer: Optimizer) -> tuple[Plan, dict[str, Tensor], list[dict[str, Any]]]:
+        """Who writes what, the state to save, and the optimizer's groups."""
+        state, groups = named_tensors(model, optimizer)
+        if self._plan is None or self._plan.signature != signature(state):
+            self._plan = make_plan(state, rank=self._together.rank, processes=self._together.size)
+        return self._plan, state, groups
+
     def save(
         self, model: nn.Module, optimizer: Optimizer, *, step: int, progress: Mapping[str, Any] | None = None
     ) -> None:
@@ -121,13 +134,11 @@ class Checkpoints:
         result is logged by report(). Nothing is raised if the disk is full. progress: a small record in plain JSON.
         """
         self.finish()
-        state, groups = named_tensors(model, optimizer)
-        if self._plan is None or self._plan.signature != signature(state):
-            self._plan = make_plan(state, rank=self._together.rank, processes=self._together.size)
+        plan, state, groups = self._planned(model, optimizer)
         record = {"progress": dict(progress or {}), "optimizer": [hyperparameters(group) for group in groups]}
-        tensors = self._plan.tensors(state)
+        tensors = plan.tensors(state)
         if not self._config.asynchronous:
-            self._write(step, self._plan, (raw(tensor) for tensor in tensors), record)
+            self._write(step, plan, (raw(tensor) for tensor in tensors), record)
             return
         copies: Iterable[memoryview]
         try:
@@ -136,7 +147,7 @@ class Checkpoints:
             copies = _raising(error)
         # Not a daemon: Python would end one in the middle of gloo's code, and abort. A process that exits without
         # finish() destroys the group first, which ends the thread at its next message.
-        self._thread = threading.Thread(target=self._write, args=(step, self._plan, copies, record))
+        self._thread = threading.Thread(target=self._write, args=(step, plan, copies, record))
         self._thread.start()
 
     def finish(self, *, failed: bool = False) -> int | None:

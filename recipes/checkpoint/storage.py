@@ -4,7 +4,9 @@ The storage and the planners of torch.distributed.checkpoint (DCP) are not used:
 every process's plan on rank 0 and send all of them back.
 """
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -137,10 +139,38 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._segments: list[Tensor] = []
+        self._thread: threading.Thread | None = None
+
+    def allocate(self, tensors: Sequence[Tensor]) -> None:
+        """Allocate on a thread what copy() will need: the first save would stand still for several GB of pinned memory.
+
+        If there is not enough, copy() says so.
+        """
+
+        def places() -> None:
+            with suppress(Exception):
+                self._places(tensors)
+
+        self._thread = threading.Thread(target=places)
+        self._thread.start()
 
     def copy(self, tensors: Sequence[Tensor]) -> list[memoryview]:
         """Copies of the bytes of each tensor, valid until the next call."""
-        copies, segment, used, devices = [], 0, 0, set()
+        if self._thread is not None:
+            self._thread.join()
+        copies, devices = [], {tensor.device for tensor in tensors}
+        for tensor, place in zip(tensors, self._places(tensors), strict=True):
+            # Copied as a tensor, not as bytes: it need not be contiguous.
+            place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+            copies.append(place.numpy().data)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        return copies
+
+    def _places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The bytes for each tensor, in segments that are there or allocated now."""
+        places, segment, used = [], 0, 0
         left = sum(-(-tensor.nbytes // 16) * 16 for tensor in tensors)
         for tensor in tensors:
             size = tensor.nbytes
@@ -152,17 +182,10 @@ class HostMemory:
                 pinned = tensor.device.type == "cuda"
                 length = max(size, min(left, self.SEGMENT))
                 self._segments.append(torch.empty(length, dtype=torch.uint8, pin_memory=pinned))
-            place = self._segments[segment][used : used + size]
-            # Copied as a tensor, not as bytes: it need not be contiguous.
-            place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-            copies.append(place.numpy().data)
+            places.append(self._segments[segment][used : used + size])
             used += -(-size // 16) * 16  # aligns every copy to its elements
             left -= -(-size // 16) * 16
-            devices.add(tensor.device)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-        return copies
+        return places
 
 
 def assemble(

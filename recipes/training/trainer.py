@@ -70,6 +70,7 @@ class Trainer:
                 self._save()
             if self.checkpoints:
                 self.checkpoints.report()
+                self.checkpoints.prepare(self.built.model, self.built.optimizer)
             if number := self.interruption.agreed():
                 return number
         return self.interruption.agreed_now()
@@ -95,8 +96,7 @@ class Trainer:
 
     def _due(self, every: int, *, ahead: int = 0) -> bool:
         """Whether something done every so many steps (0 = never) is due after the step just taken, or so far ahead."""
-        step = self.step + ahead
-        return every > 0 and (step % every == 0 or step == self.stage.last)
+        return every > 0 and ((step := self.step + ahead) % every == 0 or step == self.stage.last)
 
     def _validate(self) -> None:
         from recipes.evaluation.losses import mean_loss

@@ -198,6 +198,17 @@ def test_host_memory_is_reused() -> None:
     assert [segment.data_ptr() for segment in memory._segments] == places
 
 
+def test_a_save_allocates_nothing_that_was_prepared(run: Run, tmp_path: Path) -> None:
+    checkpoints = checkpoints_in(tmp_path, keep=1, asynchronous=True)
+    checkpoints.prepare(*run)
+    assert checkpoints._memory._thread is not None
+    checkpoints._memory._thread.join()
+    places = [segment.data_ptr() for segment in checkpoints._memory._segments]
+    checkpoints.save(*run, step=3)
+    assert checkpoints.finish() == 3
+    assert places == [segment.data_ptr() for segment in checkpoints._memory._segments] != []
+
+
 def test_host_memory_copies_tensors_that_are_not_contiguous() -> None:
     tensor = torch.arange(24.0).reshape(4, 6).t()
     assert bytes(storage.HostMemory().copy([tensor])[0]) == bytes(storage.raw(tensor.contiguous()))

@@ -59,7 +59,8 @@ def whole(recipe: Recipe) -> list[dict[str, float]]:
 
 
 def scores(recipe: Recipe) -> list[dict[str, float]]:
-    return [row for row in rows(recipe) if any(name.startswith("validation_task/") for name in row)]
+    found = [row for row in rows(recipe) if any(name.startswith("validation_task/") for name in row)]
+    return [{name: value for name, value in row.items() if name != "time"} for row in found]
 
 
 def on_mesh(mesh: str, recipe: Recipe) -> Recipe:
