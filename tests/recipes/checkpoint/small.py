@@ -37,7 +37,7 @@ def checkpoints_in(
     folder: Path, *, keep: int, keep_every: int = 0, keep_best: str = "", asynchronous: bool = False, **options: Any
 ) -> Checkpoints:
     """The checkpoints of a run in this folder. options: as of Checkpoints."""
-    config = CheckpointConfig(keep=keep, keep_every=keep_every, keep_best=keep_best, asynchronous=asynchronous)
+    config = CheckpointConfig(every=1, keep=keep, keep_every=keep_every, keep_best=keep_best, asynchronous=asynchronous)
     return Checkpoints(folder, config, **options)
 
 
