@@ -111,7 +111,7 @@ def test_a_signal_ends_the_suite_with_one_line_and_its_exit_code(interrupted: tu
 @pytest.mark.slow
 def test_an_interrupted_suite_leaves_a_record_to_continue(interrupted: tuple[Path, int, str, int]) -> None:
     record = interrupted[0] / "record"
-    assert json.loads((record / "gpu-cpu.json").read_text())["rows"] == {}
+    assert [*json.loads((record / "gpu-cpu.json").read_text())["rows"]] == ["tests"]
     assert "- works_bf16: not run yet\n- works_float8: not run yet\n" in (record / "gpu-cpu.md").read_text()
 
 
@@ -144,7 +144,9 @@ def measured_here(home: Path, *arguments: str) -> tuple[int, str, str]:
 def kernels_here(
     command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, environment: dict[str, str]
 ) -> runner.Ended:
-    """recipes.lab.sweep.runner.run for a group of kernels."""
+    """recipes.lab.sweep.runner.run, in this process for a group of kernels."""
+    if "pytest" in command:
+        return runner.run(command, stdout=stdout, stderr=stderr, timeout=timeout, environment=environment)
     assert command[2:4] == ["--suite", "kernels"]
     with stderr.open("w", encoding="utf-8") as file, contextlib.redirect_stderr(file):
         code = kernels.main(list(command[4:]))
@@ -157,9 +159,9 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     home, words = tmp_path_factory.mktemp("bench"), ["--data.source", str(corpus)]
     code, out, err = measured_here(home, "--no-steps", *words)
     assert (code, err) == (0, "") and "\nwritten: record/gpu-cpu.json and .md, after " in out
-    code, out, err = measured_here(home, *words)
+    code, out, err = measured_here(home, "--gpus", "2", *words)
     assert (code, err) == (0, "") and "  products                        measured before\n" in out
-    assert "products: running" not in out and "[4/4] zero2: running" in out
+    assert "products: running" not in out and "[7/7] nccl_tensor: running" in out
     return home
 
 
@@ -219,7 +221,7 @@ def test_what_the_device_cannot_do_is_recorded_with_its_reason(record: tuple[dic
 def test_the_record_has_the_training_runs_with_raw_times(record: tuple[dict[str, Any], str]) -> None:
     found, _ = record
     assert found["environment"]["device"] == "cpu" and found["environment"]["packages"]["torch"]
-    for name in ("works_bf16", "works_float8", "zero3", "zero2"):
+    for name in ("works_bf16", "works_float8", "zero3", "zero2", "nccl_zero3", "nccl_tensor"):
         row = found["rows"][name]
         assert row["outcome"] == "done" and len(row["fingerprint"]) == 16
         assert [window[:2] for window in row["windows"]] == [[step, step + 1] for step in range(2, 6)]
@@ -230,7 +232,8 @@ def test_the_page_shows_the_record(record: tuple[dict[str, Any], str]) -> None:
     _, page = record
     assert page.startswith("# One cpu\n")
     assert page.count("| gradient of the weight |") == 2 * 7
-    assert "| works_float8 | done | 6." in page and "\n| zero2 | " in page
+    assert "| works_float8 | done | 6." in page and "| tests/gpu | done | " in page and " skipped in " in page
+    assert "\n| zero2 | " in page and "\n| nccl_tensor | " in page
     assert "not run yet" not in page and "Measured with other code" not in page
     assert page.endswith("## Predicted and measured\n\n" + UNKNOWN_DEVICE)
 
@@ -251,7 +254,7 @@ def test_a_record_of_other_versions_is_not_mixed_with_new_rows_unless_asked(home
     assert (code, out) == (2, "")
     assert f"different: packages torch 2.11.0 there, {torch.__version__} here. --fresh sets it aside" in err
     assert json.loads(file.read_text()) == record
-    assert measured_here(tmp_path, "--plan", "--mixed")[1].count("measured before") == 5  # runs have another text
+    assert measured_here(tmp_path, "--plan", "--mixed")[1].count("measured before") == 6  # runs have another text
     assert measured_here(tmp_path, "--fresh", "--minutes", "0.0001")[0] == 0
     assert json.loads((tmp_path / "record/gpu-cpu.1.json").read_text()) == record
     assert json.loads(file.read_text())["rows"] == {}
@@ -322,7 +325,7 @@ def test_a_full_disk_ends_the_suite_with_one_line(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(gpu, "run_row", full)
     code, _, err = measured_here(tmp_path)
     assert code == 2 and err.endswith("No space left on device; free space, or write another --runs\n")
-    assert json.loads((tmp_path / "record/gpu-cpu.json").read_text())["rows"] == {}
+    assert [*json.loads((tmp_path / "record/gpu-cpu.json").read_text())["rows"]] == ["tests"]
 
 
 @pytest.mark.slow

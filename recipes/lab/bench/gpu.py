@@ -39,6 +39,7 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--minutes", type=float, help="measure what fits into this time; default: everything")
+    parser.add_argument("--gpus", type=int, default=1, help="from 2 on, also runs on so many GPUs, which use NCCL")
     parser.add_argument("--plan", action="store_true", help="print what would be measured, and end")
     parser.add_argument("--retry", action="store_true", help="measure rows that failed once more")
     parser.add_argument("--fresh", action="store_true", help="set an earlier record aside and start anew")
@@ -59,9 +60,14 @@ def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.minutes is not None and not 0 < options.minutes < float("inf"):
         raise UserError(f"--minutes {options.minutes:g}: must be a positive number; leave it out to measure everything")
     deadline = None if options.minutes is None else begin + 60 * options.minutes
-    path = CONFIGS / "sweeps" / ("cpu/gpu_bench.toml" if options.tiny else "gpu_bench.toml")
+    if options.gpus < 1:
+        raise UserError(f"--gpus {options.gpus}: must be 1 or more")
     # Check options, recipes and folder before anything takes time.
-    sweep = read_sweep(path, overrides, output=options.runs, processes=1, device="cpu" if options.tiny else "cuda")
+    sweep = _rows("gpu_bench", options, overrides, processes=1)
+    if options.gpus > 1:
+        sweep = replace(
+            sweep, rows=(*sweep.rows, *_rows("nccl_bench", options, overrides, processes=options.gpus).rows)
+        )
     if not options.plan:
         _make_folder(options.output)
     facts = _environment(tiny=options.tiny)
@@ -90,6 +96,11 @@ def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
         + (f"; left: {', '.join(left)}" if left else "")
     )
     return 0
+
+
+def _rows(name: str, options: argparse.Namespace, overrides: list[str], *, processes: int) -> Sweep:
+    folder, device = (CONFIGS / "sweeps" / "cpu", "cpu") if options.tiny else (CONFIGS / "sweeps", "cuda")
+    return read_sweep(folder / f"{name}.toml", overrides, output=options.runs, processes=processes, device=device)
 
 
 def _lock(folder: Path, stack: ExitStack) -> None:
@@ -162,6 +173,9 @@ def _measure_item(item: Item, place: str, sweep: Sweep, record: Record, deadline
     if item.row:
         found = run_row(replace(item.row, timeout=limit), folder=sweep.folder)
         text = one_line(found)
+    elif item.name == gpu_plan.TESTS:
+        found = _run_tests(sweep.folder / "logs", limit=limit)
+        text = f"{found['outcome']}: {found['reason']}"
     else:
         found, measurements = _run_group(item.name, sweep.folder / "logs", limit=limit, tiny=tiny)
         failed = sum("error" in row for row in measurements)
@@ -172,6 +186,16 @@ def _measure_item(item: Item, place: str, sweep: Sweep, record: Record, deadline
         return
     record["rows"][item.name] = found | {"fingerprint": item.fingerprint, "state": record["state"]}
     print(f"{place}: {text}", flush=True)
+
+
+def _run_tests(folder: Path, *, limit: float) -> dict[str, Any]:
+    """How tests/gpu ended; the reason is the last line of pytest, which counts what passed, failed and was skipped."""
+    out, err = folder / "tests.out", folder / "tests.err"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfs", str(CONFIGS.parent / "tests" / "gpu")]
+    ended = run(command, stdout=out, stderr=err, timeout=limit, environment=dict(os.environ))
+    last = out.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    reason = last[0].strip("= ") if last and ended.outcome != "timed out" else ended.reason
+    return {"outcome": ended.outcome, "reason": reason, "seconds": round(ended.seconds, 3)}
 
 
 def _run_group(name: str, folder: Path, *, limit: float, tiny: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:

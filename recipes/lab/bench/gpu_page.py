@@ -7,7 +7,7 @@ from typing import Any
 
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.lab.bench.gpu_plan import GROUPS, WORKS, Record, gpu_of_device, predicted_step
+from recipes.lab.bench.gpu_plan import GROUPS, TESTS, WORKS, Record, gpu_of_device, predicted_step
 from recipes.lab.sweep.grid import Sweep
 from recipes.lab.sweep.results import table
 from recipes.lab.sweep.runner import LONGEST_REASON
@@ -66,6 +66,8 @@ def _conditions(record: Record) -> Iterator[str]:
 
 def _works(record: Record, sweep: Sweep) -> Iterator[str]:
     yield from _head("run", "outcome", "loss, first to last step")
+    tests = record["rows"].get(TESTS, {"outcome": "not run yet", "reason": ""})
+    yield f"| tests/gpu | {tests['outcome']} | {tests['reason']} |"
     for row in sweep.rows:
         if row.label.startswith(WORKS):
             found = _result(record, row.label, row.fingerprint) or {"outcome": "not run yet"}
@@ -146,7 +148,7 @@ def _result(record: Record, name: str, fingerprint: str) -> dict[str, Any] | Non
 def _missing(record: Record, sweep: Sweep) -> Iterator[str]:
     """Every row without a measurement, and why. A measurement of another recipe does not count."""
     runs = {row.label: _result(record, row.label, row.fingerprint) for row in sweep.rows}
-    known = {name: record["rows"].get(name) for name in GROUPS} | runs
+    known = {name: record["rows"].get(name) for name in (TESTS, *GROUPS)} | runs
     missing = [f"- {name}: not run yet" for name, found in known.items() if not found]
     failed = {name: found for name, found in known.items() if found and found["outcome"] != "done"}
     missing += [f"- {name}: {found['outcome']}: {found['reason']}" for name, found in failed.items()]
@@ -162,7 +164,7 @@ def _memory(record: Record, sweep: Sweep) -> Iterator[str]:
     for row in sweep.rows:
         result = _result(record, row.label, row.fingerprint)
         if result and result["outcome"] == "done":
-            predicted = predict_memory(row.recipe, row.recipe.mesh.fit(1), context=False).peak
+            predicted = predict_memory(row.recipe, row.recipe.mesh.fit(row.processes, nodes=1), context=False).peak
             measured = result["peak_memory_gib"] * 2**30
             yield f"| {row.label} | {predicted / 1e9:.1f} | {measured / 1e9:.1f} | {measured / predicted:.2f} |"
 
@@ -177,10 +179,10 @@ def _comparison(record: Record, sweep: Sweep, kernels: dict[str, Rows], moving: 
     found = [*_products(kernels["product"], gpu), *_passes(kernels, gpu), *_bytes(kernels["loss"], moving, gpu)]
     for row in sweep.rows:
         result = None if row.label.startswith(WORKS) else _result(record, row.label, row.fingerprint)
-        predicted = predicted_step(row.recipe, record["environment"]["device"])
+        predicted = predicted_step(row, record["environment"]["device"])
         if result and result["outcome"] == "done" and predicted is not None:
-            tokens = row.recipe.batch.global_batch_size * row.recipe.batch.sequence_length
-            name = f"step of {row.label}: {tokens / predicted:,.0f} tokens/s predicted"
+            tokens = row.recipe.batch.global_batch_size * row.recipe.batch.sequence_length / row.processes
+            name = f"step of {row.label}: {tokens / predicted:,.0f} tokens/s per GPU predicted"
             found.append((name, predicted, result["step_seconds"]))
     if not found:
         yield "Nothing is measured yet."

@@ -20,10 +20,13 @@ from recipes.lab.sweep.grid import Row, Sweep
 from recipes.plan.hardware import GPUS, Gpu, gpu_of
 from recipes.plan.time import step_time
 from recipes.recipe.load import CONFIGS
-from recipes.recipe.schema import Recipe
 
 GROUPS = {"bandwidth": 25, "products": 20, "attention": 20, "loss": 30, "documents": 15}
 """Groups of kernels, each measured in a process of its own: name -> estimated seconds on a GPU."""
+TESTS = "tests"
+"""The first row: tests/gpu, whose failures make every number doubtful."""
+TESTS_SECONDS, TESTS_LIMIT = 120, 900
+"""Estimated seconds of the tests, and those after which they are treated as hung."""
 GROUP_LIMIT = 180.0
 """Seconds after which a group is treated as hung."""
 WORKS = "works_"
@@ -41,7 +44,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Item:
-    """A training run or a group of kernels."""
+    """The tests, a training run or a group of kernels."""
 
     name: str
     estimate: float
@@ -49,7 +52,7 @@ class Item:
     limit: float
     """Seconds after which it is ended as hung."""
     row: Row | None = None
-    """The training run; None for kernels."""
+    """The training run; None for kernels and tests."""
 
     @property
     def fingerprint(self) -> str:
@@ -63,19 +66,21 @@ def items_of(sweep: Sweep, device: str, *, tiny: bool, steps: bool) -> list[Item
     kernels = [Item(name, TINY if tiny else seconds, GROUP_LIMIT) for name, seconds in GROUPS.items()]
     if not steps:
         return kernels
+    tests = Item(TESTS, TINY if tiny else TESTS_SECONDS, TESTS_LIMIT)
     first = [item for item in runs if item.name.startswith(WORKS)]
-    return [*first, *kernels, *(item for item in runs if item not in first)]
+    return [tests, *first, *kernels, *(item for item in runs if item not in first)]
 
 
 def _estimate(row: Row, device: str) -> float:
-    seconds = predicted_step(row.recipe, device)
+    seconds = predicted_step(row, device)
     return START + (UNKNOWN if seconds is None else row.recipe.run.steps * seconds)
 
 
-def predicted_step(recipe: Recipe, device: str) -> float | None:
-    """Seconds of one step on one GPU, or None where the model of the step does not know the device or the recipe."""
+def predicted_step(row: Row, device: str) -> float | None:
+    """Seconds of one step, or None where the model of the step does not know the device or the recipe."""
     try:
-        return step_time(recipe, recipe.mesh.fit(1, nodes=1), gpu=gpu_of_device(device)).step_seconds
+        degrees = row.recipe.mesh.fit(row.processes, nodes=1)
+        return step_time(row.recipe, degrees, gpu=gpu_of_device(device)).step_seconds
     except UserError:
         return None
 

@@ -49,8 +49,8 @@ def group(*measurements: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_first_rows_show_that_a_run_works_then_come_rates_then_changes_then_llama(sweep: Sweep) -> None:
     names = [item.name for item in items_of(sweep, DEVICE, tiny=False, steps=True)]
-    assert names[: 2 + len(GROUPS)] == ["works_bf16", "works_float8", *GROUPS]
-    changes = names[2 + len(GROUPS) :]
+    assert names[: 3 + len(GROUPS)] == ["tests", "works_bf16", "works_float8", *GROUPS]
+    changes = names[3 + len(GROUPS) :]
     assert changes[:3] == ["zero3", "zero2", "float8"] and changes[-2:] == ["llama3_8b_bf16", "llama3_8b_float8"]
 
 
@@ -68,7 +68,7 @@ def test_what_fits_keeps_the_order_and_prefers_shorter_rows_to_none() -> None:
 
 def test_ten_minutes_are_enough_for_all_rates_and_the_first_changes(sweep: Sweep) -> None:
     chosen = [item.name for item in fitting(items_of(sweep, DEVICE, tiny=False, steps=True), 600)]
-    assert {"works_bf16", "works_float8", *GROUPS, "zero3", "zero2", "float8", "float8_gather"} <= {*chosen}
+    assert {"tests", "works_bf16", "works_float8", *GROUPS, "zero3", "zero2", "float8", "float8_gather"} <= {*chosen}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"environment": {}}', '{"environment": {}, "rows": []}'])
@@ -194,7 +194,7 @@ def test_steps_are_compared_if_their_recipe_is_still_the_same(sweep: Sweep) -> N
     }
     [(name, (predicted, measured, ratio))] = compared({"zero2": found}, sweep).items()
     assert name.startswith("step of zero2: ") and measured == 4000
-    assert predicted == pytest.approx(1e3 * gpu_plan.predicted_step(row.recipe, DEVICE), rel=0.01)  # type: ignore[operator]
+    assert predicted == pytest.approx(1e3 * gpu_plan.predicted_step(row, DEVICE), rel=0.01)  # type: ignore[operator]
     assert ratio == pytest.approx(measured / predicted, abs=0.01)
     text = gpu_page.page(record_of({"zero2": found}), sweep)
     assert "Measured with other code or versions: zero2." in text and "| zero2 | 16,384 |" in text

@@ -12,7 +12,8 @@ from recipes.recipe.schema import Recipe
 
 ROOT = Path(__file__).resolve().parents[4]
 BENCH = ROOT / "configs/sweeps/gpu_bench.toml"
-SWEEPS = sorted(path for path in (ROOT / "configs/sweeps").glob("*.toml") if path != BENCH)
+OF_BENCH = {"gpu_bench", "nccl_bench"}
+SWEEPS = sorted(path for path in (ROOT / "configs/sweeps").glob("*.toml") if path.stem not in OF_BENCH)
 CPU_VARIANTS = sorted((ROOT / "configs/sweeps/cpu").glob("*.toml"))
 DEBUG = ROOT / "configs/smollm3_debug.toml"
 
@@ -232,7 +233,7 @@ def test_every_documented_sweep_is_shipped_with_its_cpu_variant() -> None:
     promised = {"fp8", "numerics", "activation_checkpointing", "zero", "micro_batch", "sequence_length", "compile"}
     promised |= {"attention", "document_mask", "parallelism"}
     assert {path.stem for path in SWEEPS} == promised
-    assert {path.stem for path in CPU_VARIANTS} == promised | {"tiny", "gpu_bench"}
+    assert {path.stem for path in CPU_VARIANTS} == promised | {"tiny", *OF_BENCH}
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
