@@ -16,6 +16,8 @@ ECHO_SECONDS = 1.0
 DIE_WITH_PARENT = ("setpriv", "--pdeathsig")  # util-linux >= 2.33: not on macOS, not on RHEL 8
 
 FINISHED = 0
+FAILED = 1
+"""An error in the program, with its traceback."""
 REFUSED = 2
 """An error that the user can fix; the message says how."""
 NOT_MET = 69
