@@ -157,10 +157,7 @@ def violations(
         ("batch.global_batch_size batch.micro_batch_size mesh", batch_divides(recipe.batch, mesh=mesh, **world)),
         ("attention data.document_mask run.device", attention_has_a_kernel(recipe)),
         ("attention fsdp.param_dtype model", flash3_fits(recipe.attention, recipe.fsdp, model=model)),
-        (
-            "attention fsdp.param_dtype run.device",
-            attention_has_16_bits(recipe.attention, recipe.fsdp, device=run.device),
-        ),
+        ("attention fsdp.param_dtype run.device", attention_has_16_bits(recipe)),
         ("activation_checkpointing model", blocks_can_recompute(recipe.activation_checkpointing, model=model)),
         ("float8.all_gather float8.recipe", float8_gathers(float8)),
         ("float8.recipe float8.emulate run.device", float8_has_a_device(float8, device=run.device)),
@@ -310,11 +307,12 @@ def flash3_fits(attention: AttentionConfig, fsdp: FSDPConfig, *, model: ModelCon
         yield "model.head_width", 'attention.backend = "flash3" needs a multiple of 8 up to 256; write backend = "auto"'
 
 
-def attention_has_16_bits(attention: AttentionConfig, fsdp: FSDPConfig, *, device: str) -> Iterator[Violation]:
+def attention_has_16_bits(recipe: Recipe) -> Iterator[Violation]:
     """On GPUs, flash and cuDNN kernels take no float32; on a CPU, flash does. The start knows what "auto" is."""
-    on_gpu = attention.backend == "cudnn" or (attention.backend == "flash" and device == "cuda")
-    if on_gpu and device != "cpu" and fsdp.param_dtype == "float32":
-        rule = f'attention.backend = "{attention.backend}" computes in 16 bits on a GPU'
+    backend, device = recipe.attention.backend, recipe.run.device
+    on_gpu = backend == "cudnn" or (backend == "flash" and device == "cuda")
+    if on_gpu and device != "cpu" and recipe.fsdp.param_dtype == "float32":
+        rule = f'attention.backend = "{backend}" computes in 16 bits on a GPU'
         yield "fsdp.param_dtype", f'{rule}; write param_dtype = "bfloat16", or backend = "auto"'
 
 
