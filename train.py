@@ -8,7 +8,6 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # recipes/cluster/l
 import argparse  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
-import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: other packages install a top-level `recipes` too
@@ -18,7 +17,7 @@ from recipes.files.interpreter import ShowVersion, explain_wrong_interpreter  # 
 explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
-from recipes.files.exit_codes import FAILED, FINISHED, REFUSED, TEMPORARY, leave  # noqa: E402
+from recipes.files.exit_codes import FINISHED, REFUSED, TEMPORARY, leave_after  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
 USAGE = """\
@@ -49,9 +48,6 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         tell(str(error))
         return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
-    except Exception:  # not raised: Python would finalize what torch has begun, which may wait for other processes
-        tell(traceback.format_exc().rstrip())
-        return FAILED
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -79,4 +75,4 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave_after(lambda: main(sys.argv[1:]))

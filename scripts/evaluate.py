@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -29,7 +28,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.atomic import write_whole  # noqa: E402
-from recipes.files.exit_codes import FAILED, REFUSED, TEMPORARY, leave  # noqa: E402
+from recipes.files.exit_codes import REFUSED, TEMPORARY, leave_after  # noqa: E402
 from recipes.files.reading import path_argument  # noqa: E402
 
 if TYPE_CHECKING:
@@ -107,9 +106,6 @@ def main(arguments: list[str]) -> int:
             time.sleep(10)
         print(error if rank == "0" else f"rank {rank}: {error}", file=sys.stderr)
         return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
-    except Exception:  # not raised, as in train.py
-        traceback.print_exc()
-        return FAILED
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -293,4 +289,4 @@ def _require_possible(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave_after(lambda: main(sys.argv[1:]))
