@@ -17,7 +17,7 @@ from recipes.files.interpreter import ShowVersion, explain_wrong_interpreter  # 
 explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
-from recipes.files.exit_codes import FINISHED, REFUSED, TEMPORARY, leave  # noqa: E402
+from recipes.files.exit_codes import FINISHED, REFUSED, TEMPORARY, leave_after  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
 USAGE = """\
@@ -75,4 +75,4 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave_after(lambda: main(sys.argv[1:]))

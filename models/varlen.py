@@ -11,8 +11,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from models.documents import Lengths
 
-# torch 2.11 does not have this argument and does not document grouped queries; 2.13 requires it for them.
-TAKES_GROUPED_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
+# torch 2.12 and later require this argument for grouped queries; 2.11 does not have it and takes them as they are.
+ASKS_FOR_GROUPED_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
 
 
 def attention_by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Lengths) -> Tensor:
@@ -22,12 +22,7 @@ def attention_by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: L
     """
     batch, heads, length, _ = query.shape
     longest_keys = key.shape[2]
-    options: dict[str, Any] = {}
-    if heads != key.shape[1]:
-        if TAKES_GROUPED_QUERIES:
-            options["enable_gqa"] = True
-        else:
-            key, value = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (key, value))  # (B, N, S, H)
+    options: dict[str, Any] = {"enable_gqa": heads != key.shape[1]} if ASKS_FOR_GROUPED_QUERIES else {}
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B T or S, N or K, H)
     # The longest document is at most a row. Its exact length would have to come from the device, at every step.
     out = varlen_attn(

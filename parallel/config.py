@@ -61,6 +61,11 @@ class MeshConfig:
     overlap_tensor: bool = False
     """Exchange tensor-parallel activations during the products beside them (async tensor parallelism); GPUs only."""
 
+    @property
+    def gathers_tokens(self) -> bool:
+        """Whether a part of the tokens attends to gathered keys."""
+        return self.context > 1 and self.context_by == "gather"
+
     def fit(self, world_size: int, *, nodes: int | None = None) -> MeshDegrees:
         """The degrees with -1 and "node" replaced, so that their product is `world_size`.
 
@@ -145,7 +150,7 @@ class AttentionConfig:
     """Attention kernels. Document masks have one of their own, which "flash3" replaces, too."""
 
     backend: Literal["auto", "flash", "flash3", "cudnn", "math"] = "auto"
-    """"auto" = torch chooses; "flash3" = FlashAttention 3, from its own package, on Hopper. There is no fall-back."""
+    """"auto" = torch chooses, on Hopper cuDNN; "flash3" = FlashAttention 3, from its own package. No fall-back."""
 
 
 @dataclass(frozen=True)

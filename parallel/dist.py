@@ -221,7 +221,11 @@ def store_address() -> tuple[str, int]:
 
 
 def stop() -> None:
-    """Destroy the process group, if there is one."""
+    """Destroy the process group, if there is one.
+
+    NCCL waits in here until all processes call it (pytorch #141510). Call it only where all of them do: after an error
+    it would hide that error, so exit without it, and without finalizing the interpreter, which destroys it too.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -91,8 +91,8 @@ def _require_symmetric_memory(mesh: Mesh) -> None:
 class Bfloat16ReduceScatter:
     """Reduces in bfloat16 what was added up in float32. With reduce_dtype = bfloat16, FSDP2 would also add up in it.
 
-    FSDP2 asks for the memory of its message and of the sum, which replicas then sum in place, and casts on its way in
-    and out.
+    FSDP2 asks for the memory of its message, on the stream that computes, and of the sum, on the stream that reduces,
+    and keeps both until they are used; replicas then sum in place. It casts on its way in and out.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.attention
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from models.config import ModelConfig
 from models.interface import blocks_of, interface_of
 from models.loss import Kernels, overwrite_by_exponentials, sum_exponentials
 from parallel.config import AttentionConfig, CompileConfig
@@ -21,13 +22,18 @@ UNTIMED = {"triton.autotune_pointwise": False}
 """Options of torch.compile: take the first configuration of a kernel without reductions."""
 
 
-def choose_attention(config: AttentionConfig, *, device_type: str) -> list[str]:
+def choose_attention(config: AttentionConfig, *, device_type: str, dtype: torch.dtype = torch.bfloat16) -> list[str]:
     """Restrict scaled_dot_product_attention in this process to one backend. Returns lines for the log.
 
     If that backend cannot compute what the model needs, torch raises "No available kernel" instead of using another.
-    Raises UserError for a backend that the device or the installation does not have.
+    Raises UserError for a backend that the device or the installation does not have, or has not for this dtype.
     """
     backend = config.backend
+    if device_type == "cuda" and backend in ("flash", "cudnn") and dtype == torch.float32:
+        raise UserError(
+            f'attention.backend = "{backend}" computes in 16 bits on a GPU; write fsdp.param_dtype = "bfloat16", or'
+            ' backend = "auto"'
+        )
     if device_type != "cuda" and backend in ("cudnn", "flash3"):
         raise UserError(f'attention.backend = "{backend}" needs a CUDA device; write "auto", "flash" or "math"')
     # Set all five each time: they are process-wide, and an earlier run in this process may have changed them.
@@ -38,6 +44,34 @@ def choose_attention(config: AttentionConfig, *, device_type: str) -> list[str]:
     torch.backends.cuda.enable_cudnn_sdp(backend in ("auto", "cudnn"))
     torch.backends.cuda.enable_math_sdp(backend in ("auto", "math"))
     return [] if backend == "auto" else [f"attention: {backend} kernels only"]
+
+
+def kernel_of_auto(
+    config: ModelConfig, *, dtype: torch.dtype, tokens: tuple[int, int], masked: bool, device: torch.device
+) -> str:
+    """A line for the log: what torch chooses on this GPU for attention.backend = "auto".
+
+    tokens: those of a micro-batch, (B, T). masked: whether attention stays inside documents, or is of parts of rows.
+    """
+    if masked and dtype != torch.float32:
+        return "attention: flash kernels for rows of several lengths"
+    rows, length = tokens
+    few = min(length, 128)  # enough to decide
+    query, key = (
+        torch.empty(1, heads, few, config.head_width, dtype=dtype, device=device, requires_grad=True)
+        for heads in (config.heads, config.key_value_heads)
+    )
+    mask = torch.ones(few, few, dtype=torch.bool, device=device) if masked else None
+    grouped = config.heads != config.key_value_heads
+    number = torch._fused_sdp_choice(query, key, key, attn_mask=mask, is_causal=not masked, enable_gqa=grouped)
+    kernel = torch.nn.attention.SDPBackend(number)
+    if kernel != torch.nn.attention.SDPBackend.MATH:
+        return f"attention: {kernel.name.removesuffix('_ATTENTION').lower()} kernels, as torch chooses"
+    scores = rows * config.heads * length**2 * dtype.itemsize
+    return (
+        f"attention: WARNING: torch has only math kernels for {str(dtype).removeprefix('torch.')} and these heads,"
+        f" which write all scores: {scores / 1e9:.3g} GB in each block, several times; bfloat16 has others"
+    )
 
 
 def _use_flash3(asked: bool) -> None:

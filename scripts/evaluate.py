@@ -28,7 +28,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.atomic import write_whole  # noqa: E402
-from recipes.files.exit_codes import REFUSED, TEMPORARY, leave  # noqa: E402
+from recipes.files.exit_codes import REFUSED, TEMPORARY, leave_after  # noqa: E402
 from recipes.files.reading import path_argument  # noqa: E402
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def evaluate(options: argparse.Namespace) -> int:
             more = {name: getattr(found, name) for name in names}
     finally:
         line.end()
-        stop()
+    stop()
     if world.is_main:
         read = {"rows": text.rows, "bad_rows": text.bad_rows, "sequence_length": length}
         print(json.dumps({"loss": found.loss, "perplexity": found.perplexity} | more | read), flush=True)
@@ -174,19 +174,17 @@ def _evaluate_tasks(options: argparse.Namespace, weights: "Weights") -> int:
 
     tests = harness()
     world = start(options.device, seed=0)
-    try:
-        names, limit = task_names(options.tasks), options.limit or None
-        tasks = on_main_first(world, lambda: tests.load_tasks(names, limit=limit, examples=options.num_fewshot))
-        longest = options.sequence_length or weights.facts.context_length
-        tokens = min(longest, LONGEST) * options.micro_batch_size
-        model, mesh = _model(weights, world, dtype=options.dtype, tokens=tokens)
-        dtype = getattr(torch, options.dtype)
-        scored = tests.Scored(model, mesh, world.device, dtype, max_length=longest, batch_tokens=tokens)
-        asked = tests.harness_model(scored, weights.description)
-        tests.require_answerable(asked, tasks)
-        results = tests.results_of(asked, tasks, bootstraps=BOOTSTRAPS if world.is_main else 0)
-    finally:
-        stop()
+    names, limit = task_names(options.tasks), options.limit or None
+    tasks = on_main_first(world, lambda: tests.load_tasks(names, limit=limit, examples=options.num_fewshot))
+    longest = options.sequence_length or weights.facts.context_length
+    tokens = min(longest, LONGEST) * options.micro_batch_size
+    model, mesh = _model(weights, world, dtype=options.dtype, tokens=tokens)
+    dtype = getattr(torch, options.dtype)
+    scored = tests.Scored(model, mesh, world.device, dtype, max_length=longest, batch_tokens=tokens)
+    asked = tests.harness_model(scored, weights.description)
+    tests.require_answerable(asked, tasks)
+    results = tests.results_of(asked, tasks, bootstraps=BOOTSTRAPS if world.is_main else 0)
+    stop()
     if world.is_main:
         print(tests.tables(results), flush=True)
         if options.output:
@@ -291,4 +289,4 @@ def _require_possible(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave_after(lambda: main(sys.argv[1:]))

@@ -9,7 +9,26 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+AS_NCCL = "as_nccl:"
+"""Before a fault: with process groups that end as NCCL's do."""
 sys.path.insert(0, str(ROOT))
+
+
+def end_together() -> None:
+    """Let destroy_process_group wait until all processes call it, as it does for NCCL (pytorch #141510)."""
+    from torch import distributed as dist
+
+    destroy = dist.destroy_process_group
+
+    def wait_for_all(*arguments: Any) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if store.add("ending", 1) < dist.get_world_size():
+            print("waits in destroy_process_group", file=sys.stderr, flush=True)
+        while store.add("ending", 0) < dist.get_world_size():
+            time.sleep(0.05)
+        destroy(*arguments)
+
+    dist.destroy_process_group = wait_for_all
 
 
 def main(fault: str, ill: int, begin: int) -> None:
@@ -19,6 +38,9 @@ def main(fault: str, ill: int, begin: int) -> None:
     from recipes.training import step as step_module
     from recipes.training.trainer import Trainer
 
+    if fault.startswith(AS_NCCL):
+        end_together()
+    fault = fault.removeprefix(AS_NCCL)
     if int(os.environ.get("RANK", "0")) != ill:
         return
     take, step, add = DataLoader.batch, Trainer._train_step, step_module.sum_over_group
@@ -92,6 +114,21 @@ def main(fault: str, ill: int, begin: int) -> None:
             torch.empty(1 << 46)  # 256 TiB, which the allocator refuses
         return step(self)
 
+    def fails_in_step(self: Trainer) -> Any:
+        if self.step >= begin:
+            raise ValueError("this rank alone")
+        return step(self)
+
+    def interrupted_in_step(self: Trainer) -> Any:
+        """A signal came, of which the other ranks know nothing, and a library takes it for an error."""
+        self.interruption.noted = 10 if self.step >= begin else 0
+        return fails_in_step(self)
+
+    def out_of_memory_at_start(*_: Any, **__: Any) -> Any:
+        from torch import OutOfMemoryError
+
+        raise OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
     if fault in ("stuck_in_data", "slow_in_data"):
         DataLoader.batch = locals()[fault]  # type: ignore[method-assign]
     elif fault in (
@@ -102,10 +139,16 @@ def main(fault: str, ill: int, begin: int) -> None:
         "out_of_host_memory",
         "flip_once",
         "slow_at_first",
+        "fails_in_step",
+        "interrupted_in_step",
     ):
         Trainer._train_step = locals()[fault]  # type: ignore[method-assign]
     elif fault == "fails_in_validation":
         Trainer._validate = fails  # type: ignore[method-assign]
+    elif fault == "out_of_memory_at_start":
+        from recipes.training import build_run
+
+        build_run.build = out_of_memory_at_start
     elif fault == "left_out":
         step_module.sum_over_group = left_out
     else:

@@ -17,6 +17,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "_fused_adamw_": ("AdamW's kernel, without the class around it", NATIVE),
     "_fused_rms_norm": ("counted in generated code", NATIVE),
     "_fused_rms_norm_backward": ("counted in generated code", NATIVE),
+    "_fused_sdp_choice": ("which attention kernel torch chooses, for the log", NATIVE),
     "_ops": ("the type of an operator", TORCH + "torch/_ops.py"),
     "_scaled_dot_product_cudnn_attention": ("kept by selective checkpointing", NATIVE),
     "_scaled_dot_product_efficient_attention": ("kept by selective checkpointing", NATIVE),

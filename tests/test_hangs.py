@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.files.exit_codes import HUNG
+from recipes.files.exit_codes import FAILED, HUNG, OUT_OF_MEMORY, REFUSED
 from recipes.lab.bench.crash import descendants
 from tests.commands import rank_of_fork, run_command
 from tests.scripts.nodes import ROOT, arguments
@@ -133,6 +133,34 @@ def test_an_error_in_the_validation_of_one_rank_ends_all_of_a_tensor_group(tmp_p
     validation = ("--validation.every", "3", "--validation.batches", "2", "--data.validation_fraction", "0.1")
     code, err = ill_run(tmp_path, corpus, "fails_in_validation", *validation, "--mesh.tensor", "2")
     assert code == 1 and "AssertionError: this rank alone" in err and "HUNG" not in err, err
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected", "said"),
+    [
+        ("fails_in_step", FAILED, "ValueError: this rank alone"),
+        ("interrupted_in_step", 128 + signal.SIGUSR1, ""),
+        ("out_of_memory", OUT_OF_MEMORY, "OUT OF MEMORY: the host of rank 1 on "),
+        ("out_of_memory_at_start", OUT_OF_MEMORY, "OUT OF MEMORY: the host of rank 1 on "),
+    ],
+)
+def test_an_error_of_one_rank_ends_the_run_although_nccl_would_wait_for_the_others(
+    fault: str, expected: int, said: str, tmp_path: Path, corpus: Path
+) -> None:
+    """destroy_process_group() would wait in this rank for those that wait for it in a step."""
+    code, err = ill_run(tmp_path, corpus, f"as_nccl:{fault}", "--run.hang_timeout", "60")
+    assert code == expected and said in err and "HUNG" not in err, err
+    log = tmp_path / "runs" / "ill" / "log.txt"
+    if expected == FAILED:
+        assert " rank 1 failed after step 5\nTraceback" in log.read_text() and said in log.read_text()
+
+
+def test_a_refusal_does_not_wait_for_the_ranks_that_leave_it_to_rank_0(tmp_path: Path) -> None:
+    """These sleep, and NCCL would wait for them in rank 0."""
+    blank = tmp_path / "blank.txt"
+    blank.write_text(" \n" * 10_000)
+    code, err = ill_run(tmp_path, blank, "as_nccl:well")
+    assert code == REFUSED and err.startswith("data.source") and len(err.splitlines()) == 1, err
 
 
 def test_a_collective_left_out_on_one_rank_shows_where_each_process_waits(tmp_path: Path, corpus: Path) -> None:

@@ -146,7 +146,7 @@ class Checkpoints:
         except Exception as error:  # out of memory; the other processes learn of it when they write
             copies = _raising(error)
         # Not a daemon: Python would end one in the middle of gloo's code, and abort. A process that exits without
-        # finish() destroys the group first, which ends the thread at its next message.
+        # finish() leaves without finalizing Python: see recipes/files/exit_codes.py.
         self._thread = threading.Thread(target=self._write, args=(step, plan, copies, record))
         self._thread.start()
 

@@ -4,7 +4,8 @@ docs/running.md. Imports no torch."""
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -16,6 +17,8 @@ ECHO_SECONDS = 1.0
 DIE_WITH_PARENT = ("setpriv", "--pdeathsig")  # util-linux >= 2.33: not on macOS, not on RHEL 8
 
 FINISHED = 0
+FAILED = 1
+"""An error in the program, with its traceback."""
 REFUSED = 2
 """An error that the user can fix; the message says how."""
 NOT_MET = 69
@@ -63,6 +66,18 @@ def leave(code: int) -> NoReturn:
     with suppress(OSError, ValueError):  # when stdout is a file on a full disk, or closed
         print(end="", flush=True)
     os._exit(code)
+
+
+def leave_after(work: Callable[[], int]) -> NoReturn:
+    """Exit so with the code that `work` returns, or with 1 after the traceback of what it raised: the interpreter would
+    finalize NCCL, too, which waits for other processes."""
+    try:
+        code = work()
+    except Exception:
+        code = FAILED
+        with suppress(OSError, ValueError):
+            traceback.print_exc()
+    leave(code)
 
 
 def ended_by(number: int) -> int:

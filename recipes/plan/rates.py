@@ -66,7 +66,7 @@ class Rates:
     flash: float = 0.3533
     """(fitted) Share of an H100's peak that FlashAttention 2 reaches with heads of 128 (arXiv 2307.08691)."""
     cudnn: float = 0.6611
-    """(fitted) cuDNN's attention; FlashAttention 3 (arXiv 2407.08608) is much like it."""
+    """(fitted) cuDNN's attention, torch's choice on Hopper; FlashAttention 3 (arXiv 2407.08608) is much like it."""
     triton: float = 0.1957
     """(fitted) The first FlashAttention, written in Triton, about half as fast as the second (arXiv 2307.08691)."""
     attention_ampere: float = 1.8

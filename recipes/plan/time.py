@@ -27,7 +27,7 @@ from recipes.plan import muon
 from recipes.plan.hardware import Gpu
 from recipes.plan.messages import Messages, messages_of
 from recipes.plan.rates import RATES, Rates
-from recipes.plan.work import Recompute, Work, moved_bytes, work_of
+from recipes.plan.work import Kernel, Recompute, Work, moved_bytes, work_of
 from recipes.recipe.schema import Recipe
 
 BACKWARD = 2.5
@@ -84,7 +84,8 @@ def step_time(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = 
         )
     if recipe.attention.backend == "flash3" and gpu.family == "ampere":
         raise UserError(f'attention.backend = "flash3": runs on Hopper, and {gpu.name} is older; write "auto"')
-    return time_of(work_of(recipe, degrees, per_node=gpu.per_node), gpu=gpu, rates=rates)
+    auto: Kernel = "cudnn" if gpu.family.startswith("hopper") else "flash"  # an A100's is flash, and so is a CPU's
+    return time_of(work_of(recipe, degrees, per_node=gpu.per_node, auto=auto), gpu=gpu, rates=rates)
 
 
 def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:

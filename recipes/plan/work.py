@@ -115,8 +115,11 @@ class Work:
         return self.width * (2 * self.query + 2 * self.key + (3 if self.gated else 2) * self.inner)
 
 
-def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8) -> Work:
-    """A step of the recipe on a mesh of these degrees."""
+def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Kernel = "cudnn") -> Work:
+    """A step of the recipe on a mesh of these degrees.
+
+    auto: what torch chooses on the device for plain attention in bfloat16.
+    """
     model, batch, fsdp, checkpointing = recipe.model, recipe.batch, recipe.fsdp, recipe.activation_checkpointing
     return Work(
         layers=model.layers,
@@ -151,11 +154,20 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8) -> Work:
         compiled=recipe.compile.enabled,
         compiled_loss=recipe.compile.enabled,
         chunked_loss=batch.loss_chunks > 1,
-        kernel="flash" if recipe.attention.backend == "auto" else recipe.attention.backend,
+        kernel=_chosen(recipe, auto) if recipe.attention.backend == "auto" else recipe.attention.backend,
         reshard=fsdp.reshard_after_forward,
         overlap_tensor=recipe.mesh.overlap_tensor,
         per_node=per_node,
     )
+
+
+def _chosen(recipe: Recipe, auto: Kernel) -> Kernel:
+    """What torch chooses: asked of 2.11 to 2.13 on a GPU that computes nothing, by kernel_of_auto()."""
+    model = recipe.model
+    if recipe.fsdp.param_dtype == "float32" and auto == "cudnn":
+        return "math" if model.heads != model.key_value_heads else "flash"  # its like, of memory-efficient attention
+    masked = recipe.data.document_mask or recipe.data.has_pairs or recipe.mesh.gathers_tokens
+    return "flash" if masked or model.is_encoder_decoder else auto
 
 
 @lru_cache

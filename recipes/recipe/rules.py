@@ -158,6 +158,7 @@ def violations(
         ("attention data.document_mask run.device", attention_has_a_kernel(recipe)),
         ("attention fsdp.param_dtype model", flash3_fits(recipe.attention, recipe.fsdp, model=model)),
         ("fsdp run.device", memory_is_symmetric(recipe.fsdp, device=run.device)),
+        ("attention fsdp.param_dtype run.device", attention_has_16_bits(recipe)),
         ("activation_checkpointing model", blocks_can_recompute(recipe.activation_checkpointing, model=model)),
         ("float8.all_gather float8.recipe", float8_gathers(float8)),
         ("float8.recipe float8.emulate run.device", float8_has_a_device(float8, device=run.device)),
@@ -313,6 +314,15 @@ def memory_is_symmetric(fsdp: FSDPConfig, *, device: str) -> Iterator[Violation]
         yield "fsdp.symmetric_memory", 'needs GPUs, but run.device = "cpu"; write false'
     elif fsdp.symmetric_memory and fsdp.reduce_dtype == "bfloat16":
         yield "fsdp.symmetric_memory", 'sums in float32; write reduce_dtype = "float32", or false'
+
+
+def attention_has_16_bits(recipe: Recipe) -> Iterator[Violation]:
+    """On GPUs, flash and cuDNN kernels take no float32; on a CPU, flash does. The start knows what "auto" is."""
+    backend, device = recipe.attention.backend, recipe.run.device
+    on_gpu = backend == "cudnn" or (backend == "flash" and device == "cuda")
+    if on_gpu and device != "cpu" and recipe.fsdp.param_dtype == "float32":
+        rule = f'attention.backend = "{backend}" computes in 16 bits on a GPU'
+        yield "fsdp.param_dtype", f'{rule}; write param_dtype = "bfloat16", or backend = "auto"'
 
 
 def blocks_can_recompute(checkpointing: ActivationCheckpointingConfig, *, model: ModelConfig) -> Iterator[Violation]:

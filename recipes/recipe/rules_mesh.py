@@ -241,7 +241,7 @@ def advice(mesh: MeshConfig, *, float8: Float8Config, degrees: MeshDegrees | Non
 
 def gather_has_a_kernel(mesh: MeshConfig, *, attention: AttentionConfig) -> Iterator[Violation]:
     """The last queries of a row attend to all keys: cuDNN would align the first of them with the first key."""
-    if mesh.context > 1 and mesh.context_by == "gather" and attention.backend == "cudnn":
+    if mesh.gathers_tokens and attention.backend == "cudnn":
         rule = 'cannot attend from a part of the tokens to all, which mesh.context_by = "gather" needs'
         yield "attention.backend", f'{rule}; write "auto" or "flash"'
 

@@ -14,7 +14,7 @@ from models.interface import interface_of
 from parallel.dist import World, allocator_settings, on_all
 from parallel.errors import UserError
 from parallel.fsdp import compute_with_whole_shards, materialize, units_of, without_idle_resharding
-from parallel.kernels import choose_attention
+from parallel.kernels import choose_attention, kernel_of_auto
 from parallel.mesh import Mesh, build_mesh
 from parallel.nodes import placement
 from parallel.order import parallelize
@@ -64,7 +64,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     report = [f"blocks: {model.about}"] if recipe.model.by_transformers else []
     report += placement(mesh.degrees, world.nodes)
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
-    report += choose_attention(recipe.attention, device_type=world.device.type)
+    report += _attention(recipe, world.device)
     report += advice(recipe.mesh, float8=recipe.float8, degrees=mesh.degrees)
     report += parallelize(
         model,
@@ -102,6 +102,17 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         dropout_seed=recipe.run.seed if interface_of(model).draws_random else None,
         report=tuple(report),
     )
+
+
+def _attention(recipe: Recipe, device: torch.device) -> list[str]:
+    model, batch, dtype = recipe.model, recipe.batch, getattr(torch, recipe.fsdp.param_dtype)
+    lines = choose_attention(recipe.attention, device_type=device.type, dtype=dtype)
+    # A bias of positions, which an encoder-decoder model adds, has kernels of its own.
+    if device.type == "cuda" and recipe.attention.backend == "auto" and not model.is_encoder_decoder:
+        masked = recipe.data.document_mask or recipe.data.has_pairs or recipe.mesh.gathers_tokens
+        tokens = batch.micro_batch_size, batch.sequence_length
+        lines.append(kernel_of_auto(model, dtype=dtype, tokens=tokens, masked=masked, device=device))
+    return lines
 
 
 def _roles(model: nn.Module) -> dict[str, tuple[nn.Parameter, ...]]:

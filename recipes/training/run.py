@@ -1,15 +1,20 @@
 """One run in one process: what the launcher starts, and how it ends."""
 
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
 from parallel.dist import World, lost_a_peer, start, stop
 from parallel.errors import UserError
+from recipes.cluster.reports import for_a_while
 from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
 from recipes.data.text.sources import is_prepared
-from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, OUT_OF_MEMORY, PREEMPTED
-from recipes.metrics.clock import RunClock
+from recipes.files.atomic import Lines, utc_now
+from recipes.files.exit_codes import CANNOT_WRITE, FAILED, FINISHED, OUT_OF_MEMORY, PREEMPTED
+from recipes.files.layout import LOG_FILE, RECIPE
+from recipes.files.screen import tell
+from recipes.metrics.clock import START, RunClock
 from recipes.recipe.load import LoadedRecipe, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of, stages_of
@@ -27,7 +32,8 @@ its launcher ends it. After a signal to another node's, that gives it 10 s to en
 def train(loaded: LoadedRecipe, *, began: float) -> int:
     """Run a recipe in this process, one of those the launcher started.
 
-    began: when the process started, by time.monotonic(). Returns the exit code, see recipes/files/exit_codes.py.
+    began: when the process started, by time.monotonic(). Returns the exit code, see recipes/files/exit_codes.py; leave
+    with it at once, as the process group still exists after a failure: see stop().
     A UserError that concerns all ranks is printed once, by rank 0.
     """
     folder, limit = loaded.recipe.run.folder, loaded.recipe.run.hang_timeout
@@ -42,9 +48,14 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
                 from recipes.training.fetch import fetch_newest
 
                 fetch_newest(loaded.recipe, world, log=console.log)
-            return train_stages(loaded, Process(world, console, clock))
+            code = train_stages(loaded, Process(world, console, clock))
+        if code == FINISHED:  # the other codes may be of this rank alone, as after a signal in the midst of a step
+            stop()
+        return code
     except UserError as error:
         forget_signals()
+        if clock.now != START:
+            _add_to_log(folder, f"rank {world.rank}: {error}")
         if world.is_main:
             raise
         # Rank 0 most likely prints the same error, and then the launcher ends the others: give it time to do so.
@@ -59,10 +70,19 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
             return OUT_OF_MEMORY
         if lost_a_peer(error):
             time.sleep(WITHOUT_PEER)
-        raise
+        text = traceback.format_exc().rstrip()
+        tell(text)
+        _add_to_log(folder, f"rank {world.rank} failed after step {clock.step}\n{text}")
+        return FAILED
     finally:
-        stop()
         watchdog.close()
+
+
+def _add_to_log(folder: Path, text: str) -> None:
+    """Append to the log.txt of a run that has begun, if its disk answers."""
+    if (folder / RECIPE).is_file():
+        log = Lines(folder / LOG_FILE, log=lambda line: None)
+        for_a_while(lambda: log.append(f"{utc_now()} {text}"))
 
 
 def _join(recipe: Recipe) -> World:

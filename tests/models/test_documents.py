@@ -222,17 +222,27 @@ def by_lengths() -> Iterator[None]:
 
 
 @every_model
-@pytest.mark.parametrize("grouped", [True, False], ids=["kernel takes grouped queries", "repeated keys"])
-def test_attention_by_lengths_equals_the_documents_one_by_one(
-    config: ModelConfig, grouped: bool, by_lengths: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("asks", [True, False], ids=["with enable_gqa", "as torch 2.11, without"])
+def test_attention_by_lengths_takes_grouped_heads_as_they_are_and_equals_the_documents_one_by_one(
+    config: ModelConfig, asks: bool, by_lengths: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from models import varlen
 
-    if grouped and not varlen.TAKES_GROUPED_QUERIES:
+    kernel, heads = varlen.varlen_attn, set()
+    has_option = varlen.ASKS_FOR_GROUPED_QUERIES
+
+    def noted(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Any:
+        heads.add((query.shape[1], key.shape[1], value.shape[1]))
+        assert asks or set(options) == {"window_size"}
+        return kernel(query, key, value, *others, **options | ({"enable_gqa": True} if has_option else {}))
+
+    if asks and not has_option:
         pytest.skip("this torch does not have enable_gqa")
-    monkeypatch.setattr(varlen, "TAKES_GROUPED_QUERIES", grouped)
+    monkeypatch.setattr(varlen, "ASKS_FOR_GROUPED_QUERIES", asks)
+    monkeypatch.setattr(varlen, "varlen_attn", noted)
     model, (tokens, targets) = build(config), batch()
     assert_close(results(model, tokens, targets, documents_of(tokens)), one_by_one(model, tokens, targets))
+    assert heads == {(config.heads, config.key_value_heads, config.key_value_heads)}
 
 
 class AttentionCalls(TorchDispatchMode):

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.attention import causal_attention
+from models.sizes import SIZES
 from parallel.config import AttentionConfig
 from parallel.errors import UserError
-from parallel.kernels import choose_attention
+from parallel.kernels import choose_attention, kernel_of_auto
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +66,28 @@ def test_kernels_give_nearly_equal_but_not_identical_results() -> None:
     assert torch.equal(auto, flash)
     assert torch.allclose(math, flash, atol=1e-6)
     assert not torch.equal(math, flash)
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn"])
+def test_kernels_of_16_bits_are_refused_in_float32_on_a_device_found_to_be_a_gpu(backend: Any) -> None:
+    with pytest.raises(UserError, match=r'write fsdp\.param_dtype = "bfloat16", or backend = "auto"'):
+        choose_attention(AttentionConfig(backend), device_type="cuda", dtype=torch.float32)
+    choose_attention(AttentionConfig(backend), device_type="cuda", dtype=torch.bfloat16)
+
+
+def test_the_log_names_the_kernel_that_torch_chooses_and_warns_of_one_that_writes_all_scores() -> None:
+    """By a CPU's choice, which is flash for all heads. What an H100 chooses, the null GPU shows."""
+    model = SIZES["smollm3_3b"]
+    how = {"tokens": (2, 8192), "device": torch.device("cpu")}
+    assert kernel_of_auto(model, dtype=torch.float32, masked=False, **how) == (
+        "attention: flash kernels, as torch chooses"
+    )
+    lengths = kernel_of_auto(model, dtype=torch.bfloat16, masked=True, **how)
+    assert lengths == "attention: flash kernels for rows of several lengths"
+    choose_attention(AttentionConfig("math"), device_type="cpu")
+    scores = kernel_of_auto(model, dtype=torch.float32, masked=False, **how)
+    assert "WARNING: torch has only math kernels for float32 and these heads" in scores
+    assert f"{2 * 16 * 8192**2 * 4 / 1e9:.3g} GB in each block" in scores
 
 
 @pytest.mark.filterwarnings("ignore:Flash attention kernel", "ignore:Both fused kernels")

@@ -206,5 +206,5 @@ def _rms_norm(x: Tensor, _: Any, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)
 
 
-# What scaled_dot_product_attention calls on an H100. Left to choose, torch takes FlashAttention first.
-ATTENTION = {"cudnn": _cudnn, "flash": _flash, "flash3": _flash, "auto": _flash}
+# What scaled_dot_product_attention calls on an H100, where torch chooses cuDNN for bfloat16.
+ATTENTION = {"cudnn": _cudnn, "flash": _flash, "flash3": _flash, "auto": _cudnn}

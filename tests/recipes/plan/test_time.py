@@ -230,6 +230,26 @@ def test_excluded_linears_are_gathered_in_bfloat16() -> None:
     assert (few.gathered, many.gathered) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "words", "kernel"),
+    [
+        ("H100", (), "cudnn"),
+        ("H200", (), "cudnn"),
+        ("A100", (), "flash"),
+        ("H100", ("--data.document_mask", "true"), "flash"),  # by lengths
+        ("H100", ("--mesh.context", "2", "--mesh.context_by", "gather"), "flash"),
+        ("H100", ("--fsdp.param_dtype", "float32"), "math"),  # of grouped heads
+        ("H100", ("--fsdp.param_dtype", "float32", "--model.key_value_heads", "16"), "flash"),
+    ],
+)
+def test_auto_is_what_torch_chooses_on_the_gpu(gpu: str, words: tuple[str, ...], kernel: str) -> None:
+    attention = [
+        step_time(recipe("--attention.backend", name, *words), ONE, gpu=GPUS[gpu]).seconds["attention"]
+        for name in ("auto", kernel)
+    ]
+    assert attention[0] == attention[1]
+
+
 def test_attention_in_float32_is_as_much_slower_as_products_are() -> None:
     half, whole = step(), step("--fsdp.param_dtype", "float32", "--attention.backend", "auto")
     assert whole.seconds["attention"] > 5 * half.seconds["attention"]

@@ -119,6 +119,21 @@ def test_flash3_is_refused_in_float32() -> None:
     assert 'write param_dtype = "bfloat16", or backend = "auto"' in the_rule(recipe, "fsdp.param_dtype")
 
 
+@pytest.mark.parametrize(("backend", "device"), [("flash", "cuda"), ("cudnn", "cuda"), ("cudnn", "auto")])
+def test_kernels_of_16_bits_are_refused_in_float32_on_a_gpu(backend: Any, device: Any) -> None:
+    recipe = Recipe(
+        run=RunConfig(device=device), attention=AttentionConfig(backend), fsdp=FSDPConfig(param_dtype="float32")
+    )
+    assert 'write param_dtype = "bfloat16", or backend = "auto"' in the_rule(recipe, "fsdp.param_dtype")
+    assert not broken_by(replace(recipe, fsdp=FSDPConfig(param_dtype="bfloat16")))
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_flash_in_float32_is_accepted_where_there_may_be_no_gpu(device: Any) -> None:
+    recipe = Recipe(attention=AttentionConfig("flash"), fsdp=FSDPConfig(param_dtype="float32"))
+    assert not broken_by(replace(recipe, run=RunConfig(device=device)))
+
+
 @pytest.mark.parametrize("head_width", [36, 264])
 def test_flash3_is_refused_for_heads_that_it_cannot_compute(head_width: int) -> None:
     recipe = replace(FLASH3, model=replace(SIZES["smollm3_debug"], head_width=head_width))
