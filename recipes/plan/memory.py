@@ -22,13 +22,13 @@ NCCL_PAIR, NCCL = 544_000_000, 688_000_000
 """Bytes of one communicator of up to two processes, and of more. Each group has one, and splits share nothing (pytorch
 #129865). Counted by others on four A100 (nccl #964, and #2363 for one process); up to 2 GB are reported (nccl #864)."""
 FULL = 0.94
-"""The share of a device's memory that a recipe may be predicted to use: the allocator reserves more than is used."""
-RESERVED = (0.02, 0.08)
-"""What torch's allocator has reserved above its peak, as shares of it: least and most of real steps of 3B to 70B, with
-segments that grow, on a GPU that computes nothing. It gives some of that back before memory runs out."""
+"""The share of a device's memory that a recipe may be predicted to use: the rest is for RESERVED."""
+RESERVED = (1, 5)
+"""GB that torch's allocator had reserved above the peak in steps of 3B to 70B on a GPU that computes nothing: least and
+most. Its segments grew (expandable_segments), and it gives unused ones back before memory runs out."""
 NOT_COUNTED = (
-    f"what the allocator reserves above that ({RESERVED[0]:.0%} to {RESERVED[1]:.0%} seen); assumed: {CUDA / 1e9:g} GB"
-    f" for CUDA and {NCCL_PAIR / 1e9:g} to {NCCL / 1e9:g} GB for each communicator of NCCL"
+    f"{RESERVED[0]} to {RESERVED[1]} GB that the allocator reserves above the peak; assumed: {CUDA / 1e9:g} GB for CUDA"
+    f" and, with several processes, {NCCL_PAIR / 1e9:.1f} to {NCCL / 1e9:.1f} GB for each group of NCCL"
 )
 """What a prediction leaves out or assumes, for whoever reads it."""
 TRACKED = "counted operator by operator: torch.compile keeps less"
