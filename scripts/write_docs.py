@@ -29,7 +29,7 @@ from recipes.files.markdown import markdown_table  # noqa: E402
 from recipes.lab.bench.marks import between  # noqa: E402
 from recipes.lab.plan.command import answer  # noqa: E402
 from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
-from recipes.plan.memory import CUDA, FULL, NCCL, NCCL_PAIR, Prediction, RESERVED, predict  # noqa: E402
+from recipes.plan.memory import CUDA, FULL, NCCL, NCCL_PAIR, RESERVED, Prediction, predict  # noqa: E402
 from recipes.recipe.fields import describe, field_docs, field_types, sections, toml  # noqa: E402
 from recipes.recipe.load import CONFIGS, load  # noqa: E402
 from recipes.recipe.schema import Recipe  # noqa: E402
