@@ -51,6 +51,8 @@ class Kept:
     """Whether attention's output is kept twice: as its kernel wrote it, and as the tokens of this process."""
     element: int = 2
     """Bytes: 2 for bfloat16, 4 for float32."""
+    fused_norms: bool = False
+    """Whether a norm that is not compiled is one kernel, as on GPUs; on a CPU, it is several operators."""
 
 
 def saved_per_token(widths: Widths, kept: Kept) -> float:
@@ -63,12 +65,13 @@ def saved_per_token(widths: Widths, kept: Kept) -> float:
     return exchanged + (_compiled(widths, kept) if kept.compiled else _eager(widths, kept))
 
 
-def final_norm_per_token(widths: Widths, element: int) -> float:
-    """Bytes that the norm before the head keeps for each token: without compile, it is several operators.
+def norm_per_token(widths: Widths, kept: Kept) -> float:
+    """Bytes that a norm which is not compiled, such as the one before the head, keeps for each token.
 
-    Its input and its normalized input in float32, what the head reads in its own type, and the scale.
+    Its input, what is read of it, and the scale; as several operators, its input and normalized input in float32.
     """
-    return 2 * 4 * widths.stream + element * widths.read + _scale(widths)
+    inputs = kept.element * widths.stream if kept.fused_norms else 2 * 4 * widths.stream
+    return inputs + kept.element * widths.read + _scale(widths)
 
 
 def at_swiglu_per_token(widths: Widths, kept: Kept) -> float:
@@ -83,8 +86,8 @@ def at_swiglu_per_token(widths: Widths, kept: Kept) -> float:
     inside = whole - product + 3 * element * widths.inner + element * widths.stream
     if widths.read > widths.stream:  # or before it, with the gathered gradient of the block's output
         inside = max(inside, whole + element * (widths.inner + widths.read + widths.stream))
-    # Eager and in bfloat16, a norm keeps a float32 copy, not the block's input itself.
-    own = element * widths.stream if not kept.compiled and element == 2 else 0
+    # As several operators and in bfloat16, a norm keeps a float32 copy, not the block's input itself.
+    own = element * widths.stream if not kept.compiled and not kept.fused_norms and element == 2 else 0
     if kept.mode == "full":
         inside += own
     if kept.mode == "selective":
@@ -115,8 +118,8 @@ def _compiled(widths: Widths, kept: Kept) -> float:
 
 
 def _eager(widths: Widths, kept: Kept) -> float:
-    """Counted operator by operator on a CPU, where a norm is several."""
+    """Counted operator by operator; float8 products keep their inputs as they were before the casts."""
     element = kept.element
-    norms = 2 * final_norm_per_token(widths, element)
+    norms = 2 * norm_per_token(widths, kept)
     attention = element * (2 * widths.query + 2 * widths.seen) + 4 * widths.heads  # as compiled
     return norms + attention + 4 * element * widths.inner  # gate, its silu, up, product

@@ -1,6 +1,7 @@
 """The sections of a recipe that parallel/ reads. Imports no torch."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
@@ -36,6 +37,19 @@ class MeshDegrees:
     def have_copies(self) -> bool:
         """Whether some processes hold the same tensors: replicas all of them, a tensor group the norms."""
         return self.replicate > 1 or self.tensor > 1
+
+    def groups(self, *, of_copies: bool = False) -> tuple[int, ...]:
+        """The sizes of the process groups that parallel/mesh.py makes: of all processes first, then of some axes.
+
+        of_copies: with the one of a whole copy of the model, for Muon. A group of all processes is the first one.
+        """
+        wide = {axis: degree for axis, degree in vars(self).items() if degree > 1}
+        alone = {(axis,) for axis in ("replicate", "shard", *wide)}
+        together = [("shard", "context"), ("replicate", "shard"), ("replicate", "shard", "context")]
+        together += [("shard", "context", "tensor")] if of_copies else []
+        groups = alone | {tuple(axis for axis in axes if axis in wide) for axes in together}
+        sizes = (prod(getattr(self, axis) for axis in axes) for axes in groups if axes)
+        return self.processes, *sorted(size for size in sizes if size < self.processes)
 
     def __str__(self) -> str:
         """Text such as "replicate 2 x shard 4 x tensor 8"."""

@@ -150,7 +150,7 @@ def _group_of(devices: DeviceMesh, axes: tuple[str, ...]) -> ProcessGroup:
     wide = [axis for axis in axes if devices[axis].size() > 1]
     if len(wide) <= 1:
         return devices.get_group(wide[0] if wide else axes[0])
-    selected = devices[axes]
+    selected = devices[tuple(wide)]  # not an axis of one, which would make another group of the same processes
     if selected.size() == dist.get_world_size() and dist.group.WORLD is not None:
         return dist.group.WORLD
     return selected._flatten().get_group()

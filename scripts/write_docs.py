@@ -29,7 +29,7 @@ from recipes.files.markdown import markdown_table  # noqa: E402
 from recipes.lab.bench.marks import between  # noqa: E402
 from recipes.lab.plan.command import answer  # noqa: E402
 from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
-from recipes.plan.memory import CUDA, FULL, NCCL, Prediction, predict  # noqa: E402
+from recipes.plan.memory import CUDA, FULL, NCCL, NCCL_PAIR, RESERVED, Prediction, predict  # noqa: E402
 from recipes.recipe.fields import describe, field_docs, field_types, sections, toml  # noqa: E402
 from recipes.recipe.load import CONFIGS, load  # noqa: E402
 from recipes.recipe.schema import Recipe  # noqa: E402
@@ -190,8 +190,8 @@ recipe needs more than {full:.0%} of its GPU. **Nothing on this page was measure
 with overrides: `python train.py RECIPE --check --batch.micro_batch_size 2`.
 
 [plan.md](../plan.md#memory) says how memory is predicted, how exact that is, and what published runs needed. CUDA is
-assumed to take {alone} GB on one process and {nccl} GB on several. The rest of the GPU is for fragmentation, which is
-not predicted.
+assumed to take {cuda} GB and, on several processes, each group of NCCL {pair:.2f} or {more:.2f} GB. The rest of the GPU
+is for the {reserved[0]} to {reserved[1]} GB that the allocator reserves above the peak.
 
 - **GB**: the peak per GPU; **of** how many. **fullest at**: the block whose backward pass has the peak, or the gradient
   of the head.
@@ -223,7 +223,7 @@ def predictions() -> dict[str, tuple[Recipe, Hardware, Prediction]]:
 
 def memory_page() -> str:
     """The page about memory."""
-    head = MEMORY_HEAD.format(full=FULL, alone=CUDA / 1e9, nccl=(CUDA + NCCL) / 1e9)
+    head = MEMORY_HEAD.format(full=FULL, cuda=CUDA / 1e9, pair=NCCL_PAIR / 1e9, more=NCCL / 1e9, reserved=RESERVED)
     columns = (*MEMORY_COLUMNS, *GROUPS, "other")
     rows = [_memory(name, hardware, prediction) for name, (_, hardware, prediction) in predictions().items()]
     return "\n".join([head, *markdown_table(columns, rows, align="lrrl" + "r" * (len(GROUPS) + 1)), ""])

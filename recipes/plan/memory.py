@@ -1,14 +1,14 @@
 """The peak memory of a training step on one device, piece by piece, from the dimensions of the model.
 
 A step is fullest at one of a few moments, and each has its pieces. What lives at once was read off FSDP2, and tests
-compare it with real steps whose storages are counted. A device needs more than that: what its allocator cannot use
-again (fragmentation) is not predicted. Imports no torch.
+compare it with real steps whose storages are counted. A device needs more than that: its allocator reserves more than
+it uses. Imports no torch.
 """
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from models.activations import final_norm_per_token
+from models.activations import norm_per_token
 from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from recipes.plan.muon import cost
@@ -16,12 +16,19 @@ from recipes.plan.sizes import Pieces, Sizes
 from recipes.plan.work import work_of
 from recipes.recipe.schema import Recipe
 
-CUDA, NCCL = 700_000_000, 900_000_000
-"""Bytes of a process outside of torch's allocator: its context, and its communicators. Assumed, not measured."""
+CUDA = 700_000_000
+"""Bytes of CUDA's context, outside of torch's allocator. Assumed, not measured."""
+NCCL_PAIR, NCCL = 544_000_000, 688_000_000
+"""Bytes of one communicator of up to two processes, and of more. Each group has one, and splits share nothing (pytorch
+#129865). Counted by others on four A100 (nccl #964, and #2363 for one process); up to 2 GB are reported (nccl #864)."""
 FULL = 0.94
-"""The share of a device's memory that a recipe may be predicted to use: fragmentation is not predicted."""
+"""The share of a device's memory that a recipe may be predicted to use: the rest is for RESERVED."""
+RESERVED = (1, 5)
+"""GB that torch's allocator had reserved above the peak in steps of 3B to 70B on a GPU that computes nothing: least and
+most. Its segments grew (expandable_segments), and it gives unused ones back before memory runs out."""
 NOT_COUNTED = (
-    f"fragmentation; assumed: {CUDA / 1e9:g} GB for CUDA and, with several processes, {NCCL / 1e9:g} GB for NCCL"
+    f"{RESERVED[0]} to {RESERVED[1]} GB that the allocator reserves above the peak; assumed: {CUDA / 1e9:g} GB for CUDA"
+    f" and, with several processes, {NCCL_PAIR / 1e9:.1f} to {NCCL / 1e9:.1f} GB for each group of NCCL"
 )
 """What a prediction leaves out or assumes, for whoever reads it."""
 TRACKED = "counted operator by operator: torch.compile keeps less"
@@ -60,7 +67,7 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Pr
     A model of transformers has only the fullest moment: a step is taken on tensors without values, which needs seconds
     and a process without a process group.
     """
-    outside = outside_of_torch(degrees) if context else {}
+    outside = outside_of_torch(recipe, degrees) if context else {}
     if isinstance(recipe.model, TransformersConfig):
         from recipes.plan.tracked import fullest_moment  # torch
 
@@ -71,9 +78,10 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Pr
     return Prediction({name: size.state | pieces | outside for name, pieces in found})
 
 
-def outside_of_torch(degrees: MeshDegrees) -> Pieces:
+def outside_of_torch(recipe: Recipe, degrees: MeshDegrees) -> Pieces:
     """Bytes that torch's allocator does not know of."""
-    return {"CUDA context": CUDA, "buffers of NCCL": NCCL if degrees.processes > 1 else 0}
+    groups = degrees.groups(of_copies=recipe.optimizer.name == "muon") if degrees.processes > 1 else ()
+    return {"CUDA context": CUDA, "buffers of NCCL": sum(NCCL if size > 2 else NCCL_PAIR for size in groups)}
 
 
 def summary(prediction: Prediction, capacity: int | None) -> list[str]:
@@ -145,7 +153,7 @@ def _saved(size: Sizes, layers: int, *, norm: bool = False, rotations: bool = Tr
     """What the first `layers` blocks and the final norm keep for the backward pass; rotations, tokens, targets."""
     saved = size.saved_before(layers)
     if norm:
-        saved += final_norm_per_token(size.widths, size.element)
+        saved += norm_per_token(size.widths, size.kept[0])
     tables = 4 * size.positions * size.recipe.model.head_width if rotations else 0
     batch = 16 * size.degrees.context + (8 if size.degrees.context > 1 else 0)  # whole rows, and the tokens of its part
     return {"activations": round(size.tokens * (saved + batch)) + tables}

@@ -112,12 +112,28 @@ def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward:
     for scatters, passes in ((2, 1 + again), (work.scatters, 1.0)) if work.tensor * work.context > 1 else ():
         sent = _inside_blocks(work, gpu, rates, scatters=scatters)
         messages.add(sent, hiding=hidden * sum(sent.values()), times=times * passes)
+    group = Group("tensor", work.tensor, 1, gpu, rates)
+    messages.add({group.name: group.sum(0)}, hiding=0.0, times=small_sums(work))
     if work.whole_loss and work.tensor > 1:
-        group = Group("tensor", work.tensor, 1, gpu, rates)
         logits = work.tokens * work.vocabulary * work.element
         messages.add({group.name: group.ring(logits)}, hiding=0.0, times=work.micro_batches)
     _fully_sharded(work, gpu, rates, messages, forward=forward, backward=backward)
     return messages
+
+
+def small_sums(work: Work) -> float:
+    """Number of messages in a tensor group, per step, that are only latency.
+
+    FSDP sums the gradient of each norm, and tensorwise float8 finds four largest magnitudes of each linear: of what is
+    cut among weight, input and gradient of the output, in the forward pass and in the backward one.
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _get_grad_inner_tensor; torchao/float8/float8_linear.py)
+    """
+    if work.tensor == 1:
+        return 0.0
+    layers = work.layers / work.pipeline
+    linears = 6 + work.gated - len(work.not_float8) if work.float8 == "tensorwise" else 0
+    reductions = work.micro_batches if work.reduces_each else 1
+    return reductions * (2 * layers + 1) + work.micro_batches * layers * 4 * linears
 
 
 def _inside_blocks(work: Work, gpu: Gpu, rates: Rates, *, scatters: int) -> Seconds:

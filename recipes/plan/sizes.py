@@ -153,6 +153,7 @@ class Sizes:
             compiled=recipe.compile.enabled,
             exchanged=self.degrees.context > 1,
             element=self.element,
+            fused_norms=recipe.run.device != "cpu",
         )
         return plain, replace(plain, mode=recipe.activation_checkpointing.mode)
 

@@ -170,8 +170,9 @@ def _micro_batches(recipe: Recipe, degrees: MeshDegrees) -> list[MicroBatch]:
 
 
 def _kernels(recipe: Recipe) -> AbstractContextManager[Any]:
-    """Where attention is computed with the kernels that a GPU has."""
-    on_gpu = patch.object(nn.functional, "scaled_dot_product_attention", _attention_of_gpus)
+    """Where attention and dropout are computed with the kernels that a GPU has."""
+    kernels = {"scaled_dot_product_attention": _attention_of_gpus, "dropout": _dropout_of_gpus}
+    on_gpu = patch.multiple(nn.functional, **kernels)
     return nullcontext() if recipe.run.device == "cpu" else on_gpu
 
 
@@ -201,6 +202,11 @@ def _attention_of_gpus(
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
     output = kernel(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
     return output
+
+
+def _dropout_of_gpus(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """torch's dropout with the kernel of GPUs, which keeps one byte for each element; a CPU's keeps an element."""
+    return torch.native_dropout(input, p, training)[0] if training and 0 < p < 1 else input
 
 
 class _Step:

@@ -104,7 +104,7 @@ def _print(recipe: Recipe, processes: int | None, nodes: int | None, origins: Ma
     if hardware and full.peak > FULL * hardware.memory:
         print(
             f"warning: {size(full.peak)} of memory are predicted, more than {FULL:.0%} of the {size(hardware.memory)}"
-            f" of an {hardware.gpu}, of which fragmentation needs some; docs/runbook.md lists what saves memory",
+            f" of an {hardware.gpu}, of which the allocator needs some; docs/runbook.md lists what saves memory",
             file=sys.stderr,
         )
     elif full.states > LARGEST_DEVICE:

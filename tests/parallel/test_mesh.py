@@ -20,11 +20,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from models.loss import IGNORED
 from parallel.config import MeshConfig, MeshDegrees
 from parallel.dist import start, stop
-from parallel.mesh import DATA_AXES, Mesh, build_mesh, mesh_over, without_noise_of_splits
+from parallel.mesh import DATA_AXES, Mesh, build_mesh, mesh_over, sharding_group, without_noise_of_splits
 from parallel.messages import host_group
 from parallel.reduce import gather_loss_and_numbers, sum_over_group
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
+from recipes.plan.tracked import fake_processes
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
@@ -166,6 +167,20 @@ def test_sixteen_processes_are_laid_out_as_the_page_draws_them() -> None:
             "reads": (3, 4),
         },
     }
+
+
+GROUPS = [(1, 8, 1, 1), (2, 4, 1, 1), (1, 2, 2, 2), (2, 2, 2, 2), (2, 1, 2, 2), (1, 1, 1, 8), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("of_copies", [False, True])
+@pytest.mark.parametrize("degrees", [MeshDegrees(*degrees) for degrees in GROUPS], ids=str)
+def test_the_plan_knows_every_group_that_a_mesh_makes(degrees: MeshDegrees, of_copies: bool) -> None:
+    with fake_processes(degrees.processes):
+        mesh = build_mesh(degrees, device_type="cpu")
+        if of_copies:
+            sharding_group(mesh)
+        made = sorted(group.size() for group in dist.distributed_c10d._world.pg_map)
+    assert made == sorted(degrees.groups(of_copies=of_copies))
 
 
 def timeouts_of_groups(timeout: timedelta) -> dict[str, set[timedelta]]:

@@ -69,7 +69,7 @@ def _memory(axes: Axes, plan: Plan) -> None:
         axes.axhline(limit, color="black", linewidth=1.2)
         axes.text(0, limit, f" {limit:.1f} GB of the {plan.gpu.name}", va="bottom", fontsize=8)
         axes.axhline(FULL * limit, color="black", linewidth=0.8, linestyle=":")
-        note, below = f" {FULL:.0%}: fragmentation needs the rest", (0, -3)
+        note, below = f" {FULL:.0%}: the allocator needs the rest", (0, -3)
         axes.annotate(note, (0, FULL * limit), below, textcoords="offset points", va="top", fontsize=7)
     fullest = list(moments).index(plan.memory.fullest)
     axes.plot([fullest], [plan.memory.peak / 1e9], "v", color="black", markersize=6)
@@ -188,7 +188,7 @@ def draw_front(found: "Found", world: World, file: Path) -> None:
         room = (found.gpu.memory - found.original.memory.peak) / 1e9
         axes.plot([room], [found.original.time.tokens_per_second], "s", color=EXPOSED, label="the recipe as it is")
     axes.axvline((1 - FULL) * found.gpu.memory / 1e9, color="black", linewidth=0.8, linestyle=":")
-    axes.set_xlabel("GB of memory that are left, of which fragmentation needs those up to the dotted line")
+    axes.set_xlabel("GB of memory that are left, of which the allocator needs those up to the dotted line")
     axes.set_ylabel("tokens/s per GPU")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     axes.grid(alpha=0.3)

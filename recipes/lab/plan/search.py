@@ -328,7 +328,7 @@ def peak(recipe: Recipe, degrees: MeshDegrees, *, enough: float = inf) -> int:
     enough: where a moment needs more, that is returned instead, and the others are not looked at.
     """
     size, most = Sizes(recipe, degrees), 0
-    always = sum(size.state.values()) + sum(outside_of_torch(degrees).values())
+    always = sum(size.state.values()) + sum(outside_of_torch(recipe, degrees).values())
     for _, pieces in moments(size, fullest_layers(size)):
         most = max(most, always + sum(pieces.values()))
         if most > enough:

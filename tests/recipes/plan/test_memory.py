@@ -376,6 +376,33 @@ def test_the_peak_of_a_large_model_takes_a_few_hundred_calls() -> None:
     assert pstats.Stats(profile).total_calls < 1000, "the search asks for tens of thousands"
 
 
+EAGER_ON_GPU = ["--compile.enabled=false", "--model.layers=8"]
+ON_NULL_GPU: list[tuple[str, int, list[str], float]] = [
+    ("benchmarks/smollm3_3b_8xh100", 8, [], 53.21),
+    ("benchmarks/smollm3_3b_8xh100", 8, EAGER_ON_GPU[:1], 60.20),
+    ("benchmarks/smollm3_3b_8xh100_float8", 8, [], 62.14),
+    ("benchmarks/smollm3_3b_8xh100_float8", 8, [*EAGER_ON_GPU[:1], "--batch.micro_batch_size=1"], 57.39),
+    ("benchmarks/llama3_8b_8xh100_float8", 8, EAGER_ON_GPU[:1], 61.56),
+    ("llama3_70b_32x8h100", 256, [], 38.44),
+    ("benchmarks/llama3_70b_64x8h100", 512, EAGER_ON_GPU, 14.64),
+    ("smollm3_3b_48x8h100", 384, EAGER_ON_GPU, 14.07),
+    ("benchmarks/llama2_7b_8xh100", 8, EAGER_ON_GPU, 14.88),
+    ("llama3_405b_128x8h100", 1024, EAGER_ON_GPU, 17.67),
+    ("smollm3_3b_long_64k", 64, [*EAGER_ON_GPU, "--model.weights="], 17.88),
+    ("smollm3_3b_long_32k", 32, [*EAGER_ON_GPU, "--model.weights="], 17.74),
+]
+"""Recipe, processes, changes -> GB that torch 2.13's allocator had allocated at the peak, on a GPU without numbers."""
+
+
+@pytest.mark.parametrize(("file", "processes", "changes", "seen"), ON_NULL_GPU)
+def test_a_gpu_that_computes_nothing_allocates_what_is_predicted(
+    file: str, processes: int, changes: list[str], seen: float
+) -> None:
+    recipe = load(ROOT / f"configs/{file}.toml", changes, rules=False, elsewhere=True)
+    predicted = predict(recipe, recipe.mesh.fit(processes, nodes=-(-processes // 8)), context=False)
+    assert predicted.peak / 1e9 == pytest.approx(seen, rel=0.04)
+
+
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/write_docs.py"))
 
 

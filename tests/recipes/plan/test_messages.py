@@ -1,13 +1,17 @@
 """Seconds of collectives on groups inside of nodes and across them."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from recipes.plan.hardware import GPUS
-from recipes.plan.messages import Group, Messages
+from recipes.plan.messages import Group, Messages, small_sums
 from recipes.plan.rates import RATES
+from recipes.plan.work import work_of
+from recipes.recipe.load import load
 
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 H100 = GPUS["H100"]
 GIB = 2**30
 NVLINK, ADAPTER = RATES.link * H100.link, RATES.network * H100.network
@@ -65,3 +69,13 @@ def test_what_is_hidden_and_what_is_not_add_up() -> None:
     found.add({"a": 3.0, "b": 1.0}, hiding=2.0, times=10)
     found.add({"a": 1.0}, hiding=5.0)
     assert found.exposed == {"a": 15.0, "b": 5.0} and found.hidden == {"a": 16.0, "b": 5.0}
+
+
+def test_small_messages_of_a_tensor_group_are_as_many_as_a_gpu_that_computes_nothing_was_sent() -> None:
+    """Of Llama 3 70B with 4 layers and tensor 8: 112 sums of scales (float64), and 9 of the gradients of norms."""
+    recipe = load(CONFIGS / "llama3_70b_32x8h100.toml", ["--model.layers=4"], rules=False)
+    work = work_of(recipe, recipe.mesh.fit(256))
+    assert small_sums(work) == 9
+    assert small_sums(replace(work, float8="tensorwise")) == 112 + 9
+    assert small_sums(replace(work, float8="tensorwise", micro_batches=3)) == 3 * 112 + 9
+    assert small_sums(replace(work, tensor=1)) == 0
