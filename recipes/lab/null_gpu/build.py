@@ -78,8 +78,8 @@ def build(python: Path, folder: Path) -> NullGpu:
     version, cuda, torch = asked[0], asked[1], Path(asked[2])
     if cuda == "None":
         raise UserError(
-            f"--python {python} has torch {version}, which is not a CUDA build; name an environment with a CUDA build of"
-            " torch (the plain `torch` of the package index on Linux)"
+            f"--python {python} has torch {version}, which is not a CUDA build; name an environment"
+            " with one (on Linux, pip install torch gives it)"
         )
     folder.mkdir(parents=True, exist_ok=True)
     headers = [*(torch.parent / "nvidia").glob("*/include"), torch.parent / "triton/backends/nvidia/include"]

@@ -412,7 +412,7 @@ API int ncclCommInitRankScalable(Group* out, int size, int rank, int, UniqueId* 
 }
 
 API int ncclCommSplit(Group whole, int color, int key, Group* out, void*) {
-  std::string name = whole->name + "/" + std::to_string(whole->splits++) + ":" + std::to_string(color);
+  std::string name = whole->name + "-" + std::to_string(whole->splits++) + ":" + std::to_string(color);
   *out = color < 0 ? nullptr : new Communicator{name, key, 0, 0};  // its size is not known here
   log("split %s rank %d", name.c_str(), key);
   return 0;

@@ -1,0 +1,247 @@
+"""Recipes on a GPU that computes nothing: `bench.py --suite null_gpu`. It shows memory, waits and messages, no speed.
+
+The null GPU is a stub of CUDA and NCCL below a CUDA build of torch; allocator, autograd, FSDP2, Inductor and Triton are
+real. Recipes for H100s are stepped at their real size as one rank of theirs; small ones run whole, on 2 and 4 ranks.
+Imports no torch.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import UserError
+from recipes.files.markdown import markdown_table
+from recipes.lab.bench.marks import between
+from recipes.lab.null_gpu.build import NullGpu, build
+from recipes.lab.null_gpu.calls import disorders, read_logs
+from recipes.lab.sweep.runner import exit_code_of
+from recipes.metrics.hardware import hardware_of
+from recipes.recipe.load import CONFIGS, shown
+
+HERE = Path(__file__).parent
+DOCS = CONFIGS.parent / "docs/benchmarks"
+PAGE, RECORD = DOCS / "null_gpu.md", DOCS / "null_gpu.json"
+BEGIN = "<!-- Written by scripts/bench.py --suite null_gpu --write-docs. -->\n"
+END = "<!-- Written by scripts/bench.py --suite null_gpu --write-docs: end. -->\n"
+EAGER = ("--compile.enabled", "false")
+FLOAT8, BF16 = ("--float8.recipe", "tensorwise"), ("--float8.recipe", "none", "--float8.all_gather", "false")
+VARIED = {"llama3_8b_8xh100": FLOAT8, "llama3_8b_8xh100_float8": BF16}
+"""Recipes that run with and without float8, and how."""
+DEBUG = CONFIGS / "smollm3_debug.toml"
+SHORT = (
+    *("--run.device", "cuda", "--run.steps", "4", "--metrics.every", "2", "--checkpoint.every", "2"),
+    *("--validation.every", "4", "--schedule.warmup_steps", "1", "--schedule.decay_steps", "1"),
+    *("--fsdp.param_dtype", "bfloat16", "--batch.global_batch_size", "8", "--attention.backend", "flash"),
+)
+AXES = {
+    "shard 2": (2, "--mesh.shard", "2"),
+    "replicate 2": (2, "--mesh.replicate", "2", "--mesh.shard", "1"),
+    "context 2": (2, "--mesh.context", "2"),
+    "tensor 2": (2, "--mesh.tensor", "2"),
+    "replicate 2 x shard 2": (4, "--mesh.replicate", "2", "--mesh.shard", "2"),
+    "shard 2 x tensor 2": (4, "--mesh.shard", "2", "--mesh.tensor", "2"),
+    "shard 2, synchronous checkpoints": (2, "--mesh.shard", "2", "--checkpoint.asynchronous", "false"),
+    "shard 2, full checkpointing": (2, "--mesh.shard", "2", "--activation_checkpointing.mode", "full"),
+}
+"""Whole runs of DEBUG: ranks and options."""
+LIMIT = 900
+"""Seconds of one run: no run that ends takes as long."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a run of train.py on several ranks was like."""
+
+    code: int | None
+    """Its exit code; None = it did not end."""
+    error: str
+    """The end of what it printed, if it failed."""
+    calls: int
+    """Calls of NCCL by all ranks."""
+    disorders: Sequence[str]
+    """Where ranks differ in the order of their calls."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the suite. Returns the exit code: 1 if a run failed."""
+    parser = argparse.ArgumentParser(
+        prog="bench.py --suite null_gpu", description=__doc__.removesuffix("Imports no torch.\n"), allow_abbrev=False
+    )
+    parser.add_argument(
+        "--python", type=Path, nargs="+", default=[Path(sys.executable)], help="with a CUDA torch (this)"
+    )
+    parser.add_argument("--recipes", type=Path, nargs="*", help="to step (all for H100s)")
+    parser.add_argument("--axes", choices=AXES, nargs="*", help="whole runs (all)")
+    parser.add_argument("--eager-only", action="store_true", help="do not step with torch.compile")
+    parser.add_argument("--record", type=Path, default=RECORD, help="JSON file that keeps all results (%(default)s)")
+    parser.add_argument("--write-docs", action="store_true", help=f"write {shown(PAGE)}; else print its table")
+    options = parser.parse_args(arguments)
+    return exit_code_of(lambda: _run(options), interrupted="interrupted")
+
+
+def _run(options: argparse.Namespace) -> int:
+    paths = sorted(CONFIGS.rglob("*h100*.toml")) if options.recipes is None else options.recipes
+    record: dict[str, Any] = {}
+    if options.record.exists():
+        record = json.loads(options.record.read_text(encoding="utf-8"))
+    failed = 0
+    for python in options.python:
+        with tempfile.TemporaryDirectory(prefix="null_gpu_") as folder:
+            gpu = build(python, Path(folder) / "stub")
+            rows = record.setdefault(gpu.torch.partition("+")[0], {})
+            for name, row in _results(gpu, paths, options, Path(folder)):
+                rows[name] = row
+                failed += is_bad(row)
+                print(f"{gpu.torch} {name}: {row.get('error') or 'done'}", flush=True)
+                options.record.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    found = "\n".join(table(record))
+    if options.write_docs:
+        PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, f"\n{found}\n"), encoding="utf-8")
+    else:
+        print(found)
+    return int(failed > 0)
+
+
+def _results(
+    gpu: NullGpu, paths: Sequence[Path], options: argparse.Namespace, folder: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, what was seen) of each step and each whole run."""
+    for path in paths:
+        for name, overrides in variants(path, eager_only=options.eager_only):
+            yield name, step(gpu, path, overrides, folder / "step")
+    for name in AXES if options.axes is None else options.axes:
+        ranks, *overrides = AXES[name]
+        yield f"run: {name}", asdict(whole(gpu, int(ranks), DEBUG, [*SHORT, *map(str, overrides)], folder / "run"))
+
+
+def is_bad(row: Mapping[str, Any]) -> bool:
+    """Whether a run failed, or its ranks disagree."""
+    return bool(row.get("error") or row.get("disorders"))
+
+
+def variants(path: Path, *, eager_only: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(name, overrides) of the steps of a recipe."""
+    for other in ((), VARIED[path.stem]) if path.stem in VARIED else ((),):
+        kind = "" if not other else ", bf16" if other == BF16 else ", float8"
+        yield f"{path.stem}{kind}, eager", (*other, *EAGER)
+        if not eager_only:
+            yield f"{path.stem}{kind}, compiled", (*other, "--compile.enabled", "true")
+
+
+def step(
+    gpu: NullGpu, path: Path, overrides: Sequence[str], folder: Path, *, script: Path = HERE / "step.py"
+) -> dict[str, Any]:
+    """What step.py saw of this recipe, as one rank of as many as its name says; or {"error": the end of its text}."""
+    hardware, out = hardware_of(path.stem), _cleared(folder) / "out.json"
+    if hardware is None:
+        raise UserError(f"{path}: its name does not say how many H100s it is for, such as _8xh100")
+    command = [str(gpu.python), str(script), str(path), str(hardware.processes), str(out), *overrides]
+    code, text = _finish(command, gpu.environment(NULL_GPU_LOG=str(folder / "calls")))
+    if code != 0 or not out.exists():
+        return {"error": f"exit {code}: {text}"}
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def whole(
+    gpu: NullGpu, ranks: int, path: Path, overrides: Sequence[str], folder: Path, *, script: Path = HERE / "drive.py"
+) -> Whole:
+    """Train this recipe with train.py on so many ranks."""
+    together = _cleared(folder) / "together"
+    together.mkdir()
+    command = [str(gpu.python), "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script)]
+    command += [str(path), *overrides, "--run.output", str(folder), "--run.name", "run"]
+    variables = {"NULL_GPU_LOG": str(folder / "calls"), "NULL_GPU_TOGETHER": str(together)}
+    code, text = _finish(command, gpu.environment(**variables))
+    logs = read_logs(folder / "calls")
+    return Whole(code, "" if code == 0 else text, sum(len(log.calls) for log in logs.values()), disorders(logs))
+
+
+def _cleared(folder: Path) -> Path:
+    if folder.exists():
+        subprocess.run(["rm", "-r", folder], check=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _finish(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
+    """(exit code, the end of the text) of a command; None = it took too long, and all its processes were killed."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out:
+        process = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=subprocess.STDOUT, cwd=CONFIGS.parent, start_new_session=True
+        )
+        code: int | None = None
+        try:
+            code = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        out.seek(0)
+        return code, out.read()[-4000:]
+
+
+def table(record: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Markdown: for each torch, the recipes that were stepped, then the whole runs."""
+    for torch, rows in record.items():
+        steps = {name: row for name, row in rows.items() if not name.startswith("run: ")}
+        yield from (f"## torch {torch}", "")
+        head = (
+            "recipe",
+            "GPUs",
+            "GB predicted",
+            "seen",
+            "error",
+            "reserved",
+            "waits, copies",
+            "messages",
+            "planned",
+            "GB sent",
+            "planned",
+        )
+        yield from markdown_table(head, [_row(name, row) for name, row in steps.items()])
+        yield ""
+        runs = [(name[5:], row) for name, row in rows.items() if name.startswith("run: ")]
+        lines = [
+            (name, _or(row["code"], "no end"), row["calls"], "; ".join(row["disorders"]) or "equal")
+            for name, row in runs
+        ]
+        yield from markdown_table(
+            ("whole run of train.py", "exit code", "calls of NCCL", "order on all ranks"), lines, align="lrrl"
+        )
+        yield ""
+
+
+def _row(name: str, row: Mapping[str, Any]) -> tuple[object, ...]:
+    if "error" in row:
+        return (name, *("" for _ in range(9)), "failed")
+    last, predicted = row["steps"][-1], row["predicted"]["allocated"]
+    sent, planned = row["sent"], row["planned"]
+    axes = sorted({*sent, *planned})
+
+    def each(which: Mapping[str, Any], what: str, scale: float = 1.0) -> str:
+        return ", ".join(f"{axis} {which[axis][what] / scale:.4g}" for axis in axes if axis in which)
+
+    return (
+        *(name, row["processes"], f"{predicted / 1e9:.2f}", f"{last['allocated'] / 1e9:.2f}"),
+        *(
+            f"{predicted / last['allocated'] - 1:+.1%}",
+            f"{last['reserved'] / 1e9:.2f}",
+            f"{last['waits']}, {last['to_host']}",
+        ),
+        *(each(sent, "messages"), each(planned, "messages"), each(sent, "sent", 1e9), each(planned, "sent", 1e9)),
+    )
+
+
+def _or(value: object, otherwise: str) -> object:
+    return otherwise if value is None else value
