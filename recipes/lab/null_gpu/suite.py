@@ -52,6 +52,9 @@ AXES = {
     "shard 2, full checkpointing": (2, "--mesh.shard", "2", "--activation_checkpointing.mode", "full"),
 }
 """Whole runs of DEBUG: ranks and options."""
+ALONE = {f"TORCH_NCCL_{name}": "0" for name in ("ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR")}
+ALONE["TORCH_NCCL_RANKS_PER_ROOT"] = "1000000"
+"""For a rank without others: torch would ask these whether they live, and for their part of NCCL's addresses."""
 LIMIT = 900
 """Seconds of one run: no run that ends takes as long."""
 
@@ -129,11 +132,12 @@ def is_bad(row: Mapping[str, Any]) -> bool:
 
 def variants(path: Path, *, eager_only: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(name, overrides) of the steps of a recipe."""
+    stem = path.stem if CONFIGS not in path.parents else str(path.relative_to(CONFIGS).with_suffix(""))
     for other in ((), VARIED[path.stem]) if path.stem in VARIED else ((),):
         kind = "" if not other else ", bf16" if other == BF16 else ", float8"
-        yield f"{path.stem}{kind}, eager", (*other, *EAGER)
+        yield f"{stem}{kind}, eager", (*other, *EAGER)
         if not eager_only:
-            yield f"{path.stem}{kind}, compiled", (*other, "--compile.enabled", "true")
+            yield f"{stem}{kind}, compiled", (*other, "--compile.enabled", "true")
 
 
 def step(
@@ -144,7 +148,7 @@ def step(
     if hardware is None:
         raise UserError(f"{path}: its name does not say how many H100s it is for, such as _8xh100")
     command = [str(gpu.python), str(script), str(path), str(hardware.processes), str(out), *overrides]
-    code, text = _finish(command, gpu.environment(NULL_GPU_LOG=str(folder / "calls")))
+    code, text = _finish(command, gpu.environment(NULL_GPU_LOG=str(folder / "calls"), **ALONE))
     if code != 0 or not out.exists():
         return {"error": f"exit {code}: {text}"}
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))

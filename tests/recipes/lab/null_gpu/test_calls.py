@@ -1,0 +1,100 @@
+"""Reading the logs of NCCL calls, and comparing them between ranks and with the plan."""
+
+from pathlib import Path
+
+import pytest
+
+from parallel.config import MeshDegrees
+from recipes.lab.null_gpu.calls import Call, along_axes, disorders, read_log, read_logs
+from recipes.lab.null_gpu.planned import planned
+from recipes.lab.null_gpu.suite import is_bad, table, variants
+from recipes.recipe.load import CONFIGS, load
+
+LOG = """init aa rank 0 of 4
+call aa all_reduce 1 f32
+note step 1
+call aa all_gather 1000000 bf16
+call aa reduce_scatter 500000 f32
+split aa-0:1 rank 0
+call aa-0:1 send 8 i64
+finalize aa
+note step 2"""
+
+
+def test_log_is_read_phase_by_phase() -> None:
+    log = read_log(LOG.splitlines())
+    assert log.sizes == {"aa": 4}
+    assert list(log.phases) == ["", "step 1", "step 2"]
+    assert log.phases["step 1"][0] == Call("aa", "all_gather", 1_000_000, "bf16")
+    assert len(log.calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"), [("all_gather", 1200), ("reduce_scatter", 1200), ("all_reduce", 600), ("send", 400), ("recv", 0)]
+)
+def test_bytes_sent_are_those_that_cross_the_link_of_a_ring(kind: str, sent: int) -> None:
+    assert Call("aa", kind, 100, "f32").sent(4) == sent
+
+
+def test_messages_are_counted_by_axis_and_small_ones_apart() -> None:
+    log = read_log(LOG.splitlines())
+    found = along_axes([*log.phases[""], *log.phases["step 1"][:2]], {"aa": "shard"}, log.sizes)
+    assert found == {"shard": (2, 1, 12_000_006)}
+
+
+def test_logs_in_the_same_order_have_no_disorder(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"calls.{rank}").write_text(LOG, encoding="utf-8")
+    assert disorders(read_logs(tmp_path / "calls")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (
+            ("all_gather 1000000 bf16", "all_gather 1000000 f32"),
+            "call 2: rank 0 all_gather of 1000000 bf16, rank 1 all",
+        ),
+        (("call aa reduce_scatter 500000 f32\n", ""), "call 3: rank 0 reduce_scatter of 500000 f32, rank 1 none"),
+    ],
+)
+def test_first_call_that_differs_is_named(change: tuple[str, str], found: str) -> None:
+    logs = {0: read_log(LOG.splitlines()), 1: read_log(LOG.replace(*change).splitlines())}
+    assert [line.startswith(found) for line in disorders(logs)] == [True]
+
+
+def test_plan_counts_a_gather_and_a_reduction_of_each_block_and_of_the_table() -> None:
+    recipe = load(CONFIGS / "benchmarks" / "smollm3_3b_8xh100.toml")
+    found = planned(recipe, MeshDegrees(replicate=1, shard=8, context=1, tensor=1))
+    micro_batches = recipe.batch.global_batch_size // 8 // recipe.batch.micro_batch_size
+    assert list(found) == ["shard"]
+    assert not recipe.fsdp.reshard_after_forward and micro_batches > 1
+    assert found["shard"].messages == 2 * (36 + 1)  # as the null GPU counts for this recipe
+    assert found["shard"].sent == pytest.approx(6 * 7 / 8 * 3_075_000_000, rel=1e-3)
+
+
+def test_table_has_a_line_for_each_step_and_each_run() -> None:
+    sent = {"shard": {"messages": 2, "small": 1, "sent": 4e9}}
+    step = {
+        "processes": 8,
+        "steps": [{"allocated": 50e9, "reserved": 52e9, "waits": 0, "to_host": 0}],
+        "predicted": {"allocated": 51e9},
+        "sent": sent,
+        "planned": sent,
+    }
+    run = {"code": None, "calls": 7, "disorders": ["call 3: rank 0 none"], "error": ""}
+    text = "\n".join(table({"2.13.0": {"some recipe": step, "broken": {"error": "exit 1: why"}, "run: shard 2": run}}))
+    assert "| some recipe | 8 | 51.00 | 50.00 | +2.0% | 52.00 | 0, 0 | shard 2 | shard 2 | shard 4 | shard 4 |" in text
+    assert "| shard 2 | no end | 7 | call 3: rank 0 none |" in text
+    assert [is_bad(row) for row in (step, {"error": "exit 1"}, run)] == [False, True, True]
+
+
+def test_two_recipes_run_with_and_without_float8() -> None:
+    names = [name for path in CONFIGS.rglob("*h100*.toml") for name, _ in variants(path, eager_only=False)]
+    assert len(names) == len(set(names))
+    assert {name for name in names if ", float8, " in name or ", bf16, " in name} == {
+        "benchmarks/llama3_8b_8xh100, float8, eager",
+        "benchmarks/llama3_8b_8xh100, float8, compiled",
+        "benchmarks/llama3_8b_8xh100_float8, bf16, eager",
+        "benchmarks/llama3_8b_8xh100_float8, bf16, compiled",
+    }
