@@ -21,7 +21,7 @@ from parallel.errors import UserError
 from recipes.files.markdown import markdown_table
 from recipes.lab.bench.marks import between
 from recipes.lab.null_gpu.build import NullGpu, build
-from recipes.lab.null_gpu.calls import disorders, read_logs
+from recipes.lab.null_gpu.calls import SMALL, disorders, read_logs
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.metrics.hardware import hardware_of
 from recipes.recipe.load import CONFIGS, shown
@@ -55,6 +55,8 @@ AXES = {
 ALONE = {f"TORCH_NCCL_{name}": "0" for name in ("ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR")}
 ALONE["TORCH_NCCL_RANKS_PER_ROOT"] = "1000000"
 """For a rank without others: torch would ask these whether they live, and for their part of NCCL's addresses."""
+RUN = "run: "
+"""Begins the names of whole runs in the record."""
 LIMIT = 900
 """Seconds of one run: no run that ends takes as long."""
 
@@ -122,7 +124,7 @@ def _results(
             yield name, step(gpu, path, overrides, folder / "step")
     for name in AXES if options.axes is None else options.axes:
         ranks, *overrides = AXES[name]
-        yield f"run: {name}", asdict(whole(gpu, int(ranks), DEBUG, [*SHORT, *map(str, overrides)], folder / "run"))
+        yield f"{RUN}{name}", asdict(whole(gpu, int(ranks), DEBUG, [*SHORT, *map(str, overrides)], folder / "run"))
 
 
 def is_bad(row: Mapping[str, Any]) -> bool:
@@ -196,56 +198,66 @@ def _finish(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int
 
 
 def table(record: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Markdown: for each torch, the recipes that were stepped, then the whole runs."""
-    for torch, rows in record.items():
-        steps = {name: row for name, row in rows.items() if not name.startswith("run: ")}
-        yield from (f"## torch {torch}", "")
-        head = (
-            "recipe",
-            "GPUs",
-            "GB predicted",
-            "seen",
-            "error",
-            "reserved",
-            "waits, copies",
-            "messages",
-            "planned",
-            "GB sent",
-            "planned",
-        )
-        yield from markdown_table(head, [_row(name, row) for name, row in steps.items()])
-        yield ""
-        runs = [(name[5:], row) for name, row in rows.items() if name.startswith("run: ")]
-        lines = [
-            (name, _or(row["code"], "no end"), row["calls"], "; ".join(row["disorders"]) or "equal")
-            for name, row in runs
-        ]
-        yield from markdown_table(
-            ("whole run of train.py", "exit code", "calls of NCCL", "order on all ranks"), lines, align="lrrl"
-        )
-        yield ""
-
-
-def _row(name: str, row: Mapping[str, Any]) -> tuple[object, ...]:
-    if "error" in row:
-        return (name, *("" for _ in range(9)), "failed")
-    last, predicted = row["steps"][-1], row["predicted"]["allocated"]
-    sent, planned = row["sent"], row["planned"]
-    axes = sorted({*sent, *planned})
-
-    def each(which: Mapping[str, Any], what: str, scale: float = 1.0) -> str:
-        return ", ".join(f"{axis} {which[axis][what] / scale:.4g}" for axis in axes if axis in which)
-
-    return (
-        *(name, row["processes"], f"{predicted / 1e9:.2f}", f"{last['allocated'] / 1e9:.2f}"),
-        *(
-            f"{predicted / last['allocated'] - 1:+.1%}",
-            f"{last['reserved'] / 1e9:.2f}",
-            f"{last['waits']}, {last['to_host']}",
-        ),
-        *(each(sent, "messages"), each(planned, "messages"), each(sent, "sent", 1e9), each(planned, "sent", 1e9)),
+    """Markdown: memory by version of torch; waits; messages that are not as planned; whole runs."""
+    versions = sorted(record)
+    names = list(dict.fromkeys(name for rows in record.values() for name in rows))
+    steps = [name for name in names if not name.startswith(RUN)]
+    seen = {name: [record[version].get(name, {}) for version in versions] for name in names}
+    heads = [f"torch {version}: seen (reserved)" for version in versions]
+    lines = [(name, *_predicted(seen[name]), *map(_memory, seen[name])) for name in steps]
+    yield from markdown_table(("recipe", "GPUs", "GB predicted", "largest error", *heads), lines)
+    waiting = [name for name in steps for row in seen[name] if "steps" in row and not _is_clean(row["steps"][-1])]
+    number = sum("steps" in row for name in steps for row in seen[name])
+    yield from ("", f"Steps with waits or copies: {len(waiting)} of {number} {', '.join(waiting)}".rstrip() + ".", "")
+    yield from markdown_table(
+        ("messages not as planned", "axis", "messages", "planned", "GB", "planned"),
+        [(name, *line) for name in steps for line in _unplanned(seen[name][-1])],
+        align="llrrrr",
+    )
+    runs = [(name.removeprefix(RUN), *map(_ended, seen[name])) for name in names if name.startswith(RUN)]
+    yield ""
+    yield from markdown_table(
+        ("whole run", *(f"torch {version}" for version in versions)), runs, align="l" * (1 + len(versions))
     )
 
 
-def _or(value: object, otherwise: str) -> object:
-    return otherwise if value is None else value
+def _predicted(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
+    """GPUs, GB predicted, and the largest error of them all, of those that were stepped."""
+    done = [row for row in rows if "steps" in row]
+    if not done:
+        return "", "", ""
+    predicted = done[-1]["predicted"]["allocated"]
+    errors = [predicted / row["steps"][-1]["allocated"] - 1 for row in done]
+    return f"{done[-1]['processes']:,}", f"{predicted / 1e9:.1f}", f"{max(errors, key=abs):+.1%}"
+
+
+def _memory(row: Mapping[str, Any]) -> str:
+    if "steps" not in row:
+        return "failed" if "error" in row else ""
+    last = row["steps"][-1]
+    return f"{last['allocated'] / 1e9:.1f} ({last['reserved'] / 1e9:.1f})"
+
+
+def _is_clean(step: Mapping[str, int]) -> bool:
+    return step["waits"] == step["to_host"] == 0
+
+
+def _unplanned(row: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Axis, messages, planned, GB, planned; of axes where one of the two is another."""
+    sent, planned = row.get("sent", {}), row.get("planned", {})
+    for axis in sorted({*sent, *planned}):
+        seen, plan = (one.get(axis, {"messages": 0, "sent": 0.0}) for one in (sent, planned))
+        same = (
+            abs(seen["messages"] - plan["messages"]) < 0.5 and abs(seen["sent"] - plan["sent"]) <= 0.01 * plan["sent"]
+        )
+        if not same and seen["sent"] + plan["sent"] > SMALL:
+            numbers = (f"{one['messages']:,.0f}" for one in (seen, plan))
+            yield (axis, *numbers, *(f"{one['sent'] / 1e9:.2f}" for one in (seen, plan)))
+
+
+def _ended(run: Mapping[str, Any]) -> str:
+    """Exit code, calls and order of a whole run."""
+    if not run:
+        return ""
+    order = "; ".join(run["disorders"]) or "in equal order"
+    return f"{'no end' if run['code'] is None else 'exit ' + str(run['code'])}, {run['calls']} calls {order}"

@@ -1,6 +1,7 @@
 """Reading the logs of NCCL calls, and comparing them between ranks and with the plan."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,20 +74,33 @@ def test_plan_counts_a_gather_and_a_reduction_of_each_block_and_of_the_table() -
     assert found["shard"].sent == pytest.approx(6 * 7 / 8 * 3_075_000_000, rel=1e-3)
 
 
-def test_table_has_a_line_for_each_step_and_each_run() -> None:
-    sent = {"shard": {"messages": 2, "small": 1, "sent": 4e9}}
-    step = {
-        "processes": 8,
-        "steps": [{"allocated": 50e9, "reserved": 52e9, "waits": 0, "to_host": 0}],
-        "predicted": {"allocated": 51e9},
-        "sent": sent,
-        "planned": sent,
-    }
+STEP: dict[str, Any] = {
+    "processes": 8,
+    "steps": [{"allocated": 50e9, "reserved": 52e9, "waits": 0, "to_host": 0}],
+    "predicted": {"allocated": 51e9},
+    "sent": {"shard": {"messages": 2, "small": 1, "sent": 4e9}},
+    "planned": {"shard": {"messages": 2, "small": 0, "sent": 4e9}},
+}
+
+
+def test_table_has_the_memory_of_each_version_of_torch() -> None:
+    text = "\n".join(table({"2.12.1": {"some": STEP}, "2.13.0": {"some": STEP, "broken": {"error": "exit 1: why"}}}))
+    assert "| some | 8 | 51.0 | +2.0% | 50.0 (52.0) | 50.0 (52.0) |" in text
+    assert "| broken | | | | | failed |" in text
+    assert "Steps with waits or copies: 0 of 2." in text
+
+
+def test_table_names_steps_that_wait_and_messages_that_are_not_planned() -> None:
+    step = STEP | {"steps": [STEP["steps"][0] | {"waits": 1}], "planned": {}}
+    text = "\n".join(table({"2.13.0": {"some": step}}))
+    assert "Steps with waits or copies: 1 of 1 some." in text
+    assert "| some | shard | 2 | 0 | 4.00 | 0.00 |" in text
+
+
+def test_table_says_how_a_whole_run_ended() -> None:
     run = {"code": None, "calls": 7, "disorders": ["call 3: rank 0 none"], "error": ""}
-    text = "\n".join(table({"2.13.0": {"some recipe": step, "broken": {"error": "exit 1: why"}, "run: shard 2": run}}))
-    assert "| some recipe | 8 | 51.00 | 50.00 | +2.0% | 52.00 | 0, 0 | shard 2 | shard 2 | shard 4 | shard 4 |" in text
-    assert "| shard 2 | no end | 7 | call 3: rank 0 none |" in text
-    assert [is_bad(row) for row in (step, {"error": "exit 1"}, run)] == [False, True, True]
+    assert "| shard 2 | no end, 7 calls call 3: rank 0 none |" in "\n".join(table({"2.13.0": {"run: shard 2": run}}))
+    assert [is_bad(row) for row in (STEP, {"error": "exit 1"}, run)] == [False, True, True]
 
 
 def test_two_recipes_run_with_and_without_float8() -> None:
