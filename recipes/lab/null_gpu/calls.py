@@ -20,15 +20,15 @@ class Call(NamedTuple):
     group: str
     """The communicator, under a name that all its ranks share."""
     kind: str
-    count: int
+    elements: int
     type: str
 
     def sent(self, size: int) -> float:
         """Bytes that each of `size` ranks sends: those that cross its link in a ring."""
-        whole = self.count * WIDTHS[self.type]
+        whole = self.elements * WIDTHS[self.type]
         if self.kind == "all_reduce":
             return 2 * whole * (size - 1) / size
-        if self.kind in ("all_gather", "reduce_scatter", "all_to_all"):  # count is of one rank's part
+        if self.kind in ("all_gather", "reduce_scatter", "all_to_all"):  # elements are of one rank's part
             return float(whole * (size - 1))
         return 0.0 if self.kind == "recv" else float(whole)
 
@@ -99,7 +99,7 @@ def _name(calls: Sequence[Call], place: int) -> str:
     if place >= len(calls):
         return "none"
     call = calls[place]
-    return f"{call.kind} of {call.count} {call.type}"
+    return f"{call.kind} of {call.elements} {call.type}"
 
 
 class Sent(NamedTuple):

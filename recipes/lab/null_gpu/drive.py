@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     recipes.cluster.links.is_wrong_sum = lambda reduced, ranks: False
     recipes.cluster.links.wrong_ranks = lambda gathered, ranks: ()
     recipes.training.trainer.require_sound_state = sound(recipes.training.trainer.require_sound_state)
-    StepGuard.skipped = none_skipped  # type: ignore[method-assign]
+    StepGuard.skipped = none_skipped  # type: ignore[assignment, method-assign]
     recorder: Any = recipes.training.recorder.Recorder
     recorder._reduce = finite(recorder._reduce)
     losses: Any = recipes.evaluation.losses
@@ -39,7 +39,7 @@ def sound(check: Any) -> Any:
 
     def checked(*arguments: Any) -> None:
         item = Tensor.item
-        Tensor.item = lambda tensor: item(tensor) * 0  # type: ignore[method-assign]
+        Tensor.item = lambda tensor: item(tensor) * 0  # type: ignore[assignment, method-assign]
         try:
             check(*arguments)
         finally:

@@ -96,8 +96,8 @@ def main(arguments: list[str]) -> None:
             torch.cuda.set_sync_debug_mode("warn" if step > 2 else "default")
             train_step(built, micro_batches, step=step, learning_rate=1e-4, guard=guard, clock=clock)
             torch.cuda.set_sync_debug_mode("default")
-            seen = {name: value - before[name] for name, value in stub.counters().items()}
-            steps.append({"seconds": time.monotonic() - began, **seen, **memory()})
+            counted = {name: value - before[name] for name, value in stub.counters().items()}
+            steps.append({"seconds": time.monotonic() - began, **counted, **memory()})
             stub.note("between steps")
     axes = {axis: group for axis, group in groups_of(built.mesh).items() if group.size() > 1}
     communicators = len(read_log(log.read_text().splitlines()).sizes)
@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> None:
         "sent": {axis: one._asdict() for axis, one in sent.items()},
         "planned": {axis: one._asdict() for axis, one in planned(recipe, degrees).items()},
         "calls": Counter(
-            f"{names.get(call.group)} {call.kind} {call.count} {call.type}" for call in seen.phases[f"step {STEPS}"]
+            f"{names.get(call.group)} {call.kind} {call.elements} {call.type}" for call in seen.phases[f"step {STEPS}"]
         ),
     }
     Path(out).write_text(json.dumps(result, indent=1), encoding="utf-8")
@@ -137,7 +137,7 @@ def alone_of(processes: int) -> World:
     torch.cuda.set_device(0)
     dist.distributed_c10d._store_based_barrier = lambda *arguments, **named: None
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=processes)
-    parallel.mesh._share_timeout = lambda groups: None  # type: ignore[assignment]  # fake groups have none
+    parallel.mesh._share_timeout = lambda groups: None  # fake groups have none
     nodes = arrange([(f"node{rank // PER_NODE}", 0) for rank in range(processes)])
     return World(0, processes, torch.device("cuda", 0), cast(Messages, None), nodes)
 

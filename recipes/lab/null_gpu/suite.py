@@ -42,14 +42,14 @@ SHORT = (
     *("--fsdp.param_dtype", "bfloat16", "--batch.global_batch_size", "8", "--attention.backend", "flash"),
 )
 AXES = {
-    "shard 2": (2, "--mesh.shard", "2"),
-    "replicate 2": (2, "--mesh.replicate", "2", "--mesh.shard", "1"),
-    "context 2": (2, "--mesh.context", "2"),
-    "tensor 2": (2, "--mesh.tensor", "2"),
-    "replicate 2 x shard 2": (4, "--mesh.replicate", "2", "--mesh.shard", "2"),
-    "shard 2 x tensor 2": (4, "--mesh.shard", "2", "--mesh.tensor", "2"),
-    "shard 2, synchronous checkpoints": (2, "--mesh.shard", "2", "--checkpoint.asynchronous", "false"),
-    "shard 2, full checkpointing": (2, "--mesh.shard", "2", "--activation_checkpointing.mode", "full"),
+    "shard 2": (2, "--mesh.shard 2"),
+    "replicate 2": (2, "--mesh.replicate 2 --mesh.shard 1"),
+    "context 2": (2, "--mesh.context 2"),
+    "tensor 2": (2, "--mesh.tensor 2"),
+    "replicate 2 x shard 2": (4, "--mesh.replicate 2 --mesh.shard 2"),
+    "shard 2 x tensor 2": (4, "--mesh.shard 2 --mesh.tensor 2"),
+    "shard 2, synchronous saves": (2, "--mesh.shard 2 --checkpoint.asynchronous false"),
+    "shard 2, full checkpointing": (2, "--mesh.shard 2 --activation_checkpointing.mode full"),
 }
 """Whole runs of DEBUG: ranks and options."""
 ALONE = {f"TORCH_NCCL_{name}": "0" for name in ("ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR")}
@@ -123,8 +123,8 @@ def _results(
         for name, overrides in variants(path, eager_only=options.eager_only):
             yield name, step(gpu, path, overrides, folder / "step")
     for name in AXES if options.axes is None else options.axes:
-        ranks, *overrides = AXES[name]
-        yield f"{RUN}{name}", asdict(whole(gpu, int(ranks), DEBUG, [*SHORT, *map(str, overrides)], folder / "run"))
+        ranks, overrides = AXES[name]
+        yield f"{RUN}{name}", asdict(whole(gpu, ranks, DEBUG, [*SHORT, *overrides.split()], folder / "run"))
 
 
 def is_bad(row: Mapping[str, Any]) -> bool:
@@ -194,7 +194,7 @@ def _finish(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         out.seek(0)
-        return code, out.read()[-4000:]
+        return code, out.read()[-20_000:]
 
 
 def table(record: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -17,7 +17,7 @@ on_null_gpu = [
     pytest.mark.slow,
     pytest.mark.skipif(PYTHON is None, reason="SHARDWRIGHT_NULL_GPU_PYTHON names no Python with a CUDA build of torch"),
 ]
-RECIPE = CONFIGS / "gpt2_124m_8xh100.toml"
+RECIPE = CONFIGS / "benchmarks" / "smollm3_3b_8xh100.toml"
 FAULTY = """
 import sys
 sys.path.insert(0, {root!r})
@@ -74,7 +74,7 @@ def test_python_with_a_cpu_build_of_torch_is_refused_with_the_remedy(tmp_path: P
 
 class TestOnNullGpu:
     pytestmark = on_null_gpu
-    EAGER = ("--compile.enabled", "false", "--batch.micro_batch_size", "1")
+    EAGER = ("--compile.enabled", "false", "--model.layers", "2")
 
     def test_sound_step_waits_for_nothing_and_keeps_nothing(self, gpu: NullGpu, tmp_path: Path) -> None:
         seen = step(gpu, RECIPE, self.EAGER, tmp_path / "step")
