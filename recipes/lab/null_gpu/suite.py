@@ -123,8 +123,8 @@ def _results(
         for name, overrides in variants(path, eager_only=options.eager_only):
             yield name, step(gpu, path, overrides, folder / "step")
     for name in AXES if options.axes is None else options.axes:
-        ranks, overrides = AXES[name]
-        yield f"{RUN}{name}", asdict(whole(gpu, ranks, DEBUG, [*SHORT, *overrides.split()], folder / "run"))
+        ranks, along = AXES[name]
+        yield f"{RUN}{name}", asdict(whole(gpu, ranks, DEBUG, [*SHORT, *along.split()], folder / "run"))
 
 
 def is_bad(row: Mapping[str, Any]) -> bool:
