@@ -134,7 +134,9 @@ def is_bad(row: Mapping[str, Any]) -> bool:
 
 def variants(path: Path, *, eager_only: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(name, overrides) of the steps of a recipe."""
-    stem = path.stem if CONFIGS not in path.parents else str(path.relative_to(CONFIGS).with_suffix(""))
+    whole_path = path.resolve()
+    inside = CONFIGS in whole_path.parents
+    stem = str(whole_path.relative_to(CONFIGS).with_suffix("")) if inside else path.stem
     for other in ((), VARIED[path.stem]) if path.stem in VARIED else ((),):
         kind = "" if not other else ", bf16" if other == BF16 else ", float8"
         yield f"{stem}{kind}, eager", (*other, *EAGER)
