@@ -213,7 +213,7 @@ def table(record: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield from ("", f"Steps with waits or copies: {len(waiting)} of {number} {', '.join(waiting)}".rstrip() + ".", "")
     yield from markdown_table(
         ("messages not as planned", "axis", "messages", "planned", "GB", "planned"),
-        [(name, *line) for name in steps for line in _unplanned(seen[name][-1])],
+        list(dict.fromkeys((name.rpartition(", ")[0], *line) for name in steps for line in _unplanned(seen[name][-1]))),
         align="llrrrr",
     )
     runs = [(name.removeprefix(RUN), *map(_ended, seen[name])) for name in names if name.startswith(RUN)]
