@@ -12,8 +12,8 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 SUITES = (
-    *("calibrate", "checkpoint", "codegen", "data", "gpu", "kernels", "operators", "overhead"),
-    *("plan", "plan_memory"),
+    *("calibrate", "checkpoint", "codegen", "data", "gpu", "kernels", "null_gpu"),
+    *("operators", "overhead", "plan", "plan_memory"),
 )
 
 
@@ -24,8 +24,8 @@ def main(arguments: list[str]) -> int:
     if len(arguments) < 2 or arguments[0] != "--suite" or arguments[1] not in SUITES:
         print(f"usage: bench.py --suite {{{','.join(SUITES)}}} [options]", file=sys.stderr)
         return 2
-    room = "codegen" if arguments[1] == "codegen" else "bench"
-    suite = importlib.import_module(f"recipes.lab.{room}.{arguments[1]}")
+    places = {"codegen": "codegen.codegen", "null_gpu": "null_gpu.suite"}
+    suite = importlib.import_module(f"recipes.lab.{places.get(arguments[1], f'bench.{arguments[1]}')}")
     return suite.main(arguments[2:])
 
 

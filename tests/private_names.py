@@ -38,6 +38,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "_get_fsdp_state": ("gathered weights, counted", TORCH + "torch/distributed/fsdp/_fully_shard/_fully_shard.py"),
     "_local_tensor": ("FSDP's extension of a shard", TORCH + "torch/distributed/tensor/_api.py"),
     "_StridedShard": ("shards of what is cut already", TORCH + "torch/distributed/tensor/placement_types.py"),
+    "_store_based_barrier": ("ranks that are not there", TORCH + "torch/distributed/distributed_c10d.py"),
     "_symmetric_memory": ("fused tensor-parallel messages", TORCH + "torch/distributed/_symmetric_memory/__init__.py"),
     "_utils": ("where a shard lies in its tensor", TORCH + "torch/distributed/tensor/_utils.py"),
     # Compiling

@@ -22,7 +22,10 @@ TOP = (*PACKAGES, "scripts")
 # inside a layer, folders may import each other as long as no circle comes of it.
 LAYERS = (
     ("train.py", "scripts"),
-    ("recipes/lab/bench", "recipes/lab/codegen", "recipes/lab/curves", "recipes/lab/plan", "recipes/lab/sweep"),
+    (
+        *("recipes/lab/bench", "recipes/lab/codegen", "recipes/lab/curves", "recipes/lab/null_gpu"),
+        *("recipes/lab/plan", "recipes/lab/sweep"),
+    ),
     ("recipes/training",),
     ("recipes/plan",),
     ("recipes/recipe",),

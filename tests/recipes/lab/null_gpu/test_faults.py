@@ -1,0 +1,109 @@
+"""The null GPU finds a fault of each kind. SHARDWRIGHT_NULL_GPU_PYTHON names a Python with a CUDA build of torch."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from parallel.errors import UserError
+from recipes.lab.null_gpu.build import NullGpu, build
+from recipes.lab.null_gpu.suite import DEBUG, SHORT, step, whole
+from recipes.recipe.load import CONFIGS
+
+PYTHON = os.environ.get("SHARDWRIGHT_NULL_GPU_PYTHON")
+on_null_gpu = [
+    pytest.mark.null_gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="SHARDWRIGHT_NULL_GPU_PYTHON names no Python with a CUDA build of torch"),
+]
+RECIPE = CONFIGS / "benchmarks" / "smollm3_3b_8xh100.toml"
+FAULTY = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+import torch.distributed as dist
+import {module} as under_test
+import {stepping} as stepping
+
+whole, held = stepping.train_step, []
+
+def train_step(built, micro_batches, *, step, **named):
+    {fault}
+    return whole(built, micro_batches, step=step, **named)
+
+stepping.train_step = train_step
+if __name__ == "__main__":
+    raise SystemExit(under_test.main(sys.argv[1:]))
+"""
+
+
+def faulty_script(folder: Path, fault: str, *, on_all_ranks: bool) -> Path:
+    """step.py, or drive.py, whose every step begins with this line."""
+    module = "recipes.lab.null_gpu.step" if not on_all_ranks else "recipes.lab.null_gpu.drive"
+    stepping = module if not on_all_ranks else "recipes.training.trainer"
+    file = folder / "faulty.py"
+    root = str(CONFIGS.parent)
+    file.write_text(FAULTY.format(root=root, module=module, stepping=stepping, fault=fault), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NullGpu]:
+    assert PYTHON is not None
+    yield build(Path(PYTHON), tmp_path_factory.mktemp("stub"))
+
+
+@pytest.mark.slow
+def test_python_without_torch_is_refused(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no module named torch >&2\nexit 1\n", encoding="utf-8")
+    python.chmod(0o755)
+    with pytest.raises(UserError, match="has no torch"):
+        build(python, tmp_path / "stub")
+
+
+@pytest.mark.slow
+def test_python_with_a_cpu_build_of_torch_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf '2.13.0+cpu\\nNone\\n/torch\\n'\n", encoding="utf-8")
+    python.chmod(0o755)
+    with pytest.raises(UserError, match=r"has torch 2\.13\.0\+cpu, which is not a CUDA build; name an environment"):
+        build(python, tmp_path / "stub")
+
+
+class TestOnNullGpu:
+    pytestmark = on_null_gpu
+    EAGER = ("--compile.enabled", "false", "--model.layers", "2")
+
+    def test_sound_step_waits_for_nothing_and_keeps_nothing(self, gpu: NullGpu, tmp_path: Path) -> None:
+        seen = step(gpu, RECIPE, self.EAGER, tmp_path / "step")
+        last, before = seen["steps"][-1], seen["steps"][-2]
+        assert (last["waits"], last["to_host"], seen["places"]) == (0, 0, {})
+        assert last["held"] - before["held"] < 10_000
+        assert last["allocated"] > 1e9
+
+    def test_item_in_a_step_is_found_and_its_place_named(self, gpu: NullGpu, tmp_path: Path) -> None:
+        script = faulty_script(tmp_path, "torch.ones(1, device='cuda').item()", on_all_ranks=False)
+        seen = step(gpu, RECIPE, self.EAGER, tmp_path / "step", script=script)
+        assert (seen["steps"][-1]["waits"], seen["steps"][-1]["to_host"]) == (1, 1)
+        assert len(seen["places"]) == 1
+
+    def test_leak_is_found(self, gpu: NullGpu, tmp_path: Path) -> None:
+        script = faulty_script(tmp_path, "held.append(torch.zeros(2**20, device='cuda'))", on_all_ranks=False)
+        steps = step(gpu, RECIPE, self.EAGER, tmp_path / "step", script=script)["steps"]
+        assert 4 * 2**20 <= steps[-1]["held"] - steps[-2]["held"] < 4 * 2**20 + 10_000
+
+    def test_collective_in_another_order_on_one_rank_is_found(self, gpu: NullGpu, tmp_path: Path) -> None:
+        fault = "dist.get_rank() == 1 and dist.all_reduce(torch.zeros(3, device='cuda'))"
+        script = faulty_script(tmp_path, fault, on_all_ranks=True)
+        run = whole(gpu, 2, DEBUG, SHORT, tmp_path / "run", script=script)
+        assert run.code == 0 and len(run.disorders) == 1
+        assert "rank 1 all_reduce of 3 f32" in run.disorders[0]
+
+    def test_exception_on_one_rank_ends_the_run_with_its_text(self, gpu: NullGpu, tmp_path: Path) -> None:
+        fault = "exec('if dist.get_rank() == 1 and step == 3: raise RuntimeError(\"planted\")')"
+        script = faulty_script(tmp_path, fault, on_all_ranks=True)
+        run = whole(gpu, 2, DEBUG, [*SHORT, "--run.hang_timeout", "60"], tmp_path / "run", script=script)
+        assert run.code == 1
+        assert "RuntimeError: planted" in run.error
