@@ -103,8 +103,8 @@ def test_compiled_products_of_a_shared_operand_change_no_bit(monkeypatch: pytest
     convert_linears(model, Float8Config(recipe="tensorwise"), device_type="cuda")
     counting = Counting()
     options = graph_passes() | {"post_grad_custom_post_pass": counting}
-    # Else compiled code rounds to bfloat16 where it writes, and its numbers depend on what is fused. torch 2.11 and 2.12
-    # do not do that on CPUs, so the numbers are compared with code without our passes, not with eager operators.
+    # Else compiled code rounds to bfloat16 where it writes, and its numbers depend on what is fused. torch 2.11 and
+    # 2.12 do not do that on CPUs, so the numbers are compared with code without our passes, not with eager operators.
     with torch._inductor.config.patch(emulate_precision_casts=True):
         expected = results(model, torch.compile(model, fullgraph=True))
         model.zero_grad()
