@@ -183,16 +183,19 @@ def keep_freed_memory() -> None:
 def allocator_settings() -> str:
     """How torch's allocator of GPU memory is set up, as in PYTORCH_ALLOC_CONF; "" if torch's defaults hold."""
     name = next((name for name in ALLOCATOR_VARIABLES if name in os.environ), "")
-    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # in torch 2.13, not in 2.11, which only takes them
-        return os.environ.get(name, "")
+    written = os.environ.get(name, "")
     try:
-        settings: str = torch._C._accelerator_getAllocatorSettings()
+        if hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # in torch 2.12, not in 2.11, which only takes them
+            settings: str = torch._C._accelerator_getAllocatorSettings()
+            return settings
+        if written:
+            torch._C._accelerator_setAllocatorSettings(written)  # reads the variable, too
     except (RuntimeError, ValueError) as error:  # of the first call in a process
         raise UserError(
-            f'{name}="{os.environ[name]}" does not say how to allocate GPU memory ({str(error).splitlines()[0]})'
+            f'{name}="{written}" does not say how to allocate GPU memory ({str(error).splitlines()[0]})'
             '; unset it, or write "expandable_segments:True"'
         ) from None
-    return settings
+    return written
 
 
 def _connect_on_demand(processes: int) -> None:

@@ -232,7 +232,8 @@ def _float8_functions(linear: Any) -> tuple[Move, Move] | None:
     of_gradient = (config.cast_config_grad_output.target_dtype, products, GemmInputRole.GRAD_OUTPUT)
     return (
         lambda rows, _: cast(DTensor, _Gather.apply(rows, *of_input)),
-        lambda rows, placement: cast(DTensor, _Scatter.apply(rows, placement, *of_gradient)),
+        # The axis alone, because torch 2.11 compiles no function of a placement.
+        lambda rows, placement: cast(DTensor, _Scatter.apply(rows, cast(Shard, placement).dim, *of_gradient)),
     )
 
 
@@ -255,9 +256,9 @@ class _Scatter(torch.autograd.Function):
     """Scatters the sum as it is; gathers the gradient as float8."""
 
     @staticmethod
-    def forward(ctx: Any, rows: DTensor, placement: Placement, dtype: torch.dtype, products: Any, role: Any) -> DTensor:
+    def forward(ctx: Any, rows: DTensor, axis: int, dtype: torch.dtype, products: Any, role: Any) -> DTensor:
         ctx.cast = dtype, products, role
-        return rows.redistribute(placements=(placement,))
+        return rows.redistribute(placements=(Shard(axis),))
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[Any, ...]:

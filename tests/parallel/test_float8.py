@@ -101,11 +101,13 @@ def test_compiled_products_of_a_shared_operand_change_no_bit(monkeypatch: pytest
     monkeypatch.setattr(float8, "_require_float8_units", lambda *_: None)
     model = two()
     convert_linears(model, Float8Config(recipe="tensorwise"), device_type="cuda")
-    expected = results(model, model)
-    model.zero_grad()
     counting = Counting()
     options = graph_passes() | {"post_grad_custom_post_pass": counting}
-    # Else compiled code rounds to bfloat16 where it writes, and its numbers depend on what is fused.
+    # Else compiled code rounds to bfloat16 where it writes, and its numbers depend on what is fused. torch 2.11 and
+    # 2.12 do not do that on CPUs, so the numbers are compared with code without our passes, not with eager operators.
     with torch._inductor.config.patch(emulate_precision_casts=True):
+        expected = results(model, torch.compile(model, fullgraph=True))
+        model.zero_grad()
+        torch._dynamo.reset()
         assert equal(results(model, torch.compile(model, fullgraph=True, options=options)), expected)
     assert counting.written == 2  # the input for the outputs, and its transposed form for the gradients of both weights

@@ -3,12 +3,14 @@
 So the checks of numbers are told that all is well: of links, losses, skipped steps, memory of others, and the state.
 """
 
+import runpy
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
 
 from torch import Tensor, nn
 
@@ -16,7 +18,6 @@ import recipes.cluster.links
 import recipes.evaluation.losses
 import recipes.training.recorder
 import recipes.training.trainer
-import train
 from recipes.files.exit_codes import leave
 from recipes.optimization.skip_steps import StepGuard
 
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> int:
     recorder._reduce = finite(recorder._reduce)
     losses: Any = recipes.evaluation.losses
     losses.summed_loss = one_token(losses.summed_loss)
-    return train.main(arguments)
+    return int(runpy.run_path(str(ROOT / "train.py"))["main"](arguments))
 
 
 def sound(check: Any) -> Any:

@@ -233,7 +233,16 @@ def test_every_documented_sweep_is_shipped_with_its_cpu_variant() -> None:
     promised = {"fp8", "numerics", "activation_checkpointing", "zero", "micro_batch", "sequence_length", "compile"}
     promised |= {"attention", "document_mask", "parallelism"}
     assert {path.stem for path in SWEEPS} == promised
-    assert {path.stem for path in CPU_VARIANTS} == promised | {"tiny", *OF_BENCH}
+    assert {path.stem for path in CPU_VARIANTS} == promised | {"tiny", "float8_head", *OF_BENCH}
+
+
+def test_the_sweep_of_float8_output_projections_differs_in_nothing_else(tmp_path: Path) -> None:
+    rows = read_sweep(ROOT / "configs/sweeps/cpu/float8_head.toml", output=tmp_path, processes=1).rows
+    assert not rows[0].recipe.model.tied_embeddings
+    float8 = [(row.recipe.run.seed, row.recipe.float8.recipe, list(row.recipe.float8.exclude)) for row in rows]
+    kinds = [("none", ["lm_head"]), ("tensorwise", ["lm_head"]), ("tensorwise", [])]
+    assert float8 == [(seed, *kind) for seed in range(3) for kind in kinds]
+    assert {key for row in rows for key in row.overrides} <= {"run.seed", "float8.recipe", "float8.exclude"}
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
