@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from torch import Tensor, nn
 
@@ -32,7 +31,7 @@ def main(arguments: list[str]) -> int:
     recorder._reduce = finite(recorder._reduce)
     losses: Any = recipes.evaluation.losses
     losses.summed_loss = one_token(losses.summed_loss)
-    return int(runpy.run_path(str(ROOT / "train.py"))["main"](arguments))
+    return int(runpy.run_path(f"{sys.path[0]}/train.py")["main"](arguments))
 
 
 def sound(check: Any) -> Any:
