@@ -48,9 +48,12 @@ OPERATORS = {
 INDEXING = {"index", "index_put", "index_put_"}
 # DTensor's embedding of a vocabulary in parts, on the way in and out.
 FILLS = "one number of the host wherever a mask is true: on CUDA masked_fill, which does not ask where that is"
+RANKS = "looks for a rank in a mesh, whose numbers are the host's: torch 2.11 makes meshes of some axes in a step"
 ALLOWED = {
     ("torch/distributed/tensor/placement_types.py", "_mask_tensor"): FILLS,
     ("torch/distributed/tensor/_ops/_mask_buffer.py", "apply_mask"): FILLS,
+    ("torch/distributed/device_mesh.py", "__init__"): RANKS,
+    ("torch/distributed/device_mesh.py", "_get_mesh_tensor_from_full_mesh"): RANKS,
 }
 """(file, function) that may call what is refused elsewhere -> why."""
 
