@@ -4,7 +4,7 @@ docs/running.md. Imports no torch."""
 import os
 import signal
 import subprocess
-import traceback
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
@@ -76,7 +76,7 @@ def leave_after(work: Callable[[], int]) -> NoReturn:
     except Exception:
         code = FAILED
         with suppress(OSError, ValueError):
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())  # which knows some errors by name
     leave(code)
 
 

@@ -11,9 +11,8 @@ from recipes.cluster.reports import for_a_while
 from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
 from recipes.data.text.sources import is_prepared
 from recipes.files.atomic import Lines, utc_now
-from recipes.files.exit_codes import CANNOT_WRITE, FAILED, FINISHED, OUT_OF_MEMORY, PREEMPTED
+from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, OUT_OF_MEMORY, PREEMPTED
 from recipes.files.layout import LOG_FILE, RECIPE
-from recipes.files.screen import tell
 from recipes.metrics.clock import START, RunClock
 from recipes.recipe.load import LoadedRecipe, to_toml
 from recipes.recipe.schema import Recipe
@@ -33,7 +32,7 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
     """Run a recipe in this process, one of those the launcher started.
 
     began: when the process started, by time.monotonic(). Returns the exit code, see recipes/files/exit_codes.py; leave
-    with it at once, as the process group still exists after a failure: see stop().
+    with it, or after an error, at once, as the process group of several may still exist: see stop().
     A UserError that concerns all ranks is printed once, by rank 0.
     """
     folder, limit = loaded.recipe.run.folder, loaded.recipe.run.hang_timeout
@@ -70,11 +69,11 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
             return OUT_OF_MEMORY
         if lost_a_peer(error):
             time.sleep(WITHOUT_PEER)
-        text = traceback.format_exc().rstrip()
-        tell(text)
-        _add_to_log(folder, f"rank {world.rank} failed after step {clock.step}\n{text}")
-        return FAILED
+        _add_to_log(folder, f"rank {world.rank} failed after step {clock.step}\n{traceback.format_exc().rstrip()}")
+        raise
     finally:
+        if world.size == 1:  # nobody to wait for; whoever called this may train again
+            stop()
         watchdog.close()
 
 
