@@ -101,6 +101,7 @@ if ! [ "$NPROC" -gt 0 ] 2>/dev/null; then
     echo "NPROC=$NPROC: must be a number of processes, 1 or more" >&2
     exit 2
 fi
+NPROC=$((10#${NPROC#+})) # 08 is no octal number
 
 cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 share=$((cores > NPROC ? cores / NPROC : 1))

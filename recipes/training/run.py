@@ -2,6 +2,7 @@
 
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -79,9 +80,13 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
 
 def _add_to_log(folder: Path, text: str) -> None:
     """Append to the log.txt of a run that has begun, if its disk answers."""
-    if (folder / RECIPE).is_file():
-        log = Lines(folder / LOG_FILE, log=lambda line: None)
-        for_a_while(lambda: log.append(f"{utc_now()} {text}"))
+
+    def append() -> None:
+        with suppress(OSError):
+            if (folder / RECIPE).is_file():
+                Lines(folder / LOG_FILE, log=lambda line: None).append(f"{utc_now()} {text}")
+
+    for_a_while(append)
 
 
 def _join(recipe: Recipe) -> World:

@@ -191,6 +191,12 @@ def test_run_checks_the_recipe_and_then_launches(checkout: Path) -> None:
 
 
 @pytest.mark.slow
+def test_run_takes_a_number_of_processes_with_zeros_before_it(checkout: Path) -> None:
+    result, calls = run_sh(checkout, "pyproject.toml", NPROC="008")
+    assert result.returncode == 0 and "--processes 8 " in calls[0] and "--nproc-per-node=8 " in calls[1], result.stderr
+
+
+@pytest.mark.slow
 def test_run_passes_nodes_and_their_processes_on(checkout: Path) -> None:
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
     _, calls = run_sh(checkout, "pyproject.toml", NPROC="4", **nodes)
