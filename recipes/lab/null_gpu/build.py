@@ -14,9 +14,10 @@ LIBRARIES = ("torch_cuda", "c10_cuda", "torch_python", "caffe2_nvrtc", "torch_cu
 OURS = re.compile(r"(cuda|cu[A-Z]|nccl|cublas|__cuda)(?!File)")
 """Begin the names of functions that are replaced; cuDNN's own code runs."""
 HANDLES = (
-    *("cudaStreamCreate", "cudaStreamCreateWithFlags", "cudaEventCreate", "cudaEventCreateWithFlags"),
-    *("cuModuleLoad", "cuModuleLoadData", "cuModuleLoadDataEx", "cuModuleGetFunction", "cublasCreate_v2"),
-    *("cublasLtMatmulDescCreate", "cublasLtMatrixLayoutCreate", "cublasLtMatmulPreferenceCreate", "ncclCommRegister"),
+    *("cudaStreamCreate", "cudaStreamCreateWithFlags", "cudaStreamCreateWithPriority", "cudaEventCreate"),
+    *("cudaEventCreateWithFlags", "cuModuleLoad", "cuModuleLoadData", "cuModuleLoadDataEx", "cuModuleGetFunction"),
+    *("cublasCreate_v2", "cublasLtMatmulDescCreate", "cublasLtMatrixLayoutCreate", "cublasLtMatmulPreferenceCreate"),
+    "ncclCommRegister",
 )
 """Functions whose first argument says where to write a new handle; only whether it is 0 matters."""
 LAUNCHES = (
@@ -31,12 +32,12 @@ SUCCEED = (
     *("cuInit", "cuCtxSetCurrent", "cuMemMap", "cuMemSetAccess", "cuModuleUnload", "cuFuncSetAttribute"),
     *("cuFuncSetCacheConfig", "cuTensorMapEncodeTiled", "cuTensorMapEncodeIm2col", "cuMemsetD32Async"),
     *("cuLinkCreate_v2", "cuLinkAddData_v2", "cuLinkComplete", "cuStreamWriteValue32", "cuPointerGetAttributes"),
-    *("nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2"),
+    *("cuCtxSetLimit", "nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetComputeRunningProcesses"),
 )
 """What Triton and torch look up by name."""
 UNSUPPORTED = (
     *("nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlDeviceGetNvLinkRemotePciInfo_v2", "nvmlDeviceGetGpuFabricInfoV"),
-    *("nvmlDeviceGetComputeRunningProcesses", "nvmlSystemGetCudaDriverVersion_v2"),
+    "nvmlSystemGetCudaDriverVersion_v2",
 )
 """Functions of the NVML that torch 2.13 wants to exist; they return NVML_ERROR_NOT_SUPPORTED."""
 ASK = """
@@ -59,10 +60,9 @@ class NullGpu:
 
     def environment(self, **variables: str) -> dict[str, str]:
         """The environment variables of a process on the null GPU, with further ones."""
-        library, folder = str(self.folder / "libcuda.so.1"), str(self.folder)
-        own = {"LD_PRELOAD": library, "LD_LIBRARY_PATH": folder, "TRITON_LIBCUDA_PATH": folder, "OMP_NUM_THREADS": "1"}
-        own["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-        return {**os.environ, **own, **variables}
+        own = dict.fromkeys(("LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"), str(self.folder))
+        own |= dict.fromkeys(("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1")
+        return {**os.environ, **own, "LD_PRELOAD": f"{self.folder}/libcuda.so.1", **variables}
 
 
 def build(python: Path, folder: Path) -> NullGpu:
@@ -83,20 +83,15 @@ def build(python: Path, folder: Path) -> NullGpu:
         )
     folder.mkdir(parents=True, exist_ok=True)
     headers = [*(torch.parent / "nvidia").glob("*/include"), torch.parent / "triton/backends/nvidia/include"]
-    include = [f"-I{path}" for path in headers]
-    stub, rest, library = folder / "stub.o", folder / "rest.c", folder / "libcuda.so.1"
+    stub, rest, library = folder / "stub.o", folder / "rest.cpp", folder / "libcuda.so.1"
     nccl = (torch.parent / "nvidia/nccl/include/nccl.h").read_text(encoding="utf-8")
-    include.append("-DNCCL_VERSION=" + nccl.partition("#define NCCL_VERSION_CODE ")[2].split()[0])
-    _run("g++", "-O1", "-fPIC", "-std=c++17", "-w", *include, "-c", str(SOURCE), "-o", str(stub))
-    names = _functions(*(torch / "lib" / f"lib{name}.so" for name in LIBRARIES)) | {
-        *HANDLES,
-        *LAUNCHES,
-        *WAITS,
-        *SUCCEED,
-        *UNSUPPORTED,
-    }
+    version_of_nccl = nccl.partition("#define NCCL_VERSION_CODE ")[2].split()[0]
+    options = ("-O1", "-fPIC", "-std=c++17", "-w", f"-DNCCL_VERSION={version_of_nccl}")
+    _run("g++", *options, *(f"-I{path}" for path in headers), "-c", str(SOURCE), "-o", str(stub))
+    names = _functions(*(torch / "lib" / f"lib{name}.so" for name in LIBRARIES))
+    names |= {*HANDLES, *LAUNCHES, *WAITS, *SUCCEED, *UNSUPPORTED}
     rest.write_text(_rest(names - _functions(stub, defined=True)), encoding="utf-8")
-    _run("g++", "-O1", "-fPIC", "-shared", "-x", "c++", str(rest), "-x", "none", str(stub), "-o", str(library))
+    _run("g++", *options, "-shared", str(rest), str(stub), "-o", str(library))
     management = folder / "libnvidia-ml.so.1"
     management.unlink(missing_ok=True)
     management.symlink_to(library.name)
@@ -113,8 +108,8 @@ def _functions(*files: Path, defined: bool = False) -> set[str]:
 
 def _rest(names: set[str]) -> str:
     """C++ of these functions."""
-    lines = ["#include <atomic>", 'extern "C" {', "extern std::atomic<long> null_gpu_launches, null_gpu_waits;"]
-    lines.append("static std::atomic<long> handles{0x1000000};")
+    counters = "extern std::atomic<long> null_gpu_launches, null_gpu_waits;"
+    lines = ["#include <atomic>", 'extern "C" {', counters, "static std::atomic<long> handles{0x1000000};"]
     for name in sorted(names):
         if name in HANDLES:
             lines.append(f"int {name}(long* out) {{ *out = handles++ << 4; return 0; }}")

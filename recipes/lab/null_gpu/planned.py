@@ -21,7 +21,7 @@ def planned(recipe: Recipe, degrees: MeshDegrees) -> dict[str, Sent]:
     still = replace(RATES, hop=0.0, node_hop=0.0, collective=0.0, network=1.0, link=1.0, moved=float("inf"))
     sent = _seconds(recipe, degrees, instant, still)
     number = _seconds(recipe, degrees, instant, replace(still, collective=1.0, link=float("inf")))
-    return {axis: Sent(number[axis], 0, sent[axis]) for axis in sent}
+    return {axis: Sent(number[axis], 0, sent[axis]) for axis in sent if sent[axis]}
 
 
 def _seconds(recipe: Recipe, degrees: MeshDegrees, gpu: Gpu, rates: Rates) -> dict[str, float]:

@@ -8,7 +8,6 @@ import ctypes
 import json
 import os
 import sys
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -43,92 +42,75 @@ from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
 
+ROOT = str(Path(__file__).resolve().parents[3])
 STEPS = 4
 MICRO_BATCHES = 3
 """At most: further ones of a step repeat the second."""
 DOCUMENT = 512
 """Tokens of each document, where attention stays inside them."""
 PER_NODE = 8
-ROOT = str(Path(__file__).resolve().parents[3])
-
-
-class Stub:
-    """The null GPU under this process."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
-        self._library.null_gpu_counter.restype = ctypes.c_long
-
-    def counters(self) -> dict[str, int]:
-        """Kernels launched, waits of the host for the device and copies to the host, until now; bytes taken."""
-        names = ("launches", "waits", "to_host", "bytes")
-        return {name: self._library.null_gpu_counter(which) for which, name in enumerate(names)}
-
-    def note(self, text: str) -> None:
-        """Write this line into the log of calls."""
-        self._library.null_gpu_note(text.encode())
 
 
 def main(arguments: list[str]) -> None:
-    """Step the recipe and write what was seen."""
-    path, processes, out, *overrides = arguments
+    """Step the recipe and write what was seen; of what did not finish, only what was predicted."""
+    path, size, out, *overrides = arguments
     log = Path(os.environ["NULL_GPU_LOG"] + ".0")
-    stub, recipe, world = Stub(), load(path, overrides), alone_of(int(processes))
-    degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
+    stub = ctypes.CDLL("libcuda.so.1")
+    processes, recipe = int(size), load(path, overrides, elsewhere=True)
+    degrees = recipe.mesh.fit(processes, nodes=-(-processes // PER_NODE))
     batch = recipe.batch
     count = min(MICRO_BATCHES, max(1, batch.global_batch_size // degrees.data_parallel // batch.micro_batch_size))
     whole = degrees.data_parallel * batch.micro_batch_size * count
     recipe = replace(recipe, batch=replace(batch, global_batch_size=whole))
-    if recipe.attention.backend in ("auto", "cudnn"):  # cuDNN brings a CUDA runtime of its own, which wants a driver
-        recipe = replace(recipe, attention=replace(recipe.attention, backend="flash"))
-    began = time.monotonic()
+    if recipe.attention.backend == "cudnn":
+        recipe = replace(recipe, attention=replace(recipe.attention, backend="auto"))
+    seen: dict[str, Any] = {"ranks": processes, "micro_batches": count}
+    seen["predicted"] = predict(recipe, degrees, context=False).peak
+    Path(out).write_text(json.dumps(seen), encoding="utf-8")
+    world = alone_of(processes)
     built = build(recipe, world)
-    building = {"seconds": time.monotonic() - began, "allocated": torch.cuda.max_memory_allocated()}
-    guard = StepGuard(built.mesh, device=world.device, max_skipped_steps=recipe.run.max_skipped_steps)
-    clock = RunClock(world.device)
-    steps, places = [], Counter[str]()
-    with naming_waits(places):
-        for step in range(1, STEPS + 1):
-            micro_batches = [micro_batch(recipe, world.device) for _ in range(count)]
-            torch.cuda.reset_peak_memory_stats()
-            stub.note(f"step {step}")
-            before, began = stub.counters(), time.monotonic()
-            torch.cuda.set_sync_debug_mode("warn" if step > 2 else "default")
-            train_step(built, micro_batches, step=step, learning_rate=1e-4, guard=guard, clock=clock)
-            torch.cuda.set_sync_debug_mode("default")
-            counted = {name: value - before[name] for name, value in stub.counters().items()}
-            steps.append({"seconds": time.monotonic() - began, **counted, **memory()})
-            stub.note("between steps")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN brings a CUDA runtime of its own, which wants a driver
+    seen |= stepped(stub, recipe, built, world, count)
     axes = {axis: group for axis, group in groups_of(built.mesh).items() if group.size() > 1}
-    communicators = len(read_log(log.read_text().splitlines()).sizes)
+    seen["communicators"] = len(read_log(log.read_text().splitlines()).sizes)
     for axis, group in axes.items():  # a message along each axis tells which communicator is that axis
-        stub.note(f"axis {axis}")
+        stub.null_gpu_note(f"axis {axis}".encode())
         dist.all_reduce(torch.zeros(1, device=world.device), group=group)
-    seen = read_log(log.read_text().splitlines())
-    names = {seen.phases[f"axis {axis}"][0].group: axis for axis in reversed(axes)}
-    sent = along_axes(seen.phases[f"step {STEPS}"], names, seen.sizes)
-    result: dict[str, Any] = {
-        "torch": torch.__version__,
-        "recipe": Path(path).stem,
-        "overrides": overrides,
-        "processes": world.size,
-        "mesh": vars(degrees),
-        "micro_batches": count,
-        "report": list(built.report),
-        "building": building,
-        "steps": steps,
-        "places": dict(places),
-        "communicators": communicators,
-        "predicted": predicted(recipe, built.mesh),
-        "sent": {axis: one._asdict() for axis, one in sent.items()},
-        "planned": {axis: one._asdict() for axis, one in planned(recipe, degrees).items()},
-        "calls": Counter(
-            f"{names.get(call.group)} {call.kind} {call.elements} {call.type}" for call in seen.phases[f"step {STEPS}"]
-        ),
-    }
-    Path(out).write_text(json.dumps(result, indent=1), encoding="utf-8")
+    logged = read_log(log.read_text().splitlines())
+    names = {logged.phases[f"axis {axis}"][0].group: axis for axis in reversed(axes)}
+    calls = logged.phases[f"step {STEPS}"]
+    seen["sent"] = {axis: one._asdict() for axis, one in along_axes(calls, names, logged.sizes).items()}
+    seen["planned"] = {axis: one._asdict() for axis, one in planned(recipe, degrees).items()}
+    seen["calls"] = Counter(f"{names.get(call.group)} {call.kind} {call.elements} {call.type}" for call in calls)
+    Path(out).write_text(json.dumps(seen), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # without destroying process groups, which waits for ranks that do not exist
+
+
+def stepped(stub: ctypes.CDLL, recipe: Recipe, built: Any, world: World, count: int) -> dict[str, Any]:
+    """What was seen of the last of STEPS steps; "grown" is what it holds more than the one before, in bytes."""
+    guard = StepGuard(built.mesh, device=world.device, max_skipped_steps=recipe.run.max_skipped_steps)
+    clock, places, held, now = RunClock(world.device), Counter[str](), 0, 0
+    for step in range(1, STEPS + 1):
+        micro_batches = [micro_batch(recipe, world.device) for _ in range(count)]
+        torch.cuda.reset_peak_memory_stats()
+        retries, held = torch.cuda.memory_stats()["num_alloc_retries"], now
+        stub.null_gpu_note(f"step {step}".encode())
+        before = counters(stub)
+        with naming_waits(places) if step == STEPS else warnings.catch_warnings():
+            train_step(built, micro_batches, step=step, learning_rate=1e-4, guard=guard, clock=clock)
+        counted = {name: value - before[name] for name, value in counters(stub).items()}
+        stub.null_gpu_note(b"between steps")
+        now = torch.cuda.memory_allocated()
+    stats = torch.cuda.memory_stats()
+    peaks = {name: stats[f"{name}_bytes.all.peak"] for name in ("allocated", "reserved")}
+    return {**peaks, "retries": stats["num_alloc_retries"] - retries, "grown": now - held, **counted, "places": places}
+
+
+def counters(stub: ctypes.CDLL) -> dict[str, int]:
+    """Kernels launched, waits of the host for the device and copies to the host, until now."""
+    stub.null_gpu_counter.restype = ctypes.c_long
+    return {name: stub.null_gpu_counter(which) for which, name in enumerate(("launches", "waits", "copies"))}
 
 
 def alone_of(processes: int) -> World:
@@ -144,35 +126,17 @@ def alone_of(processes: int) -> World:
 
 def micro_batch(recipe: Recipe, device: torch.device) -> MicroBatch:
     """A micro-batch of tokens, as the recipe's loader would give it."""
-    shape = (recipe.batch.micro_batch_size, recipe.batch.sequence_length)
-    tokens = torch.ones(shape, dtype=torch.int64)
+    tokens = torch.ones(recipe.batch.micro_batch_size, recipe.batch.sequence_length, dtype=torch.int64)
     tokens[:, DOCUMENT - 1 :: DOCUMENT] = 0
-    on_device = tokens.pin_memory().to(device, non_blocking=True)
     if recipe.model.is_encoder_decoder:
-        mask = torch.ones(shape, dtype=torch.bool)
-        inputs = EncoderDecoderInputs(tokens, mask, tokens).pin_memory().to(device)
-        return inputs, on_device, None
+        answers = tokens[:, :1].expand(-1, recipe.data.answer_length).contiguous()
+        inputs = EncoderDecoderInputs(tokens, torch.ones_like(tokens, dtype=torch.bool), answers)
+        return inputs.pin_memory().to(device), answers.to(device), None
+    on_device = tokens.pin_memory().to(device, non_blocking=True)
     documents = None
     if recipe.data.document_mask:
         documents = Documents.of(tokens, end_of_document=0).pin_memory().to(device)
     return on_device, on_device.clone(), documents
-
-
-def memory() -> dict[str, int]:
-    """Bytes: the most since the statistics were reset, and now."""
-    stats = torch.cuda.memory_stats()
-    return {
-        "allocated": stats["allocated_bytes.all.peak"],
-        "reserved": stats["reserved_bytes.all.peak"],
-        "held": stats["allocated_bytes.all.current"],
-        "retries": stats["num_alloc_retries"],
-    }
-
-
-def predicted(recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
-    """What the plan says of the allocator's memory, and of all."""
-    inside = predict(recipe, mesh.degrees, context=False)
-    return {"allocated": inside.peak, "fullest": inside.fullest, "whole": predict(recipe, mesh.degrees).peak}
 
 
 def groups_of(mesh: Mesh) -> dict[str, ProcessGroup]:
@@ -195,7 +159,9 @@ def naming_waits(places: Counter[str]) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show
+        torch.cuda.set_sync_debug_mode("warn")
         yield
+        torch.cuda.set_sync_debug_mode("default")
 
 
 if __name__ == "__main__":

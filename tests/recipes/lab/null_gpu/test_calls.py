@@ -8,7 +8,7 @@ import pytest
 from parallel.config import MeshDegrees
 from recipes.lab.null_gpu.calls import Call, along_axes, disorders, read_log, read_logs
 from recipes.lab.null_gpu.planned import planned
-from recipes.lab.null_gpu.suite import is_bad, table, variants
+from recipes.lab.null_gpu.suite import RECIPES, is_bad, table, variants
 from recipes.recipe.load import CONFIGS, load
 
 LOG = """init aa rank 0 of 4
@@ -75,40 +75,31 @@ def test_plan_counts_a_gather_and_a_reduction_of_each_block_and_of_the_table() -
 
 
 STEP: dict[str, Any] = {
-    "processes": 8,
-    "steps": [{"allocated": 50e9, "reserved": 52e9, "waits": 0, "to_host": 0}],
-    "predicted": {"allocated": 51e9},
+    **{"ranks": 8, "predicted": 51e9, "allocated": 50e9, "reserved": 52e9, "waits": 0, "copies": 1},
     "sent": {"shard": {"messages": 2, "small": 1, "sent": 4e9}},
     "planned": {"shard": {"messages": 2, "small": 0, "sent": 4e9}},
 }
 
 
-def test_table_has_the_memory_of_each_version_of_torch() -> None:
-    text = "\n".join(table({"2.12.1": {"some": STEP}, "2.13.0": {"some": STEP, "broken": {"error": "exit 1: why"}}}))
-    assert "| some | 8 | 51.0 | +2.0% | 50.0 (52.0) | 50.0 (52.0) |" in text
-    assert "| broken | | | | | failed |" in text
-    assert "Steps with waits or copies: 0 of 2." in text
-
-
-def test_table_names_steps_that_wait_and_messages_that_are_not_planned() -> None:
-    step = STEP | {"steps": [STEP["steps"][0] | {"waits": 1}], "planned": {}}
-    text = "\n".join(table({"2.13.0": {"some, eager": step, "some, compiled": step}}))
-    assert "Steps with waits or copies: 2 of 2 some, eager, some, compiled." in text
-    assert text.count("| some | shard | 2 | 0 | 4.00 | 0.00 |") == 1  # once for eager and compiled
+def test_table_has_a_line_for_each_step_and_version_of_torch() -> None:
+    steps = {"some": STEP | {"planned": {}}, "broken": {"ranks": 8, "predicted": 9e10, "error": "out of memory: why"}}
+    text = "\n".join(table({"2.12.1": {"some": STEP}, "2.13.0": steps}))
+    assert "| some | 2.12.1 | 8 | 51.0 | 50.0 | 1.020 | 52.0 | 0 | 1 | 2; 4.0 GB | |" in text
+    assert "| some | 2.13.0 | 8 | 51.0 | 50.0 | 1.020 | 52.0 | 0 | 1 | 2 of 0; 4.0 of 0.0 GB | |" in text
+    assert "| broken | 2.13.0 | 8 | 90.0 | out of memory | | | | | | |" in text
 
 
 def test_table_says_how_a_whole_run_ended() -> None:
-    run = {"code": None, "calls": 7, "disorders": ["call 3: rank 0 none"], "error": ""}
-    assert "| shard 2 | no end, 7 calls call 3: rank 0 none |" in "\n".join(table({"2.13.0": {"run: shard 2": run}}))
-    assert [is_bad(row) for row in (STEP, {"error": "exit 1"}, run)] == [False, True, True]
+    run = {"ranks": 2, "calls": 7, "disorders": ["call 3: rank 0 none"]}
+    text = "\n".join(table({"2.13.0": {"run, shard 2": run, "run, tensor 2": run | {"disorders": []}}}))
+    assert "| run, shard 2 | 2.13.0 | 2 | | | | | | | 7 | call 3: rank 0 none |" in text
+    assert "| run, tensor 2 | 2.13.0 | 2 | | | | | | | 7 | equal |" in text
+    assert [is_bad(row) for row in (STEP, {"error": "crashed: why"}, run)] == [False, True, True]
 
 
-def test_two_recipes_run_with_and_without_float8() -> None:
-    names = [name for path in CONFIGS.rglob("*h100*.toml") for name, _ in variants(path, eager_only=False)]
-    assert len(names) == len(set(names))
-    assert {name for name in names if ", float8, " in name or ", bf16, " in name} == {
-        "benchmarks/llama3_8b_8xh100, float8, eager",
-        "benchmarks/llama3_8b_8xh100, float8, compiled",
-        "benchmarks/llama3_8b_8xh100_float8, bf16, eager",
-        "benchmarks/llama3_8b_8xh100_float8, bf16, compiled",
-    }
+def test_recipes_step_eagerly_and_compiled_and_those_that_begin_with_weights_without() -> None:
+    found = dict(variants(CONFIGS / "t5_3b_8xh100.toml", eager_only=False))
+    assert list(found) == ["t5_3b_8xh100, eager", "t5_3b_8xh100, compiled"]
+    for path in (path for name in RECIPES for path in CONFIGS.rglob(name)):
+        for overrides in dict(variants(path, eager_only=True)).values():
+            assert not load(path, overrides, elsewhere=True, rules=False).model.weights
