@@ -113,7 +113,8 @@ def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward:
         sent = _inside_blocks(work, gpu, rates, scatters=scatters)
         messages.add(sent, hiding=hidden * sum(sent.values()), times=times * passes)
     group = Group("tensor", work.tensor, 1, gpu, rates)
-    messages.add({group.name: group.sum(0)}, hiding=0.0, times=small_sums(work))
+    if small := small_sums(work):
+        messages.add({group.name: group.sum(0)}, hiding=0.0, times=small)
     if work.whole_loss and work.tensor > 1:
         logits = work.tokens * work.vocabulary * work.element
         messages.add({group.name: group.ring(logits)}, hiding=0.0, times=work.micro_batches)

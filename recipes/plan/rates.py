@@ -43,19 +43,19 @@ class Rates:
     """Shares of peaks, seconds and bytes."""
 
     # Matrix products: flops / (share x peak) x (1 + depth / K) x (1 + wave x tile x units / (M x N)).
-    products: float = 0.6874
+    products: float = 0.6925
     """(fitted) Share of the dense peak that large bfloat16 products reach on an H100 of 700 W, under load."""
-    products_h200: float = 0.7459
+    products_h200: float = 0.7444
     """(fitted) The same on an H200, whose memory leaves more of the same power to the products."""
-    products_500w: float = 0.5325
+    products_500w: float = 0.5287
     """(fitted) The same on Meta's H100 of 500 W, whose clocks are lower under load."""
-    products_ampere: float = 0.8309
+    products_ampere: float = 0.8313
     """(fitted) The same on an A100."""
-    float8: float = 0.8418
+    float8: float = 0.883
     """(fitted) The same for float8 products, relative to bfloat16: 1,247 of 1,979 TFLOP/s where those reach 722."""
-    rowwise: float = 0.8287
+    rowwise: float = 0.8281
     """(fitted) Products with a scale per row relative to those with one per tensor, by torchao's published steps."""
-    depth: float = 148.9
+    depth: float = 149.4
     """(fitted) Columns of the inner dimension K whose time a product loses before and after its inner loop."""
     wave: float = 0.5
     """Share of a wave of tiles that is lost on average, because the last one is not full."""
@@ -63,11 +63,11 @@ class Rates:
     """Elements of the result that one unit computes at a time, as cuBLAS's large kernels do."""
 
     # Attention: causal flops / (share x peak) x (1 + ramp / S), and backward 2.5 times the flops.
-    flash: float = 0.3533
+    flash: float = 0.3524
     """(fitted) Share of an H100's peak that FlashAttention 2 reaches with heads of 128 (arXiv 2307.08691)."""
-    cudnn: float = 0.6611
+    cudnn: float = 0.6614
     """(fitted) cuDNN's attention, torch's choice on Hopper; FlashAttention 3 (arXiv 2407.08608) is much like it."""
-    triton: float = 0.1957
+    triton: float = 0.1952
     """(fitted) The first FlashAttention, written in Triton, about half as fast as the second (arXiv 2307.08691)."""
     attention_ampere: float = 1.8
     """Shares of FlashAttention 1 and 2 on an A100 relative to an H100: they use the A100's instructions on both."""
@@ -79,7 +79,7 @@ class Rates:
     """(fitted) Rate with heads of 64 relative to heads of 128 (both papers)."""
     score: float = 0.0
     """Seconds per score, forward, besides its products: a GPU computes exponentials meanwhile, a CPU does not."""
-    ring: float = 0.7575
+    ring: float = 0.7644
     """(fitted) Rate where context parallelism attends to parts and merges them, relative to whole rows: prime-rl lost
     29 and 32% of its speed with 64k tokens on 2 and 4 processes, and by exchanging heads for tokens 8% and nothing."""
     ramp: float = 500.0
@@ -90,9 +90,9 @@ class Rates:
     """Share of the bandwidth that compiled kernels, copies and the optimizer reach: assumed."""
     fused: float = 1.0
     """The same for compiled kernels in blocks, relative to the others: less on a CPU, which computes meanwhile."""
-    eager: float = 0.7777
+    eager: float = 0.7735
     """(fitted) Share of the bandwidth that eager operators reach, by the bytes of work.py."""
-    loss: float = 32.99
+    loss: float = 33.0
     """(fitted) Bytes per logit that torch's own loss moves, forward and backward, in bfloat16."""
     loss_chunked: float = 50.0
     """The same for this program's eager loss in chunks (docs/benchmarks/codegen.md)."""
@@ -108,25 +108,25 @@ class Rates:
     """Seconds in which the host starts a kernel of eager code. Assumed; compiled code needs half."""
 
     # Messages.
-    link: float = 0.7537
+    link: float = 0.7644
     """(fitted) Share of NVLink's bandwidth that NCCL reaches (nccl-tests: about 360 of 450 GB/s)."""
-    network: float = 0.77
+    network: float = 0.7726
     """(fitted) Share of the adapters' bandwidth that NCCL reaches between nodes."""
     hop: float = 1.5e-6
     """Seconds of a step of a ring inside a node. Assumed."""
-    node_hop: float = 8.635e-06
+    node_hop: float = 8.579e-06
     """(fitted) Seconds of a step of a ring that goes to the next node."""
     collective: float = 20e-6
     """Seconds to start a collective on all of its processes. Assumed."""
-    beside: float = 0.2618
+    beside: float = 0.2606
     """(fitted) What computation loses while NCCL's kernels run beside it: they take units and bandwidth."""
     overlaps: float = 1.0
     """Share of the computation that messages can hide behind: none on a CPU, which also sends them."""
-    overlapped: float = 0.6329
+    overlapped: float = 0.6609
     """(fitted) Share of tensor-parallel messages that async tensor parallelism hides."""
 
     # What the plan says of itself.
-    spread: float = 0.15
+    spread: float = 0.16
     """(fitted) How far nine of ten published runs are off at most, where their own project was left out of the fit;
     each project counts the same."""
     calibrated: str = ""

@@ -155,7 +155,7 @@ def test_tensor_parallelism_exposes_messages_that_overlap_tensor_hides_in_part()
     overlapped = step(*words, "--mesh.overlap_tensor", "true", degrees=degrees)
     assert plain.hidden == {} and plain.seconds[name] > 0.05 * plain.step_seconds
     share = overlapped.hidden[name] / (overlapped.hidden[name] + overlapped.seconds[name])
-    assert share == pytest.approx(RATES.overlapped)
+    assert share == pytest.approx(RATES.overlapped, rel=0.02)  # the small messages of norms are not hidden
 
 
 def test_context_parallelism_divides_attention_and_sends_heads_or_keys() -> None:

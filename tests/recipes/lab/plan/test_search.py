@@ -234,7 +234,7 @@ def test_the_recipe_as_it_is_wins_where_nothing_is_faster() -> None:
 
 
 def test_a_recipe_that_fits_nowhere_gets_what_is_nearest_and_what_would_fit() -> None:
-    recipe, gpu = load(SMOLLM, ["--model.layers=4"], rules=False), gpu_with(8, per_node=2)
+    recipe, gpu = load(SMOLLM, ["--model.layers=4"], rules=False), gpu_with(8.4, per_node=2)
     found = found_for(recipe, 2, 1, gpu)
     assert found.best is None and not found.front and found.difference() == ""
     text = "\n".join(found.lines())
@@ -318,7 +318,7 @@ def test_a_gain_is_shown_with_the_error_of_the_times_that_it_is_a_ratio_of() -> 
     found = found_for(recipe, 8, 1, GPUS["H100"])
     gain = found.best.time.tokens_per_second / found.original.time.tokens_per_second - 1  # type: ignore[union-attr]
     sure = "more than that" if gain > 0.15 else "less than that: measure both"
-    assert f"Each time is predicted within 15%; the gain of {gain:+.1%} is {sure}." in found.lines()
+    assert f"Each time is predicted within 16%; the gain of {gain:+.1%} is {sure}." in found.lines()
 
 
 def test_numerics_are_listed_apart_and_never_win() -> None:
