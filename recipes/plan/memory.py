@@ -24,8 +24,8 @@ NCCL_PAIR, NCCL = 544_000_000, 688_000_000
 FULL = 0.94
 """The share of a device's memory that a recipe may be predicted to use: the rest is for RESERVED."""
 RESERVED = (0.5, 7)
-"""GB that torch's allocator had reserved above the peak in steps of 0.1B to 405B on a GPU that computes nothing: least and
-most. Its segments grew (expandable_segments), and it gives unused ones back before memory runs out."""
+"""GB that torch's allocator had reserved above the peak in steps of 0.1B to 405B on a GPU that computes nothing: least
+and most. Its segments grew (expandable_segments), and it gives unused ones back before memory runs out."""
 NOT_COUNTED = (
     f"{RESERVED[0]} to {RESERVED[1]} GB that the allocator reserves above the peak; assumed: {CUDA / 1e9:g} GB for CUDA"
     f" and, with several processes, {NCCL_PAIR / 1e9:.1f} to {NCCL / 1e9:.1f} GB for each group of NCCL"
