@@ -8,7 +8,7 @@ B batch, T tokens, D model width, F feed-forward width, N query heads, K key/val
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -110,27 +110,38 @@ class TiedHead(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, final norm and output projection. A tied model has no `lm_head`: it uses the embedding."""
+    """Embedding, blocks, final norm and output projection. A tied model has no `lm_head`: it uses the embedding.
 
-    def __init__(self, config: ModelConfig, *, loss_chunks: int = 1, z_loss: float = 0.0) -> None:
+    A part of a model has some of the blocks, under their names in the whole one, and of the others what these need: the
+    first one the embedding, the last one norm and output projection, if they are tied with an embedding of its own.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, layers: Collection[int] | None = None, loss_chunks: int = 1, z_loss: float = 0.0
+    ) -> None:
+        """layers: indexes of the blocks of a part of the model; None = all of it."""
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.lm_head = None if config.tied_embeddings else nn.Linear(config.width, config.vocabulary, bias=False)
-        self.tied_head = TiedHead() if config.tied_embeddings else None
+        self.layers = tuple(range(config.layers) if layers is None else sorted(layers))
+        begins, ends, tied = 0 in self.layers, config.layers - 1 in self.layers, config.tied_embeddings
+        self.embedding = nn.Embedding(config.vocabulary, config.width) if begins or (ends and tied) else None
+        self.blocks = nn.ModuleList()
+        for layer in self.layers:
+            self.blocks.add_module(str(layer), Block(config, layer))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps) if ends else None
+        self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False) if ends and not tied else None
+        self.tied_head = TiedHead() if ends and tied else None
         self.loss = SummedLoss(loss_chunks, softcap=config.logit_softcap, z_loss=z_loss)
 
     @property
     def interface(self) -> ModelInterface:
         """What parallel/ may know of this model."""
         return ModelInterface(
-            stacks=(tuple(f"blocks.{layer}" for layer in range(len(self.blocks))),),
-            embedding="embedding",
+            stacks=(tuple(f"blocks.{layer}" for layer in self.layers),),
+            embedding=None if self.embedding is None else "embedding",
             head=None if self.lm_head is None else "lm_head",
-            head_norm="norm",
-            tied_head="tied_head" if self.lm_head is None else None,
+            head_norm=None if self.norm is None else "norm",
+            tied_head=None if self.tied_head is None else "tied_head",
             loss="loss",
             inside_block=BlockInterface(
                 norms=("attention_norm", "feed_forward_norm"),
@@ -142,6 +153,8 @@ class Decoder(nn.Module):
                 ),
                 row=("attention.o_proj", "feed_forward.down_proj"),
             ),
+            layers=self.layers,
+            all_layers=self.config.layers,
         )
 
     def forward(
@@ -152,13 +165,17 @@ class Decoder(nn.Module):
         cache: "KeyValueCache | None" = None,
         documents: "Documents | None" = None,
         positions: Tensor | None = None,
+        layers: range | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """tokens: (B, T) integers. Returns logits (B, T, V), or, with targets (B, T), their summed loss, a scalar.
 
         The loss is taken inside so that the logits, the largest tensor of a step, never leave this function. With a
         cache, the tokens follow those that it has seen, and join them. With documents, no token sees another one, and
         positions start anew in each; else a row is one text. Raises ValueError for both: a cache has no documents.
-        positions, (T,) or (B, T): of the tokens in their text, for tokens that are only a part of their rows.
+        positions, (T,) or (B, T): of the tokens in their text, for tokens that are only a part of their rows. layers:
+        neighbouring blocks of a part of the model; hidden, (B, T, D): what the block before them has returned. Returns
+        what the last of them does, (B, T, D), unless it ends the model.
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one text a row, so it cannot go with documents")
@@ -168,14 +185,17 @@ class Decoder(nn.Module):
             first = 0 if cache is None else cache.length
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)  # (T,)
         cos, sin = rope_tables(self.config, positions)  # (T, H/2) or (B, T, H/2)
-        x = self.embedding(tokens)  # (B, T, D)
+        x = cast(nn.Embedding, self.embedding)(tokens) if hidden is None else hidden  # (B, T, D)
         inside = None if documents is None else documents.for_attention_in(x.dtype)  # once for all layers
-        layers = [None] * len(self.blocks) if cache is None else cache.layers
-        for block, layer in zip(self.blocks, layers, strict=True):
-            x = block(x, cos, sin, layer, inside)
-        x = self.norm(x)
+        layers = layers or range(self.config.layers)
+        for layer, block in zip(self.layers, self.blocks, strict=True):
+            if layer in layers:
+                x = block(x, cos, sin, None if cache is None else cache.layers[layer], inside)
+        if layers.stop < self.config.layers:
+            return x
+        x = cast(nn.RMSNorm, self.norm)(x)
         if self.lm_head is None:
-            logits = cast(TiedHead, self.tied_head)(x, self.embedding.weight)  # (B, T, V)
+            logits = cast(TiedHead, self.tied_head)(x, cast(nn.Embedding, self.embedding).weight)  # (B, T, V)
         else:
             logits = self.lm_head(x)  # (B, T, V)
         return self.loss(logits, targets)
@@ -208,13 +228,15 @@ class Decoder(nn.Module):
         values.normal_(0.0, self.config.init_std * scale, generator=generator)
 
 
-def build_model(config: ModelConfig, *, loss_chunks: int = 1, z_loss: float = 0.0) -> nn.Module:
+def build_model(
+    config: ModelConfig, *, layers: Collection[int] | None = None, loss_chunks: int = 1, z_loss: float = 0.0
+) -> nn.Module:
     """The plain model on torch's current device (the meta device, where it is parallelized afterwards).
 
-    Raises ValueError, with the reason, for a model of transformers that cannot be trained here.
+    layers: as of Decoder. Raises ValueError, with the reason, for a model of transformers that cannot be trained here.
     """
     if config.by_transformers:
         from models.transformers import TransformersModel
 
         return TransformersModel(config, loss_chunks=loss_chunks, z_loss=z_loss)
-    return Decoder(config, loss_chunks=loss_chunks, z_loss=z_loss)
+    return Decoder(config, layers=layers, loss_chunks=loss_chunks, z_loss=z_loss)

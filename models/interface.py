@@ -39,14 +39,15 @@ class ModelInterface:
 
     stacks: tuple[tuple[str, ...], ...]
     """The repeated blocks of each stack (one for a decoder; encoder, decoder), in the order of the forward pass."""
-    embedding: str
-    """The token embedding."""
+    embedding: str | None
+    """The token embedding; None in a part of a model that neither begins it nor ends it with a tied head."""
     head: str | None
-    """The output projection; None where it is tied to the embedding."""
+    """The output projection; None where it is tied to the embedding, and in a part that does not end the model."""
     head_norm: str | None
-    """The norm before the output projection: where the last part of the forward pass begins; None where unknown."""
+    """The norm before the output projection: where the last part of the forward pass begins; None where unknown, and in
+    a part that does not end the model."""
     tied_head: str | None
-    """The module that projects with the embedding's weight; None where there is a head."""
+    """The module that projects with the embedding's weight; None where there is a head, and in a part without one."""
     loss: str
     """The module without parameters that takes logits and targets, or None, and returns the summed loss."""
     inside_block: BlockInterface | None
@@ -55,11 +56,20 @@ class ModelInterface:
     """Whether float8 leaves out linears of widths that it cannot take; else the recipe is to change such widths."""
     draws_random: bool = False
     """Whether the blocks draw random numbers: dropout."""
+    layers: tuple[int, ...] = ()
+    """Indexes of the blocks in the whole model, where this is a part of one; () = all of them."""
+    all_layers: int = 0
+    """Number of blocks of that whole model."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
         """The repeated blocks of all stacks."""
         return tuple(name for stack in self.stacks for name in stack)
+
+    @property
+    def block_at(self) -> dict[int, str]:
+        """Index in the whole model -> the name of a block that is here."""
+        return dict(zip(self.layers or range(len(self.blocks)), self.blocks, strict=True))
 
 
 def interface_of(model: "nn.Module") -> ModelInterface:

@@ -50,9 +50,9 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
         return "activation checkpointing: off"
     interface = interface_of(model)
     _declare_attention(random=interface.draws_random)
-    names = interface.blocks
-    chosen = config.recomputed(len(names))
-    for name in (names[index] for index in chosen):
+    places = interface.block_at
+    chosen = [places[index] for index in config.recomputed(interface.all_layers or len(places)) if index in places]
+    for name in chosen:
         # Where nothing in a block draws random numbers, their state need not be kept.
         options: dict[str, Any] = {"preserve_rng_state": interface.draws_random}
         if config.mode == "selective":
@@ -64,7 +64,7 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
     kept = "keeps block inputs only"
     if config.mode == "selective":
         kept = f"keeps matmul{' and attention' if not interface.draws_random else ''} outputs"
-    where = f" in {len(chosen)} of {len(names)} blocks" if len(chosen) < len(names) else ""
+    where = f" in {len(chosen)} of {len(places)} blocks" if len(chosen) < len(places) else ""
     return f"activation checkpointing: {config.mode}{where}, {kept}"
 
 

@@ -9,10 +9,11 @@ from annotated_types import Ge, Interval
 from parallel.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MeshDegrees:
     """The mesh degrees for a known number of processes. Neighbouring ranks are in the same tensor group."""
 
+    pipeline: int = 1
     replicate: int
     shard: int
     context: int = 1
@@ -24,9 +25,14 @@ class MeshDegrees:
         return self.replicate * self.shard
 
     @property
+    def stage(self) -> int:
+        """Number of processes that hold the blocks of one copy of the model together, or those of some stages of it."""
+        return self.shard * self.context * self.tensor
+
+    @property
     def copy(self) -> int:
         """Number of processes that hold one copy of the model together."""
-        return self.shard * self.context * self.tensor
+        return self.pipeline * self.stage
 
     @property
     def processes(self) -> int:
@@ -45,7 +51,7 @@ class MeshDegrees:
         """
         wide = {axis: degree for axis, degree in vars(self).items() if degree > 1}
         alone = {(axis,) for axis in ("replicate", "shard", *wide)}
-        together = [("shard", "context"), ("replicate", "shard"), ("replicate", "shard", "context")]
+        together = [("shard", "context"), ("replicate", "shard"), ("pipeline", "replicate", "shard", "context")]
         together += [("shard", "context", "tensor")] if of_copies else []
         groups = alone | {tuple(axis for axis in axes if axis in wide) for axes in together}
         sizes = (prod(getattr(self, axis) for axis in axes) for axes in groups if axes)
@@ -53,9 +59,8 @@ class MeshDegrees:
 
     def __str__(self) -> str:
         """Text such as "replicate 2 x shard 4 x tensor 8"."""
-        inner = {"context": self.context, "tensor": self.tensor}
-        parts = [f"{axis} {degree}" for axis, degree in inner.items() if degree > 1]
-        return " x ".join([f"replicate {self.replicate}", f"shard {self.shard}", *parts])
+        always = ("replicate", "shard")
+        return " x ".join(f"{axis} {degree}" for axis, degree in vars(self).items() if degree > 1 or axis in always)
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class MeshConfig:
     """Context-parallel degree: processes that hold parts of the same sequences. For long sequences."""
     tensor: Annotated[int, Ge(1)] = 1
     """Tensor-parallel degree: processes of one node that hold parts of the same matrices. For models from about 30B."""
+    pipeline: Annotated[int, Ge(1)] = 1
+    """Pipeline-parallel degree: processes that hold some of the blocks each, one after the other. For slow networks."""
     context_by: Literal["heads", "gather"] = "heads"
     """How parts of a sequence see each other: exchange tokens for heads (Ulysses), or gather all keys and values."""
     overlap_tensor: bool = False
@@ -86,8 +93,9 @@ class MeshConfig:
         nodes: the number of nodes, required for shard = "node". Raises UserError, with the arithmetic and one line for
         each problem, if the processes cannot be laid out like that.
         """
-        inner = self.context * self.tensor
+        inner = {"pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
         asked = f"replicate {self.replicate} x shard {self.shard} x context {self.context} x tensor {self.tensor}"
+        asked = f"pipeline {self.pipeline} x {asked}" if self.pipeline > 1 else asked
         problems = [
             f"mesh.{axis} = 0: a degree must be at least 1; write 1, or -1 for the rest"
             for axis in ("replicate", "shard")
@@ -103,7 +111,7 @@ class MeshConfig:
                 "mesh: replicate and shard are both -1; only one can be the rest, write a degree for the other"
             )
         if -1 in (self.replicate, self.shard):
-            fixed = (self.shard if self.replicate == -1 else self.replicate) * inner
+            fixed = (self.shard if self.replicate == -1 else self.replicate) * prod(inner.values())
             if world_size % fixed:
                 raise UserError(
                     f"mesh: {asked} does not fit {world_size} processes: {world_size} / {fixed} is not an integer"
@@ -111,20 +119,30 @@ class MeshConfig:
                 )
             rest = world_size // fixed
             replicate, shard = (rest, self.shard) if self.replicate == -1 else (self.replicate, rest)
-            return MeshDegrees(replicate, shard, self.context, self.tensor)
-        product = self.replicate * self.shard * inner
+            return MeshDegrees(replicate=replicate, shard=shard, **inner)
+        product = self.replicate * self.shard * prod(inner.values())
         if product != world_size:
             raise UserError(
                 f"mesh: {asked} = {product} processes, but {world_size} were started"
                 f"; start {product} (NPROC) or write shard = -1 to take the rest"
             )
-        return MeshDegrees(self.replicate, self.shard, self.context, self.tensor)
+        return MeshDegrees(replicate=self.replicate, shard=self.shard, **inner)
 
     def _inside_nodes(self, world_size: int, nodes: int) -> MeshDegrees:
-        """One replica per node, sharded over its processes. replicate may be the number of nodes or its default, 1."""
-        if self.replicate not in (1, -1, nodes):
+        """One replica per node, or as many nodes as a pipeline has processes, sharded over the processes of a node.
+
+        replicate may be the number of replicas or its default, 1.
+        """
+        if nodes % self.pipeline:
             raise UserError(
-                f'mesh.replicate = {self.replicate}: shard = "node" makes one replica per node, and there are {nodes}'
+                f'mesh.shard = "node": {nodes} nodes cannot be divided equally among the stages of pipeline'
+                f" {self.pipeline}; start a multiple of {self.pipeline}, or write a number"
+            )
+        replicas = nodes // self.pipeline
+        if self.replicate not in (1, -1, replicas):
+            what = "replica per node" if self.pipeline == 1 else f"replica per {self.pipeline} nodes"
+            raise UserError(
+                f'mesh.replicate = {self.replicate}: shard = "node" makes one {what}, and there are {nodes}'
                 "; omit replicate"
             )
         if world_size % nodes:
@@ -138,7 +156,30 @@ class MeshConfig:
                 f'mesh.shard = "node": the {inside} processes of a node cannot be divided by context {self.context} x'
                 f" tensor {self.tensor} = {inner}; start a multiple of {inner} on each (NPROC), or change the degrees"
             )
-        return MeshDegrees(nodes, inside // inner, self.context, self.tensor)
+        axes = {"pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
+        return MeshDegrees(replicate=replicas, shard=inside // inner, **axes)
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How micro-batches pass through the stages of a pipeline; without mesh.pipeline, nothing reads it."""
+
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "interleaved_zero_bubble"] = "1f1b"
+    """Order of forward and backward passes; the last two compute gradients of weights when there is nothing else."""
+    stages_per_rank: Annotated[int, Ge(0)] = 0
+    """Runs of neighbouring blocks that each process has; 0 = 1 for "1f1b" and "gpipe", 2 for the others."""
+    split: tuple[int, ...] = ()
+    """Number of blocks of each stage, in order; none = balanced by FLOPs, with the output projection counted."""
+
+    @property
+    def runs(self) -> int:
+        """Stages of each process."""
+        return self.stages_per_rank or (1 if self.schedule in ("1f1b", "gpipe") else 2)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of hidden states (zero bubble)."""
+        return self.schedule in ("zbv", "interleaved_zero_bubble")
 
 
 @dataclass(frozen=True)

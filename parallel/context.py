@@ -78,9 +78,9 @@ def _whole_logits(
 ) -> Any:
     """Makes every process return the logits of all tokens, as a model that is not cut does without targets.
 
-    output: (B, P, V), or losses, () or (2,). Returns (B, T, V), or the losses.
+    output: (B, P, V), or losses, () or (2,), or what a stage of a pipeline returns. Returns (B, T, V), or the others.
     """
-    if output.dim() < 3 or options.get("cache") is not None:
+    if output.dim() < 3 or options.get("cache") is not None or options.get("layers") is not None:
         return None
     length = output.shape[1] * group.size()
     whole = output.new_zeros(output.shape[0], length, output.shape[2])

@@ -106,13 +106,14 @@ def _shard_parts(model: nn.Module, *, reshard_after_forward: bool, **options: An
     interface, shared = interface_of(model), _shared_parameters(model)
     for block in blocks_of(model):
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
-    if interface.head is not None:
-        # Untied: two large matrices that are never needed at the same time. The backward pass starts with the head.
-        embedding, head = model.get_submodule(interface.embedding), model.get_submodule(interface.head)
+    # Untied: two large matrices that are never needed at the same time. The backward pass starts with the head.
+    if interface.embedding is not None and interface.tied_head is None:
+        embedding = model.get_submodule(interface.embedding)
         if shared.isdisjoint(embedding.parameters()):  # an encoder and a decoder may have one in common
             fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
             cast(FSDPModule, embedding).set_unshard_in_backward(False)  # its gradient needs the tokens only
-        fully_shard(head, reshard_after_forward=False, **options)
+    if interface.head is not None:
+        fully_shard(model.get_submodule(interface.head), reshard_after_forward=False, **options)
 
 
 def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:

@@ -1,29 +1,50 @@
-"""The mesh of processes, and what each axis is for: the constants below.
+"""The mesh of processes, what each of its axes is for, and sums over its groups.
 
-Axes by name, outermost first: replicate (copies of the sharded model), shard (FSDP), context (parts of every row of
-tokens), tensor (parts of every matrix). An axis that is not named in one of the constants below is ignored by data,
-sums and sharding: the processes along it hold the same sequences, the same loss and the same shards.
+Processes along an axis that neither reads other data, nor sums losses, nor shards hold the same sequences, the same
+loss and the same shards. **Every reduction names its axes; nothing sums over the world by default.**
 """
 
+import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallel.config import MeshDegrees
+from parallel.dist import all_gather_single
 
-AXES = ("replicate", "shard", "context", "tensor")
-DATA_AXES = ("replicate", "shard")
-"""Processes along these read different sequences."""
-LOSS_AXES = ("replicate", "shard", "context")
-"""Processes along these compute the loss of different tokens: losses are summed over them."""
-FSDP_AXES = ("shard", "context")
-"""Parameters, gradients and optimizer states are sharded along these."""
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of the mesh."""
+
+    name: str
+    reads_data: bool = False
+    """Whether processes along it read different sequences."""
+    sums_loss: bool = False
+    """Whether losses are summed over it: each process has that of other tokens, or has none, before the last stage."""
+    shards: bool = False
+    """Whether FSDP shards parameters, gradients and optimizer states along it."""
+
+
+AXES = (
+    Axis("pipeline", sums_loss=True),  # parts of the model, one after the other
+    Axis("replicate", reads_data=True, sums_loss=True),  # copies of the sharded model
+    Axis("shard", reads_data=True, sums_loss=True, shards=True),
+    Axis("context", sums_loss=True, shards=True),  # parts of every row of tokens
+    Axis("tensor"),  # parts of every matrix
+)
+"""The axes, outermost first."""
+NAMES = tuple(axis.name for axis in AXES)
+DATA_AXES = tuple(axis.name for axis in AXES if axis.reads_data)
+LOSS_AXES = tuple(axis.name for axis in AXES if axis.sums_loss)
+FSDP_AXES = tuple(axis.name for axis in AXES if axis.shards)
 
 
 @dataclass(frozen=True)
@@ -45,6 +66,8 @@ class Mesh:
     """The processes whose losses add up to that of the global batch."""
     replicate_group: ProcessGroup
     """The processes that hold the same shards in other copies of the model."""
+    pipeline: DeviceMesh | None
+    """The processes that hold the other blocks of the same copy; None without pipeline parallelism."""
     context: DeviceMesh | None
     """The processes that hold the other parts of the same rows; None without context parallelism."""
     tensor: DeviceMesh | None
@@ -54,9 +77,9 @@ class Mesh:
 def build_mesh(degrees: MeshDegrees, *, device_type: str) -> Mesh:
     """The mesh of these degrees over all processes. Neighbouring ranks are in the same tensor group.
 
-    A context or tensor axis of one is left out: it would cost process groups, and 2D parameters for nothing.
+    A pipeline, context or tensor axis of one is left out: it would cost process groups, and 2D parameters for nothing.
     """
-    sizes = {axis: getattr(degrees, axis) for axis in AXES}
+    sizes = {axis: getattr(degrees, axis) for axis in NAMES}
     axes = tuple(axis for axis, size in sizes.items() if size > 1 or axis in DATA_AXES)
     shape = tuple(sizes[axis] for axis in axes)
     return without_noise_of_splits(lambda: mesh_over(init_device_mesh(device_type, shape, mesh_dim_names=axes)))
@@ -68,7 +91,7 @@ def mesh_over(devices: DeviceMesh) -> Mesh:
     Its process groups get the time-out of the default group.
     """
     names = devices.mesh_dim_names or ()
-    size = {axis: devices[axis].size() if axis in names else 1 for axis in AXES}
+    size = {axis: devices[axis].size() if axis in names else 1 for axis in NAMES}
     data_rank, data_ranks = 0, 1
     for axis in DATA_AXES:
         data_rank = data_rank * size[axis] + devices[axis].get_local_rank()
@@ -82,10 +105,11 @@ def mesh_over(devices: DeviceMesh) -> Mesh:
         data_group=_group_of(devices, DATA_AXES),
         loss_group=_group_of(devices, tuple(axis for axis in LOSS_AXES if axis in names)),
         replicate_group=devices.get_group("replicate"),
+        pipeline=devices["pipeline"] if size["pipeline"] > 1 else None,
         context=devices["context"] if size["context"] > 1 else None,
         tensor=devices["tensor"] if size["tensor"] > 1 else None,
     )
-    _share_timeout([*devices.get_all_groups(), *mesh.fsdp.get_all_groups(), mesh.data_group, mesh.loss_group])
+    share_timeout([*devices.get_all_groups(), *mesh.fsdp.get_all_groups(), mesh.data_group, mesh.loss_group])
     return mesh
 
 
@@ -109,7 +133,7 @@ class _AsOperator(torch.autograd.Function):
         return function()
 
 
-def _share_timeout(groups: Iterable[ProcessGroup]) -> None:
+def share_timeout(groups: Iterable[ProcessGroup]) -> None:
     """Give these groups the time-out of the default group. torch gives those of an axis its own default of 30 minutes.
 
     That is less than the watchdog allows a first step, a validation or a save, and NCCL would end the run.
@@ -141,7 +165,7 @@ def sharding_group(mesh: Mesh) -> ProcessGroup:
     """The processes that hold the parts of one copy of the model, cut by FSDP and by tensor parallelism."""
     names = mesh.devices.mesh_dim_names or ()
     group = _group_of(mesh.devices, tuple(axis for axis in (*FSDP_AXES, "tensor") if axis in names))
-    _share_timeout([group])
+    share_timeout([group])
     return group
 
 
@@ -154,3 +178,37 @@ def _group_of(devices: DeviceMesh, axes: tuple[str, ...]) -> ProcessGroup:
     if selected.size() == dist.get_world_size() and dist.group.WORLD is not None:
         return dist.group.WORLD
     return selected._flatten().get_group()
+
+
+def sum_over_group(value: Tensor, group: ProcessGroup) -> Tensor:
+    """`value` summed over the processes of the group, in place; the host does not wait for the device."""
+    if group.size() > 1:
+        dist.all_reduce(value, group=group)
+    return value
+
+
+def largest_in_groups(value: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
+    """The largest of the values that the processes of these groups have, infinite if any is NaN.
+
+    It is equal on all of them to the bit. (The order of a sum is NCCL's choice in each group.) The host does not wait.
+    """
+    largest = torch.where(value.isfinite(), value, math.inf)
+    for group in groups:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
+
+
+def gather_loss_and_numbers(
+    loss: Tensor, numbers: Sequence[float], *, loss_group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """(the loss summed over `loss_group`, the numbers of every process in the world, (processes, numbers)).
+
+    One message for both; they stay on the device of the loss, in float64. loss: this process's part, a scalar.
+    """
+    group = dist.get_global_rank(loss_group, 0)
+    own = torch.tensor([0.0, group, *numbers], dtype=torch.float64).to(loss.device)
+    own[0] = loss
+    rows = own.new_empty(dist.get_world_size() * len(own))
+    all_gather_single(rows, own)
+    rows = rows.view(-1, len(own))
+    return torch.where(rows[:, 1] == group, rows[:, 0], 0.0).sum(), rows[:, 2:]

@@ -77,12 +77,14 @@ def placement(degrees: MeshDegrees, nodes: Sequence[Node]) -> list[str]:
     sizes = sorted({len(node.ranks) for node in nodes})
     processes = " or ".join(map(str, sizes)) + (" process" if sizes == [1] else " processes")
     where = ["nothing is sharded"]
-    if degrees.copy > degrees.tensor:  # tensor groups, which are neighbours, are inside nodes
-        where = [_spans("shard", degrees.copy, nodes)]
+    if degrees.stage > degrees.tensor:  # tensor groups, which are neighbours, are inside nodes
+        where = [_spans("shard", degrees.stage, nodes)]
     elif degrees.tensor > 1:
         where = ["each copy of the model is inside one node"]
     if degrees.context > 1:
         where.append(_spans("context", degrees.context * degrees.tensor, nodes))
+    if degrees.pipeline > 1:  # hidden states go to the processes of the next stage
+        where.append(_spans("pipeline stage", degrees.processes // degrees.pipeline, nodes).replace(" group", ""))
     names = abbreviated([node.name for node in nodes])
     return [f"nodes: {len(nodes)} of {processes} ({names}); {', '.join(where)}"]
 

@@ -50,6 +50,7 @@ def parallelize(
 ) -> list[str]:
     """Apply every part to `model`, in place, while it is on the meta device. Returns one line per part, for the log.
 
+    A process of a pipeline has the blocks of its stages only (parallel/stages.py), and the same order holds for these.
     The optimizer must be built afterwards: sharding replaces the parameters. layout: how the axes of the mesh are used.
     """
     checkpointed = partial(checkpoint_blocks, model, activation_checkpointing)

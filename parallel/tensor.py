@@ -111,29 +111,30 @@ class _InnerNorm(ParallelStyle):
 
 def _cut_ends(model: nn.Module, axis: DeviceMesh, interface: ModelInterface, *, whole_rows: bool) -> None:
     """Cut what is before and after the blocks: embedding, norm and output projection."""
-    embedding = cast(nn.Embedding, model.get_submodule(interface.embedding))
-    plan: dict[str, ParallelStyle] = {
-        interface.embedding: RowwiseParallel(
+    embedding = cast(nn.Embedding, model.get_submodule(interface.embedding)) if interface.embedding else None
+    plan: dict[str, ParallelStyle] = {}
+    if interface.embedding is not None:
+        plan[interface.embedding] = RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Replicate() if whole_rows else TOKENS
         )
-    }
     if interface.head_norm is not None:
         plan[interface.head_norm] = SequenceParallel(use_local_output=whole_rows)
     projection = interface.head or interface.tied_head
-    assert projection is not None
-    head = model.get_submodule(projection)
-    if isinstance(head, nn.Linear):
+    head = model.get_submodule(projection) if projection else None
+    if projection and isinstance(head, nn.Linear):
         # FSDP warns of modules that return views, as the local part of a DTensor is: the loss takes it.
         plan[projection] = ColwiseParallel(input_layouts=TOKENS, output_layouts=Shard(-1), use_local_output=False)
-    else:
+    elif projection and head is not None:
         # A head that is given the embedding's weight multiplies with the part of the vocabulary that the embedding has.
         plan[projection] = PrepareModuleInput(input_layouts=(TOKENS, None), desired_input_layouts=(Replicate(), None))
         head.register_forward_hook(lambda module, inputs, output: _local(output))
     parallelize_module(model, axis, plan)
-    if interface.head is None and isinstance(head, nn.Linear):
-        head.weight = embedding.weight  # each has made its own copy of the same part
     if whole_rows:
         _cut_rows(blocks_of(model)[0], axis)
+    if embedding is None:
+        return
+    if interface.head is None and isinstance(head, nn.Linear):
+        head.weight = embedding.weight  # each has made its own copy of the same part
     # A compiled block takes the embedding's output, a tensor that still waits for its communication, and hands back a
     # wrong gradient (torch 2.13, pytorch #179849): a copy is an ordinary tensor.
     embedding.register_forward_hook(lambda module, inputs, output: output.clone())

@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from models.decoder import Decoder
-from parallel.fsdp import compute_with_whole_shards, units_of, without_idle_resharding
+from parallel.fsdp import compute_with_whole_shards, without_idle_resharding
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
+from parallel.passes import Passes
 from recipes.metrics.clock import RunClock
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.skip_steps import StepGuard
@@ -45,15 +46,12 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
     return Built(
         mesh=mesh,
         model=model,
-        units=units_of(model),
+        passes=Passes(model, mesh, reshards=fsdp.reshard_after_forward, has_z_loss=False),
         optimizer=build_optimizer(model, recipe.optimizer, mesh, dtype=getattr(torch, fsdp.param_dtype)),
         parameters=tuple(model.parameters()),
         roles={},
-        z_loss=0.0,
         grad_clip=recipe.optimizer.grad_clip,
-        reshard_after_forward=fsdp.reshard_after_forward,
         float8_all_gather=recipe.float8.all_gather,
-        dropout_seed=None,
         report=tuple(report),
     )
 

@@ -1,10 +1,13 @@
-"""Tests over meshes of different sizes, which are written as replicate.shard.context.tensor, such as "1.2.1.2"."""
+"""Tests over meshes of different sizes, which are written as replicate.shard.context.tensor, such as "1.2.1.2".
+
+With five numbers, the first is the pipeline degree.
+"""
 
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from parallel.config import MeshConfig
+from parallel.config import MeshConfig, MeshDegrees
 from tests.processes import run_processes
 
 
@@ -12,9 +15,15 @@ def degrees(mesh: str) -> list[int]:
     return [int(degree) for degree in mesh.split(".")]
 
 
+def mesh_degrees(mesh: str | Sequence[int]) -> MeshDegrees:
+    """Missing degrees at the end are 1."""
+    numbers = degrees(mesh) if isinstance(mesh, str) else list(mesh)
+    axes = ("pipeline", "replicate", "shard", "context", "tensor")[0 if len(numbers) == 5 else 1 :]
+    return MeshDegrees(**dict(zip(axes, numbers, strict=False)))
+
+
 def mesh_config(mesh: str) -> MeshConfig:
-    replicate, shard, context, tensor = degrees(mesh)
-    return MeshConfig(replicate=replicate, shard=shard, context=context, tensor=tensor)
+    return MeshConfig(**vars(mesh_degrees(mesh)))
 
 
 def on_each_mesh(meshes: Sequence[str], function: Callable[..., Any], *arguments: Any) -> dict[str, list[Any]]:

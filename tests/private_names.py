@@ -37,6 +37,10 @@ NAMES: dict[str, tuple[str, str]] = {
     "_get_backend": ("the time-out of the default group", C10D),
     "_get_fsdp_state": ("gathered weights, counted", TORCH + "torch/distributed/fsdp/_fully_shard/_fully_shard.py"),
     "_local_tensor": ("FSDP's extension of a shard", TORCH + "torch/distributed/tensor/_api.py"),
+    "_root_post_backward_final_callback": (
+        "gradients that FSDP reduces after a pipeline's schedule",
+        TORCH + "torch/distributed/fsdp/_fully_shard/_fsdp_state.py",
+    ),
     "_StridedShard": ("shards of what is cut already", TORCH + "torch/distributed/tensor/placement_types.py"),
     "_store_based_barrier": ("ranks that are not there", TORCH + "torch/distributed/distributed_c10d.py"),
     "_symmetric_memory": ("fused tensor-parallel messages", TORCH + "torch/distributed/_symmetric_memory/__init__.py"),

@@ -16,7 +16,7 @@ def slow_files() -> set[str]:
     ("changed", "reached"),
     [
         ("models/decoder.py", "tests/parallel/test_combinations.py"),
-        ("parallel/reduce.py", "tests/parallel/test_reduce.py"),
+        ("parallel/passes.py", "tests/parallel/test_passes.py"),
         ("recipes/data/text/hub.py", "tests/recipes/training/test_trainer.py"),
         ("recipes/cluster/slurm.py", "tests/scripts/test_slurm.py"),
         ("recipes/evaluation/generate.py", "tests/scripts/test_generate.py"),

@@ -94,7 +94,7 @@ def generate(
     sampling.require_possible()
     if not prompt_ids:
         raise UserError("the prompt has no tokens; at least one is needed")
-    device = model.embedding.weight.device
+    device = next(model.parameters()).device
     longest = len(prompt_ids) + sampling.max_tokens - 1  # the last token is not fed back
     capacity = min(longest, len(prompt_ids) + FIRST_TOKENS)
     cache = _cache(model, capacity)
@@ -119,7 +119,7 @@ def generate(
 
 def _cache(model: Decoder, capacity: int, *, copy: KeyValueCache | None = None) -> KeyValueCache:
     """A cache for `capacity` tokens, empty or with the contents of `copy`."""
-    weight = model.embedding.weight
+    weight = next(model.parameters())
     cache = KeyValueCache(model.config, batch=1, max_length=capacity, dtype=weight.dtype, device=weight.device)
     for old, new in zip(copy.layers if copy else (), cache.layers, strict=False):
         new.append(old.key[:, :, : old.length], old.value[:, :, : old.length])

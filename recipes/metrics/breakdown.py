@@ -42,7 +42,7 @@ MATMUL_NAMES = re.compile(
 NAMES = {MATMUL: MATMUL_NAMES, ATTENTION: ATTENTION_NAMES}
 # Operators of torch's cross-entropy, and our own one (models/loss.py).
 LOSS_SCOPES = re.compile(r"cross_entropy|nll_loss|NllLoss|log_softmax|LogSoftmax|^_InChunks")
-# The gradient norm (parallel/reduce.py) counts as part of the optimizer.
+# The gradient norm (parallel/passes.py) counts as part of the optimizer.
 OPTIMIZER_SCOPES = re.compile(r"^Optimizer\.|^gradient norm$|adamw?_")
 PACKING_SCOPES = re.compile(r"^fsdp::|split_with_sizes_copy|_foreach_copy_|^aten::_chunk_cat")
 COLLECTIVES = {

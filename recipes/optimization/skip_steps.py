@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.mesh import Mesh
-from parallel.reduce import largest_in_groups, sum_over_group
+from parallel.mesh import Mesh, largest_in_groups, sum_over_group
 
 WINDOW = 64
 """A new loss is compared with this many losses of good steps."""
@@ -19,12 +18,6 @@ WINDOW = 64
 
 class NonFiniteRun(Exception):
     """Too many consecutive steps were skipped. The text names them."""
-
-
-def backward(loss: Tensor) -> None:
-    """loss.backward(), where a loss that is NaN or infinite makes every gradient NaN, and so the norm of all ranks."""
-    number = loss.detach()
-    loss.backward(number - number + 1)  # 1 for a finite loss, NaN otherwise
 
 
 class StepGuard:

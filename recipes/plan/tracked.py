@@ -34,9 +34,8 @@ from parallel.config import CompileConfig, MeshDegrees
 from parallel.fsdp import compute_with_whole_shards, expect_micro_batch, plain_name, units_of, without_idle_resharding
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
-from parallel.reduce import clipping_divisor, gradient_norm
+from parallel.passes import backward, clipping_divisor, gradient_norm
 from recipes.optimization.optimizer import build_optimizer
-from recipes.optimization.skip_steps import backward
 from recipes.plan.sizes import Pieces
 from recipes.recipe.schema import Recipe
 
@@ -331,6 +330,6 @@ def _name_moments(model: nn.Module, optimizer: torch.optim.Optimizer, live: Live
     names(model.get_submodule(interface.loss), "the loss", after="the gradient of the logits")
     head = model.get_submodule(cast(str, interface.head or interface.tied_head))
     names(head, "the head", after="the gradient of the head")
-    embedding = model.get_submodule(interface.embedding)
+    embedding = model.get_submodule(cast(str, interface.embedding))
     names(embedding, "the embedding", after="the gradient of the embedding")
     optimizer.register_step_pre_hook(says("the optimizer"))

@@ -33,14 +33,6 @@ LARGEST = 2**63
 """Integers of TOML are smaller."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """Attribute of a range of annotated_types -> its sign."""
-NO_PIPELINE = (
-    "there is no pipeline parallelism, because FSDP's traffic hides behind computing: Llama-405B with tensor = 8 moves"
-    " 405 GB per GPU and micro-step (its bf16 weights twice, 2 x 101 GB, and its fp32 gradients once, 203 GB): 8 s at"
-    " the 50 GB/s of a 400 Gb/s link, as long as 9,000 to 12,000 tokens per tensor group take to compute at 350 to 450"
-    " TFLOP/s. Pipeline stages pay only below about 6 GB/s per GPU between nodes, or beyond 16,000 GPUs, where a batch"
-    " of 16M tokens leaves a group fewer than that. Remove this, and write shard = -1; for what does not fit, write"
-    " mesh.tensor (at most the GPUs of a node) to cut matrices, or mesh.context to cut long sequences"
-)
 
 
 @cache
@@ -234,8 +226,6 @@ def unknown_key(key: str) -> str:
 def _of_other_programs(name: str, what: str) -> str | None:
     """The message for what other programs call learning_rate, tp, cp_size, pp, ...; None for other names."""
     name = _normal(name)
-    if name.startswith("pipeline") or name in ("pp", "pp_size", "pp_degree"):
-        return NO_PIPELINE
     from recipes.recipe.synonyms import FIELDS
 
     field = FIELDS.get(name) or FIELDS.get(re.sub("(_degree|_size)?$", "", name, count=1))

@@ -153,6 +153,7 @@ def violations(
         ("mesh model float8 batch", mesh_divides_model(mesh, model=model, batch=recipe.batch, float8=float8, **world)),
         ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
         ("mesh compile.enabled run.device", tensor_can_overlap(mesh, compile=recipe.compile, device=run.device)),
+        ("mesh pipeline model batch fsdp compile.enabled float8.sample_every", pipeline_fits(recipe, **world)),
         ("mesh attention.backend", gather_has_a_kernel(mesh, attention=recipe.attention)),
         ("batch.global_batch_size batch.micro_batch_size mesh", batch_divides(recipe.batch, mesh=mesh, **world)),
         ("attention data.document_mask run.device", attention_has_a_kernel(recipe)),
@@ -184,6 +185,14 @@ def violations(
 def _overlap(one: str, other: str) -> bool:
     """Whether one of two dotted keys is the other, or a section that holds it."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
+    """What holds for the stages of a pipeline."""
+    if recipe.mesh.pipeline > 1:
+        from recipes.recipe.rules_pipeline import stages_can_run
+
+        yield from stages_can_run(recipe, processes=processes, nodes=nodes)
 
 
 def name_and_hardware_are_usable(run: RunConfig) -> Iterator[Violation]:

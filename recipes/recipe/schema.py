@@ -18,6 +18,7 @@ from parallel.config import (
     Float8Config,
     FSDPConfig,
     MeshConfig,
+    PipelineConfig,
 )
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import BatchConfig, DataConfig
@@ -83,6 +84,7 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     float8: Float8Config = field(default_factory=Float8Config)
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)

@@ -21,6 +21,7 @@ KEYS = {
     "batch.micro_batch_size": "per_device_train_batch_size local_batch_size device_batch_size mbs",
     "mesh.tensor": "tp tensor_parallel tensor_model_parallel",
     "mesh.context": "cp context_parallel",
+    "mesh.pipeline": "pp pipeline_parallel pipeline_model_parallel",
     "mesh.tensor, which includes it, or mesh.context": "sequence_parallel sp",
     "mesh.shard": "dp data_parallel dp_shard data_parallel_shard fsdp zero zero_stage",
     "mesh.replicate": "ddp hsdp dp_replicate data_parallel_replicate",

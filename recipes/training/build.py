@@ -1,23 +1,23 @@
 """The parallel model of a recipe and its optimizer. The order of the calls is the order of the build."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from models.decoder import build_model
 from models.interface import interface_of
 from parallel.dist import World, allocator_settings, on_all
 from parallel.errors import UserError
-from parallel.fsdp import compute_with_whole_shards, materialize, units_of, without_idle_resharding
+from parallel.fsdp import compute_with_whole_shards, materialize, without_idle_resharding
 from parallel.kernels import choose_attention, kernel_of_auto
 from parallel.mesh import Mesh, build_mesh
 from parallel.nodes import placement
 from parallel.order import parallelize
+from parallel.passes import Passes
 from recipes.optimization.optimizer import build_optimizer, matrices_of
 from recipes.recipe.rules_mesh import advice
 from recipes.recipe.schema import Recipe
@@ -32,20 +32,16 @@ class Built:
 
     mesh: Mesh
     model: nn.Module
-    units: tuple[FSDPModule, ...]
-    """The modules whose weights FSDP gathers together: the model itself, its blocks, perhaps embedding and head."""
+    passes: Passes
+    """Computes the gradients of a step."""
     optimizer: Optimizer
     parameters: tuple[nn.Parameter, ...]
     """The parameters of the model, as sharding left them."""
     roles: Mapping[str, tuple[nn.Parameter, ...]]
     """Role -> the parameters that have it; empty unless the recipe asks for their gradient norms."""
-    # The next four are as in the recipe, but nothing is resharded where that frees nothing.
-    z_loss: float
+    # The next two are as in the recipe.
     grad_clip: float
-    reshard_after_forward: bool
     float8_all_gather: bool
-    dropout_seed: int | None
-    """Seed of the random numbers that the model draws in a step; None if it draws none."""
     report: tuple[str, ...]
     """What each part of the parallelization did, one line per part."""
 
@@ -60,7 +56,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
         mesh = build_mesh(degrees, device_type=world.device.type)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
-    model = _plain_model(recipe, device_type=world.device.type)
+    model = _plain_model(recipe, None, device_type=world.device.type)
     report = [f"blocks: {model.about}"] if recipe.model.by_transformers else []
     report += placement(mesh.degrees, world.nodes)
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
@@ -91,17 +87,19 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     return Built(
         mesh,
         model,
-        units=units_of(model),
+        passes=_passes(recipe, model, mesh, reshards=fsdp.reshard_after_forward),
         optimizer=optimizer,
         parameters=tuple(model.parameters()),
         roles=_roles(model) if recipe.metrics.grad_norms else {},
-        z_loss=recipe.optimizer.z_loss,
         grad_clip=recipe.optimizer.grad_clip,
-        reshard_after_forward=fsdp.reshard_after_forward,
         float8_all_gather=recipe.float8.all_gather,
-        dropout_seed=recipe.run.seed if interface_of(model).draws_random else None,
         report=tuple(report),
     )
+
+
+def _passes(recipe: Recipe, model: nn.Module, mesh: Mesh, *, reshards: bool) -> Passes:
+    seed = recipe.run.seed if interface_of(model).draws_random else None
+    return Passes(model, mesh, reshards=reshards, has_z_loss=recipe.optimizer.z_loss > 0, dropout_seed=seed)
 
 
 def _attention(recipe: Recipe, device: torch.device) -> list[str]:
@@ -121,11 +119,15 @@ def _roles(model: nn.Module) -> dict[str, tuple[nn.Parameter, ...]]:
     return parameters_by_role(model)
 
 
-def _plain_model(recipe: Recipe, *, device_type: str) -> nn.Module:
-    """The model on the meta device. Raises UserError for one of transformers that cannot be trained as asked."""
+def _plain_model(recipe: Recipe, layers: Collection[int] | None, *, device_type: str) -> nn.Module:
+    """The model on the meta device, or the part with these layers.
+
+    Raises UserError for one of transformers that cannot be trained as asked.
+    """
     try:
         with torch.device("meta"):
-            model = build_model(recipe.model, loss_chunks=recipe.batch.loss_chunks, z_loss=recipe.optimizer.z_loss)
+            chunks, z_loss = recipe.batch.loss_chunks, recipe.optimizer.z_loss
+            model = build_model(recipe.model, layers=layers, loss_chunks=chunks, z_loss=z_loss)
         if recipe.model.by_transformers:
             from models.assumptions import require_sound_recomputation
             from models.transformers import require_documents_apart, require_kernels

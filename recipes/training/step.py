@@ -1,7 +1,6 @@
 """One optimizer step, from micro-batches to new weights. The training loop and benchmarks call the same function."""
 
 import gc
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -12,11 +11,11 @@ from torch import Tensor
 from models.loss import IGNORED
 from parallel.dist import World
 from parallel.errors import CorruptState
-from parallel.fsdp import expect_micro_batch
-from parallel.reduce import clipping_divisor, gradient_norm, share_gradients_of_copies, sum_over_group
+from parallel.mesh import sum_over_group
+from parallel.passes import clipping_divisor, share_gradients_of_copies
 from recipes.data.batches import MicroBatch
 from recipes.metrics.clock import RunClock
-from recipes.optimization.skip_steps import StepGuard, backward
+from recipes.optimization.skip_steps import StepGuard
 from recipes.training.build import Built
 
 
@@ -52,22 +51,15 @@ def train_step(
         clock: is told of each micro-batch, which is progress.
         is_logged: whether to measure further columns.
     """
-    model, optimizer, parameters = built.model, built.optimizer, built.parameters
+    optimizer, parameters = built.optimizer, built.parameters
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_share", 1.0)
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, _ in micro_batches])
     # Not over the loss group: context parallelism cuts rows inside the model, so its processes count the same targets.
     target_tokens = sum_over_group(counts.sum(), built.mesh.data_group)
-    losses = torch.zeros(2 if built.z_loss else (), device=target_tokens.device)  # with one, it is the second
-    for index, (inputs, targets, documents) in enumerate(clock.with_progress(micro_batches)):
-        expect_micro_batch(built.units, is_last=index == len(micro_batches) - 1, reshards=built.reshard_after_forward)
-        if built.dropout_seed is not None:
-            seed_random(built.dropout_seed, step, built.mesh.data_rank, index)
-        micro_losses = model(inputs, targets, documents=documents) / target_tokens
-        backward(micro_losses.sum() if built.z_loss else micro_losses)  # in the last, FSDP's hooks sum the gradients
-        losses += micro_losses.detach()
-    loss = losses[0] if built.z_loss else losses
-    norm = guard.norm_of_all(gradient_norm(parameters))
+    losses = built.passes.run(micro_batches, target_tokens, step=step, progressed=clock.progressed)
+    loss = losses[0] if built.passes.has_z_loss else losses
+    norm = guard.norm_of_all(built.passes.norm(parameters))
     columns = further_columns(built, losses) if is_logged else {}
     if built.mesh.tensor is not None:  # after the norm, so that a fault of any copy shows in it
         share_gradients_of_copies(parameters, built.mesh.tensor)
@@ -81,20 +73,16 @@ def train_step(
     if built.float8_all_gather:
         from parallel.float8 import precompute_scales
 
-        precompute_scales(model)
+        precompute_scales(built.model)
     return Found(loss, norm, columns)
 
 
 def further_columns(built: Built, losses: Tensor) -> dict[str, Tensor]:
     """Columns of metrics.jsonl from what a step has before it clips its gradients, equal on all processes."""
-    norms = {f"grad_norm/{role}": gradient_norm(parameters) for role, parameters in built.roles.items()}
-    return norms | ({"z_loss": sum_over_group(losses[1].clone(), built.mesh.loss_group)} if built.z_loss else {})
-
-
-def seed_random(*numbers: int) -> None:
-    """Seed what this process draws next, so that a resumed run draws the same without having saved anything."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    norms = {f"grad_norm/{role}": built.passes.norm(parameters) for role, parameters in built.roles.items()}
+    if not built.passes.has_z_loss:
+        return norms
+    return norms | {"z_loss": sum_over_group(losses[1].clone(), built.mesh.loss_group)}
 
 
 def require_sound_state(built: Built, world: World) -> None:

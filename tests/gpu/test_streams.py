@@ -41,7 +41,7 @@ def test_fsdp_calls_every_hook_on_the_stream_that_uses_its_memory(monkeypatch: p
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        mesh = build_mesh(MeshDegrees(1, 1), device_type="cuda")
+        mesh = build_mesh(MeshDegrees(replicate=1, shard=1), device_type="cuda")
         with torch.device("meta"):
             model = Decoder(SIZES["smollm3_debug"])
         fsdp.shard_blocks_and_root(model, mesh, CONFIG)

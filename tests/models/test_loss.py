@@ -17,7 +17,7 @@ from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig
 from parallel.dist import start, stop
 from parallel.kernels import compiled_loss_kernels
-from recipes.optimization.skip_steps import backward
+from parallel.passes import backward
 from tests.build import build_model
 from tests.processes import run_processes
 

@@ -13,7 +13,7 @@ from models.decoder import Decoder
 from models.loss import EAGER, IGNORED, Kernels, SummedLoss, cross_entropy_sum
 from models.sizes import SIZES
 from parallel.kernels import compiled_loss_kernels
-from recipes.optimization.skip_steps import backward
+from parallel.passes import backward
 
 TERMS = {"z-loss": (0.0, 0.1), "softcap": (3.0, 0.0), "both": (3.0, 0.1)}
 """softcap and z_loss, large enough to matter."""

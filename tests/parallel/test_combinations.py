@@ -18,11 +18,9 @@ from torch import nn
 
 from models.documents import Documents
 from models.loss import IGNORED
-from parallel.config import MeshDegrees
 from parallel.dist import World, start, stop
 from parallel.errors import UserError
-from parallel.mesh import build_mesh
-from parallel.reduce import sum_over_group
+from parallel.mesh import build_mesh, sum_over_group
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import load
@@ -30,6 +28,7 @@ from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
 from tests.compiling import compiling_in_turn, graphs_only
+from tests.meshes import mesh_degrees
 from tests.parallel.combinations import (
     CASES,
     FEATURES,
@@ -82,7 +81,7 @@ def scale_tokens_in_parts(model: nn.Module, parts: int, *, by: str) -> None:
 
 def train_case(case: str, recipe: Recipe, world: World) -> dict[str, Any]:
     options = options_of(case)
-    mesh = build_mesh(MeshDegrees(*degrees_of(case)), device_type="cpu")
+    mesh = build_mesh(mesh_degrees(degrees_of(case)), device_type="cpu")
     built = build(change(recipe, **sections_of(case)), world, mesh=mesh)
     rows_in, tokens_in = parts_of_scales(case)
     if tokens_in > 1:

@@ -26,9 +26,9 @@ def test_degrees_multiply_to_the_number_of_processes(
 
 
 def test_context_and_tensor_degrees_are_inside_the_rest() -> None:
-    assert MeshConfig(2, -1, context=2, tensor=2).fit(16) == MeshDegrees(2, 2, 2, 2)
+    assert MeshConfig(2, -1, context=2, tensor=2).fit(16) == MeshDegrees(replicate=2, shard=2, context=2, tensor=2)
     degrees = MeshConfig(shard="node", tensor=4).fit(16, nodes=2)
-    assert degrees == MeshDegrees(2, 2, 1, 4)
+    assert degrees == MeshDegrees(replicate=2, shard=2, context=1, tensor=4)
     assert (degrees.data_parallel, degrees.copy, degrees.processes) == (4, 8, 16)
     assert str(degrees) == "replicate 2 x shard 2 x tensor 4"
 

@@ -117,7 +117,7 @@ def timeouts_without_a_launcher(timeout: timedelta) -> set[timedelta]:
     for name in ("RANK", "WORLD_SIZE"):
         del os.environ[name]
     start("cpu", seed=0, timeout=timeout)
-    mesh = build_mesh(MeshDegrees(1, 1), device_type="cpu")
+    mesh = build_mesh(MeshDegrees(replicate=1, shard=1), device_type="cpu")
     groups = (dist.distributed_c10d._get_default_group(), mesh.data_group, mesh.loss_group)
     found = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
     stop()

@@ -239,7 +239,7 @@ def test_micro_batches_are_added_up_in_float32_on_all_meshes_when_gradients_are_
 
 @pytest.mark.usefixtures("alone")
 def test_nothing_is_resharded_where_that_would_free_nothing() -> None:
-    mesh = build_mesh(MeshDegrees(1, 1), device_type="cpu")
+    mesh = build_mesh(MeshDegrees(replicate=1, shard=1), device_type="cpu")
     for dtype, offloads, float8_gathers, reshards in (
         ("float32", False, False, False),
         ("bfloat16", False, False, True),  # the casts

@@ -20,15 +20,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from models.loss import IGNORED
 from parallel.config import MeshConfig, MeshDegrees
 from parallel.dist import start, stop
-from parallel.mesh import DATA_AXES, Mesh, build_mesh, mesh_over, sharding_group, without_noise_of_splits
+from parallel.mesh import (
+    DATA_AXES,
+    Mesh,
+    build_mesh,
+    gather_loss_and_numbers,
+    mesh_over,
+    sharding_group,
+    sum_over_group,
+    without_noise_of_splits,
+)
 from parallel.messages import host_group
-from parallel.reduce import gather_loss_and_numbers, sum_over_group
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.plan.tracked import fake_processes
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
+from tests.meshes import mesh_degrees
 from tests.processes import run_processes
 from tests.training import small_recipe
 
@@ -120,7 +129,7 @@ def neighbours(ranks: list[int]) -> dict[int, dict[str, Any]]:
     found = {}
     for rank in ranks:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)
-        mesh = build_mesh(MeshDegrees(2, 2, 2, 2), device_type="cpu")
+        mesh = build_mesh(MeshDegrees(replicate=2, shard=2, context=2, tensor=2), device_type="cpu")
         assert mesh.tensor is not None and mesh.context is not None
         groups = {
             "tensor": mesh.tensor.get_group(),
@@ -173,7 +182,7 @@ GROUPS = [(1, 8, 1, 1), (2, 4, 1, 1), (1, 2, 2, 2), (2, 2, 2, 2), (2, 1, 2, 2), 
 
 
 @pytest.mark.parametrize("of_copies", [False, True])
-@pytest.mark.parametrize("degrees", [MeshDegrees(*degrees) for degrees in GROUPS], ids=str)
+@pytest.mark.parametrize("degrees", [mesh_degrees(degrees) for degrees in GROUPS], ids=str)
 def test_the_plan_knows_every_group_that_a_mesh_makes(degrees: MeshDegrees, of_copies: bool) -> None:
     with fake_processes(degrees.processes):
         mesh = build_mesh(degrees, device_type="cpu")
@@ -187,7 +196,7 @@ def timeouts_of_groups(timeout: timedelta) -> dict[str, set[timedelta]]:
     """What every group of this process was given, by its description, after a mesh of each kind."""
     start("cpu", seed=0, timeout=timeout)
     for degrees in ((8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2)):
-        build_mesh(MeshDegrees(*degrees), device_type="cpu")
+        build_mesh(mesh_degrees(degrees), device_type="cpu")
     found: dict[str, set[timedelta]] = {}
     for group in dist.distributed_c10d._world.pg_map:
         for device in group._device_types:

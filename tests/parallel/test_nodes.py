@@ -2,11 +2,12 @@
 
 import pytest
 
-from parallel.config import MeshConfig, MeshDegrees
+from parallel.config import MeshConfig
 from parallel.errors import UserError
 from parallel.nodes import Node, abbreviated, arrange, placement, require_like_nodes, require_neighbours
 from recipes.data.config import BatchConfig
 from recipes.recipe.rules_mesh import require_fits_world
+from tests.meshes import mesh_degrees
 
 
 def nodes(*sizes: int) -> tuple[Node, ...]:
@@ -66,7 +67,7 @@ TWO = "nodes: 2 of 4 processes (gpu-0, gpu-1); "
 def test_placement_says_which_nodes_groups_span(
     degrees: tuple[int, ...], sizes: tuple[int, ...], line: str | None
 ) -> None:
-    assert placement(MeshDegrees(*degrees), nodes(*sizes)) == ([] if line is None else [line])
+    assert placement(mesh_degrees(degrees), nodes(*sizes)) == ([] if line is None else [line])
 
 
 def test_a_long_list_of_names_is_shortened() -> None:

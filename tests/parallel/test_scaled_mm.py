@@ -119,7 +119,7 @@ def test_every_recipe_can_be_multiplied_in_float8(products: Products) -> None:
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_the_logits_of_any_number_of_tokens_can_be_computed(recipe: str, tokens: int, products: Products) -> None:
     """A sample grows token by token."""
-    multiply(load(DEBUG, [f"--float8.recipe={recipe}", *ON_GPU]), MeshDegrees(1, 1), tokens=tokens)
+    multiply(load(DEBUG, [f"--float8.recipe={recipe}", *ON_GPU]), MeshDegrees(replicate=1, shard=1), tokens=tokens)
     assert products.count == 7
 
 
@@ -167,5 +167,5 @@ def test_what_a_gpu_can_multiply_is_accepted(case: str, recipe: str, products: P
 
 def test_activations_that_are_gathered_in_float8_can_be_multiplied(products: Products) -> None:
     written = ["--float8.recipe=tensorwise", "--float8.gather_activations=true", "--mesh.tensor=2"]
-    multiply(load(DEBUG, [*written, *ON_GPU]), MeshDegrees(1, 1, 1, 2))
+    multiply(load(DEBUG, [*written, *ON_GPU]), MeshDegrees(replicate=1, shard=1, context=1, tensor=2))
     assert products.count == 3 * 7

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel.config import MeshDegrees
 from parallel.dist import start, stop
 from parallel.fsdp import plain_name
 from parallel.mesh import build_mesh
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
+from tests.meshes import mesh_degrees
 from tests.processes import run_processes
 from tests.training import change
 
@@ -95,7 +95,7 @@ def test_the_counter_follows_a_storage_until_its_last_view_is_gone() -> None:
 
 def shares_of(mesh: str, fields: dict[str, Any], recipe: Recipe, world: Any) -> dict[str, Any]:
     """What this process holds in a step on as many rows for every data rank as in any other case."""
-    layout = build_mesh(MeshDegrees(*map(int, mesh.split("."))), device_type="cpu")
+    layout = build_mesh(mesh_degrees(mesh), device_type="cpu")
     built = build(change(recipe, **fields), world, mesh=layout)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     built.model(tokens[:1, :-1], tokens[:1, 1:]).backward()  # FSDP sets itself up

@@ -17,13 +17,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2S
 
 from models.transformers import TransformersModel, stored_layout
 from models.transformers_config import TransformersConfig
-from parallel.config import Float8Config, MeshDegrees
+from parallel.config import Float8Config
 from parallel.dist import World, start, stop
 from parallel.errors import CorruptState, UserError
 from parallel.float8 import convert_linears
 from parallel.fsdp import plain_name
-from parallel.mesh import build_mesh
-from parallel.reduce import sum_over_group
+from parallel.mesh import build_mesh, sum_over_group
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import load
@@ -32,6 +31,7 @@ from recipes.training.build import Built, build
 from recipes.training.step import require_sound_state, train_step
 from tests.compiling import compiling_in_turn, graphs_only
 from tests.families import FAMILIES, batch_for, family_config, rows_of
+from tests.meshes import mesh_degrees
 from tests.parallel.combinations import FLOAT8, degrees_of, options_of, sections_of
 from tests.processes import run_processes
 from tests.training import DEBUG, change
@@ -164,7 +164,7 @@ def train_plainly(config: TransformersConfig, model: nn.Module | None = None, *,
 def built_for(config: TransformersConfig, case: str, recipe: Recipe, world: World) -> Built:
     sections = {section: fields for section, fields in sections_of(case).items() if section != "model"}
     recipe = change(recipe, run={"seed": SEED}, optimizer={"weight_decay": 0.1, "grad_clip": CLIP}, **sections)
-    mesh = build_mesh(MeshDegrees(*degrees_of(case)), device_type="cpu")
+    mesh = build_mesh(mesh_degrees(degrees_of(case)), device_type="cpu")
     return build(replace(recipe, model=config), world, mesh=mesh)
 
 

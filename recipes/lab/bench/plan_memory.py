@@ -133,7 +133,9 @@ def read(path: Path = TABLE) -> tuple[list[Row], int]:
 
 
 def _row(row: dict[str, str]) -> Row:
-    degrees = MeshDegrees(*(int(row[axis]) for axis in ("replicate", "shard", "cp", "tp")))
+    degrees = MeshDegrees(
+        replicate=int(row["replicate"]), shard=int(row["shard"]), context=int(row["cp"]), tensor=int(row["tp"])
+    )
     batch = BatchConfig(
         sequence_length=int(row["seq"]),
         micro_batch_size=int(row["micro_batch"]),

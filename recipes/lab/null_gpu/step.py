@@ -119,7 +119,7 @@ def alone_of(processes: int) -> World:
     torch.cuda.set_device(0)
     dist.distributed_c10d._store_based_barrier = lambda *arguments, **named: None
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=processes)
-    parallel.mesh._share_timeout = lambda groups: None  # fake groups have none
+    parallel.mesh.share_timeout = lambda groups: None  # fake groups have none
     nodes = arrange([(f"node{rank // PER_NODE}", 0) for rank in range(processes)])
     return World(0, processes, torch.device("cuda", 0), cast(Messages, None), nodes)
 

@@ -190,7 +190,8 @@ class Space:
                 ways = ("heads", "gather") if context > 1 else (own.context_by,)
                 for context_by in self._values("mesh.context_by", ways):
                     for replicate, shard in self._outer(max(1, self.processes // (tensor * context))):
-                        yield MeshConfig(replicate, shard, context, tensor, context_by, overlap)
+                        axes = {"replicate": replicate, "shard": shard, "context": context, "tensor": tensor}
+                        yield MeshConfig(**axes, context_by=context_by, overlap_tensor=overlap)
 
     def _outer(self, rest: int) -> Sequence[tuple[int, Any]]:
         """(replicate, shard) for so many groups of processes."""

@@ -15,7 +15,7 @@ from tests.processes import run_processes
 def measured() -> tuple[dict[str, Any], list[str]]:
     """What one of four processes measured, and what it logs."""
     world = start("cpu", seed=0)
-    found = measure_axes(world, build_mesh(MeshDegrees(1, 2, 1, 2), device_type="cpu"))
+    found = measure_axes(world, build_mesh(MeshDegrees(replicate=1, shard=2, context=1, tensor=2), device_type="cpu"))
     lines = list(summary(found, world))
     stop()
     return found, lines

@@ -17,9 +17,8 @@ from torch import nn
 
 from parallel.config import MeshDegrees
 from parallel.dist import World, start, stop
-from parallel.mesh import build_mesh
+from parallel.mesh import build_mesh, gather_loss_and_numbers
 from parallel.nodes import arrange
-from parallel.reduce import gather_loss_and_numbers
 from recipes.cluster.stragglers import (
     COMPUTE,
     DATA,
@@ -338,7 +337,11 @@ def test_a_mesh_without_a_slow_process_names_nobody(mesh: str, slow_rows: dict[s
 def collectives_around_heads(recipe: Recipe) -> list[tuple[int, int]]:
     """On each mesh, tied and untied: how many collectives a micro-batch has, and how many of them inside the head."""
     world, found = start("cpu", seed=0), []
-    for degrees in (MeshDegrees(1, 2), MeshDegrees(1, 1, context=2), MeshDegrees(1, 1, tensor=2)):
+    for degrees in (
+        MeshDegrees(replicate=1, shard=2),
+        MeshDegrees(replicate=1, shard=1, context=2),
+        MeshDegrees(replicate=1, shard=1, tensor=2),
+    ):
         for tied in (True, False):
             mesh = build_mesh(degrees, device_type="cpu")
             built = build(change(recipe, model={"tied_embeddings": tied}), world, mesh=mesh)

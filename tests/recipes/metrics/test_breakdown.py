@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from models.sizes import SIZES
-from parallel.config import FSDPConfig, MeshDegrees
+from parallel.config import FSDPConfig
 from parallel.errors import UserError
 from recipes.metrics.breakdown import (
     ATTENTION,
@@ -34,6 +34,7 @@ from recipes.metrics.breakdown import (
 from recipes.metrics.config import ProfileConfig
 from recipes.optimization.config import OptimizerConfig
 from recipes.recipe.schema import Recipe
+from tests.meshes import mesh_degrees
 from tests.processes import run_processes
 from tests.training import change
 
@@ -258,7 +259,7 @@ Recorded = tuple[Path, list[float], list[float]]
 def record(folder: str) -> tuple[list[float], list[float]]:
     """Trace two real steps in this process. Returns seconds by the host's clock: of each step alone, and around it."""
     from parallel.dist import start, stop
-    from parallel.reduce import gradient_norm
+    from parallel.passes import gradient_norm
     from recipes.metrics.clock import RunClock
     from recipes.metrics.profile import StepProfiler
     from recipes.optimization.optimizer import build_optimizer
@@ -364,7 +365,7 @@ def record_meshes(recipe: Recipe, folder: str) -> None:
     world = start("cpu", seed=0)
     for case in CALLS:
         degrees, _, by = case.partition(":")
-        mesh = build_mesh(MeshDegrees(*map(int, degrees.split("."))), device_type="cpu")
+        mesh = build_mesh(mesh_degrees(degrees), device_type="cpu")
         built = build(change(recipe, mesh={"context_by": by or "heads"}), world, mesh=mesh)
         guard = StepGuard(mesh, device=world.device, max_skipped_steps=3, loss_spike_z=0.0)
         clock, config = RunClock(world.device), ProfileConfig(trace_steps=1, after=1)

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.config import MeshDegrees
-from parallel.mesh import AXES
 from recipes.files.exit_codes import POISONED
 from recipes.recipe.schema import Recipe
 from recipes.training import step as step_module  # where a step finds gradient_norm
+from tests.meshes import mesh_degrees
 from tests.processes import run_processes
 from tests.training import change, take_step, training
 
@@ -187,7 +186,7 @@ def bad_and_good_steps(recipe: Recipe) -> dict[str, tuple[list[str], dict[int, f
 
     world, found = start("cpu", seed=0), {}
     for axes in MESHES:
-        degrees = dict(zip(AXES, map(int, axes.split(".")), strict=True))
+        degrees = vars(mesh_degrees(axes))
         with training(change(recipe, mesh=degrees, run={"name": axes}), world) as trainer:
             hashes = []
             for kind in ("", *(kind for one in ON_ONE_RANK for kind in (one, ""))):
@@ -360,7 +359,7 @@ def judge_parts(meshes: list[str], losses: list[float], odd: dict[int, float]) -
 
     world, found = start("cpu", seed=0), []
     for axes in meshes:
-        mesh = build_mesh(MeshDegrees(*map(int, axes.split("."))), device_type="cpu")
+        mesh = build_mesh(mesh_degrees(axes), device_type="cpu")
         guard = StepGuard(mesh, device=world.device, max_skipped_steps=10, loss_spike_z=4.0)
         for step, loss in enumerate(losses):
             whole = odd.get(step, loss) if world.rank == world.size - 1 else loss

@@ -40,6 +40,7 @@ from recipes.plan.tracked import CPU, fake_processes
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from tests.live_bytes import build, tracked_step
+from tests.meshes import mesh_degrees
 
 ROOT = Path(__file__).resolve().parents[3]
 EAGER = ["--run.device=cpu", "--compile.enabled=false", "--fsdp.param_dtype=bfloat16"]
@@ -309,8 +310,10 @@ def random_recipe(choose: random.Random) -> tuple[Recipe, MeshDegrees]:
         tied_embeddings=choose.random() < 0.5,
     )
     micro = choose.choice([1, 2, 8])
-    any_degrees = MeshDegrees(*(choose.choice([1, 2, 4]) for _ in range(4)))
-    degrees = choose.choice([any_degrees, any_degrees, MeshDegrees(1, 1), MeshDegrees(2, 1)])
+    any_degrees = mesh_degrees([choose.choice([1, 2, 4]) for _ in range(4)])
+    degrees = choose.choice(
+        [any_degrees, any_degrees, MeshDegrees(replicate=1, shard=1), MeshDegrees(replicate=2, shard=1)]
+    )
     recipe = Recipe(
         model=model,
         batch=BatchConfig(
@@ -361,8 +364,8 @@ def test_the_peak_alone_is_that_of_all_moments_where_gathered_weights_stay(repli
     recipe, fullest = eager(*DEBUG, *shape, *some, *kinds), set()
     for length in range(512, 2**15, 512):
         longer = replace(recipe, batch=replace(recipe.batch, sequence_length=length))
-        prediction = predict(longer, MeshDegrees(replicas, 1))
-        assert peak(longer, MeshDegrees(replicas, 1)) == prediction.peak, (length, prediction.fullest)
+        prediction = predict(longer, MeshDegrees(replicate=replicas, shard=1))
+        assert peak(longer, MeshDegrees(replicate=replicas, shard=1)) == prediction.peak, (length, prediction.fullest)
         fullest.add(prediction.fullest)
     assert len(fullest) >= 3
 
@@ -489,7 +492,7 @@ def test_a_job_compares_with_the_gpu_that_its_node_has(tmp_path: Path) -> None:
 
 
 def test_a_peak_that_is_more_than_enough_is_said_to_be_more() -> None:
-    recipe, degrees = load(ROOT / "configs/benchmarks/smollm3_3b_8xh100.toml"), MeshDegrees(1, 8)
+    recipe, degrees = load(ROOT / "configs/benchmarks/smollm3_3b_8xh100.toml"), MeshDegrees(replicate=1, shard=8)
     whole = peak(recipe, degrees)
     assert peak(recipe, degrees, enough=whole) == whole
     assert all(share * whole < peak(recipe, degrees, enough=share * whole) <= whole for share in (0.1, 0.5, 0.99))

@@ -43,7 +43,11 @@ HAND = {
 
 
 @pytest.mark.parametrize("model", HAND)
-@pytest.mark.parametrize("degrees", [MeshDegrees(1, 8), MeshDegrees(48, 8), MeshDegrees(1, 384)], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [MeshDegrees(replicate=1, shard=8), MeshDegrees(replicate=48, shard=8), MeshDegrees(replicate=1, shard=384)],
+    ids=str,
+)
 def test_products_and_bytes_of_a_step_are_those_worked_out_by_hand(model: str, degrees: MeshDegrees) -> None:
     layers, shapes = HAND[model]
     found, processes = of(model, degrees), degrees.replicate * degrees.shard
@@ -60,7 +64,7 @@ def test_products_and_bytes_of_a_step_are_those_worked_out_by_hand(model: str, d
 
 
 def test_eight_owners_of_a_3b_model_have_equal_work() -> None:
-    found = of("smollm3_3b", MeshDegrees(1, 8))
+    found = of("smollm3_3b", MeshDegrees(replicate=1, shard=8))
     assert found.busiest == pytest.approx(found.flops / 8, rel=0.001)
     assert found.gathered == pytest.approx(2 * 36 * (2 * 2048**2 + 2 * 512 * 2048 + 3 * 2048 * 11008) / 8, rel=0.02)
 
@@ -72,7 +76,7 @@ def test_matrix_params_are_those_of_all_blocks(model: str) -> None:
 
 
 def test_a_step_with_muon_takes_longer_by_its_products_and_exposed_messages() -> None:
-    recipe, degrees = muon("llama3_8b"), MeshDegrees(1, 8)
+    recipe, degrees = muon("llama3_8b"), MeshDegrees(replicate=1, shard=8)
     adamw = replace(recipe, optimizer=replace(recipe.optimizer, name="adamw"))
     with_muon, without = (step_time(one, degrees, gpu=GPUS["H100"]) for one in (recipe, adamw))
     flops = of("llama3_8b", degrees).busiest

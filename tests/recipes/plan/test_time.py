@@ -19,7 +19,7 @@ H100, H200 = GPUS["H100"], GPUS["H200"]
 BASE = CONFIGS / "benchmarks/smollm3_3b_h100.toml"
 PLAIN = ("--activation_checkpointing.mode", "none", "--activation_checkpointing.blocks", "all")
 ZERO_2 = ("--fsdp.reshard_after_forward", "false")
-ONE = MeshDegrees(1, 1)
+ONE = MeshDegrees(replicate=1, shard=1)
 
 
 def recipe(*words: str) -> Recipe:
@@ -41,7 +41,7 @@ def sent(found: StepTime) -> dict[str, float]:
 
 
 def test_pieces_add_up_to_the_step_and_tokens_per_second_are_per_device() -> None:
-    found = step(*batch(16), degrees=MeshDegrees(1, 8))
+    found = step(*batch(16), degrees=MeshDegrees(replicate=1, shard=8))
     assert found.tokens == 2 * 8192
     assert found.step_seconds == pytest.approx(sum(found.seconds.values()))
     assert found.tokens_per_second == found.tokens / found.step_seconds
@@ -117,14 +117,14 @@ def test_zero_3_gathers_twice_per_micro_batch_and_zero_2_once_per_step() -> None
     rate = RATES.moved * H200.bandwidth
     assert step(*batch(8)).seconds["weights"] == pytest.approx(8 * 6 * (2 * blocks + others) / rate, rel=1e-3)
     assert step(*batch(8), *ZERO_2).seconds["weights"] == pytest.approx(6 * (blocks + others) / rate, rel=1e-3)
-    three, two = (step(*batch(64), *words, degrees=MeshDegrees(1, 8)) for words in ((), ZERO_2))
+    three, two = (step(*batch(64), *words, degrees=MeshDegrees(replicate=1, shard=8)) for words in ((), ZERO_2))
     [[all_three], [all_two]] = (list(sent(found).values()) for found in (three, two))
     assert all_three > 4 * all_two
 
 
 def test_one_process_copies_gradients_in_and_out_of_their_reduction() -> None:
     assert step(*batch(1)).seconds["gradients"] == pytest.approx(
-        (2 + 12) / 8 * step(*batch(8), degrees=MeshDegrees(1, 8)).seconds["gradients"]
+        (2 + 12) / 8 * step(*batch(8), degrees=MeshDegrees(replicate=1, shard=8)).seconds["gradients"]
     )
 
 
@@ -134,14 +134,14 @@ def test_moments_in_bfloat16_and_no_clipping_move_fewer_bytes() -> None:
 
 
 def test_eight_gpus_share_the_optimizer_and_hide_their_messages() -> None:
-    one, eight = step(*batch(8)), step(*batch(64), degrees=MeshDegrees(1, 8))
+    one, eight = step(*batch(8)), step(*batch(64), degrees=MeshDegrees(replicate=1, shard=8))
     assert eight.seconds["optimizer"] == pytest.approx(one.seconds["optimizer"] / 8)
     exposed = eight.seconds["messages: shard, inside nodes"]
     assert 0 < exposed < 0.01 * eight.step_seconds < eight.hidden["messages: shard, inside nodes"]
 
 
 def test_what_hides_messages_is_slowed_by_them() -> None:
-    found = step(*batch(64), degrees=MeshDegrees(1, 8))
+    found = step(*batch(64), degrees=MeshDegrees(replicate=1, shard=8))
     alone = step(*batch(8))
     slower = found.seconds["products"] - alone.seconds["products"]
     assert slower == pytest.approx(RATES.beside * sum(found.hidden.values()))
@@ -149,7 +149,7 @@ def test_what_hides_messages_is_slowed_by_them() -> None:
 
 def test_tensor_parallelism_exposes_messages_that_overlap_tensor_hides_in_part() -> None:
     words = ("--model.name", "llama3_8b", *batch(4, 4))
-    degrees = MeshDegrees(1, 1, 1, 4)
+    degrees = MeshDegrees(replicate=1, shard=1, context=1, tensor=4)
     name = "messages: tensor, inside nodes"
     plain = step(*words, degrees=degrees)
     overlapped = step(*words, "--mesh.overlap_tensor", "true", degrees=degrees)
@@ -160,7 +160,7 @@ def test_tensor_parallelism_exposes_messages_that_overlap_tensor_hides_in_part()
 
 def test_context_parallelism_divides_attention_and_sends_heads_or_keys() -> None:
     words = ("--model.name", "llama3_8b", "--batch.sequence_length", "65536", *batch(1))
-    name, eight = "messages: context, inside nodes", MeshDegrees(1, 1, 8)
+    name, eight = "messages: context, inside nodes", MeshDegrees(replicate=1, shard=1, context=8)
     one, heads, gathered = (
         step(*words),
         *(step(*words, "--mesh.context_by", by, degrees=eight) for by in ("heads", "gather")),
@@ -172,10 +172,10 @@ def test_context_parallelism_divides_attention_and_sends_heads_or_keys() -> None
 def test_a_ring_of_sixteen_thousand_processes_pays_for_its_steps() -> None:
     """Shards inside nodes with replicas between them send more bytes, but in fewer steps."""
     words = ("--model.name", "llama3_70b", "--activation_checkpointing.mode", "full", *batch(16384))
-    flat = step(*words, degrees=MeshDegrees(1, 16384))
-    few = step(*words[:-4], *batch(512), degrees=MeshDegrees(1, 512))
+    flat = step(*words, degrees=MeshDegrees(replicate=1, shard=16384))
+    few = step(*words[:-4], *batch(512), degrees=MeshDegrees(replicate=1, shard=512))
     assert flat.tokens_per_second < 0.8 * few.tokens_per_second
-    assert step(*words, degrees=MeshDegrees(256, 64)).tokens_per_second > flat.tokens_per_second
+    assert step(*words, degrees=MeshDegrees(replicate=256, shard=64)).tokens_per_second > flat.tokens_per_second
 
 
 def test_offloading_is_refused() -> None:
@@ -226,7 +226,10 @@ def test_an_untied_head_that_is_not_excluded_is_in_float8() -> None:
 
 def test_excluded_linears_are_gathered_in_bfloat16() -> None:
     gathered = ("--float8.recipe", "tensorwise", "--float8.all_gather", "true", "--float8.exclude", "lm_head")
-    few, many = (work_of(recipe(*gathered, *names), MeshDegrees(1, 8)) for names in ((), ("attention", "feed_forward")))
+    few, many = (
+        work_of(recipe(*gathered, *names), MeshDegrees(replicate=1, shard=8))
+        for names in ((), ("attention", "feed_forward"))
+    )
     assert (few.gathered, many.gathered) == (1, 2)
 
 

@@ -279,28 +279,13 @@ def test_a_misspelled_size_is_refused_with_the_likeliest_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "key"),
-    [
-        ("[mesh]\npipeline = 2\n", [], "mesh.pipeline = 2 (x.toml)"),
-        ("[mesh]\npp = 2\n", [], "mesh.pp = 2 (x.toml)"),
-        ("[pipeline]\nstages = 2\n", [], "[pipeline] (x.toml)"),
-        ("", ["--mesh.pipeline", "2"], "mesh.pipeline = 2 (command line)"),
-        ("", ["--mesh.pipeline-parallel=2"], "mesh.pipeline_parallel = 2 (command line)"),
-    ],
-)
-def test_pipeline_parallelism_is_refused_by_name_with_the_arithmetic(text: str, arguments: list[str], key: str) -> None:
-    message = refused(MODEL + text, *arguments)
-    assert message.startswith(f"1 problem in x.toml {key}")
-    assert "405 GB per GPU and micro-step" in message and "below about 6 GB/s per GPU" in message
-    assert "beyond 16,000 GPUs" in message and "write shard = -1" in message and "mesh.tensor" in message
-
-
-@pytest.mark.parametrize(
     ("text", "field"),
     [
         ("[mesh]\ntensor_parallel_degree = 2\n", "mesh.tensor"),
         ("[mesh]\ntp = 2\n", "mesh.tensor"),
         ("[mesh]\ncontext_parallel = 2\n", "mesh.context"),
+        ("[mesh]\npp = 2\n", "mesh.pipeline"),
+        ("[mesh]\npipeline_parallel_degree = 2\n", "mesh.pipeline"),
         ("[mesh]\nsequence_parallel = true\n", "mesh.tensor, which includes it, or mesh.context"),
         ("[tensor_parallel]\nsize = 2\n", "mesh.tensor"),
     ],

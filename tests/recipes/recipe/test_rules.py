@@ -1033,11 +1033,11 @@ def test_row_wise_float8_with_tensor_parallelism_is_warned_about() -> None:
     assert not advice(MeshConfig(tensor=2), float8=Float8Config(recipe="tensorwise"))
 
 
-@pytest.mark.parametrize("degrees", [MeshDegrees(1, 1), MeshDegrees(4, 1)])
+@pytest.mark.parametrize("degrees", [MeshDegrees(replicate=1, shard=1), MeshDegrees(replicate=4, shard=1)])
 def test_a_run_that_gathers_no_weights_says_so_of_the_float8_gather(degrees: MeshDegrees) -> None:
     float8 = Float8Config(recipe="tensorwise", all_gather=True)
     [line] = advice(MeshConfig(), float8=float8, degrees=degrees)
     assert line.startswith("note: float8.all_gather = true gathers nothing here")
     assert not advice(MeshConfig(), float8=float8)  # the number of processes is not known yet
-    assert not advice(MeshConfig(), float8=float8, degrees=MeshDegrees(1, 2))
-    assert not advice(MeshConfig(), float8=float8, degrees=MeshDegrees(1, 1, context=2))
+    assert not advice(MeshConfig(), float8=float8, degrees=MeshDegrees(replicate=1, shard=2))
+    assert not advice(MeshConfig(), float8=float8, degrees=MeshDegrees(replicate=1, shard=1, context=2))

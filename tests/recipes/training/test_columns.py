@@ -11,10 +11,8 @@ import torch
 
 from models.loss import IGNORED
 from models.roles import parameters_by_role
-from parallel.config import MeshDegrees
 from parallel.dist import World, start, stop
-from parallel.mesh import build_mesh
-from parallel.reduce import sum_over_group
+from parallel.mesh import build_mesh, sum_over_group
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import to_toml
@@ -23,6 +21,7 @@ from recipes.training.build import build
 from recipes.training.step import train_step
 from tests.build import build_model
 from tests.families import family_config
+from tests.meshes import mesh_degrees
 from tests.processes import run_processes
 from tests.training import SMALL_MODEL, change, train
 
@@ -35,7 +34,7 @@ ROLES = ["embedding", "norms", "attention", "mlp", "head"]
 
 def two_steps(recipe: Recipe, world: World, degrees: str, *, is_logged: bool = True) -> dict[str, Any]:
     """What the second step of two found, as numbers, and the weights after it."""
-    mesh = build_mesh(MeshDegrees(*map(int, degrees.split("."))), device_type="cpu")
+    mesh = build_mesh(mesh_degrees(degrees), device_type="cpu")
     built = build(recipe, world, mesh=mesh)
     guard, clock = StepGuard(mesh, device=world.device, max_skipped_steps=2), RunClock(world.device)
     for step in (1, 2):

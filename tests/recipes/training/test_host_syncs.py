@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.documents import Documents
-from parallel.config import MeshDegrees
 from parallel.dist import World, start, stop
 from parallel.mesh import build_mesh
 from recipes.metrics.clock import RunClock
@@ -30,6 +29,7 @@ from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.schema import Recipe
 from recipes.training import step as steps
 from recipes.training.build import build
+from tests.meshes import mesh_degrees
 from tests.processes import run_processes
 from tests.training import SMALL_MODEL, change, training
 
@@ -187,7 +187,7 @@ BESIDE_ANOTHER = {
 def waits_in_a_step(name: str, mesh: str, fields: dict[str, dict[str, Any]], recipe: Recipe, world: World) -> str:
     """What the host would wait for in the second step, of two micro-batches; "" if nothing."""
     recipe = change(recipe, **fields | {"model": SMALL | fields.get("model", {})})
-    built = build(recipe, world, mesh=build_mesh(MeshDegrees(*map(int, mesh.split("."))), device_type="cpu"))
+    built = build(recipe, world, mesh=build_mesh(mesh_degrees(mesh), device_type="cpu"))
     clock = RunClock(world.device)
     guard = StepGuard(built.mesh, device=world.device, max_skipped_steps=2, loss_spike_z=recipe.run.loss_spike_z)
     tokens = torch.randint(0, recipe.model.vocabulary, (2, 2, 33), generator=torch.Generator().manual_seed(1))

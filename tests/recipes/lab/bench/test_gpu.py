@@ -141,7 +141,7 @@ def test_products_of_a_block_are_compared_together(sweep: Sweep) -> None:
     words = ["--activation_checkpointing.mode", "none", "--activation_checkpointing.blocks", "all"]
     words += ["--batch.global_batch_size", "1", "--batch.micro_batch_size", "1", "--fsdp.reshard_after_forward", "true"]
     recipe = load(CONFIGS / "benchmarks/smollm3_3b_h100.toml", words)
-    step = step_time(recipe, MeshDegrees(1, 1), gpu=GPUS["H200"])
+    step = step_time(recipe, MeshDegrees(replicate=1, shard=1), gpu=GPUS["H200"])
     assert predicted == pytest.approx(1e3 * step.seconds["products"] / 36, rel=0.01)
     assert ratio == pytest.approx(measured / predicted, abs=0.01)
     rows[0] = {**rows[0], "error": "unsupported"}

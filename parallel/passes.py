@@ -1,0 +1,138 @@
+"""The forward and backward passes of a step: micro-batches, one after the other, on a model that one process has whole.
+
+parallel/pipeline.py does the same for a model whose stages several processes have.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.profiler import record_function
+
+from parallel.fsdp import expect_micro_batch, units_of
+from parallel.mesh import Mesh
+
+Batch = tuple[Any, Tensor, Any]
+"""Tokens, targets (rows, length) and documents of a micro-batch."""
+
+
+def backward(loss: Tensor) -> None:
+    """loss.backward(), where a loss that is NaN or infinite makes every gradient NaN, and so the norm of all ranks."""
+    loss.backward(one_or_nan(loss))
+
+
+def one_or_nan(loss: Tensor) -> Tensor:
+    """1 for a finite loss, NaN otherwise: what its gradient begins with."""
+    number = loss.detach()
+    return number - number + 1
+
+
+class Passes:
+    """Computes gradients, and their norm."""
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, *, reshards: bool, has_z_loss: bool, dropout_seed: int | None = None
+    ) -> None:
+        """
+        Args:
+            model: sharded, with its values.
+            mesh: the one that it is sharded over.
+            reshards: whether weights are gathered anew for each micro-batch (ZeRO-3).
+            has_z_loss: whether the model returns two losses, of which the z-loss is the second.
+            dropout_seed: seed of the random numbers that the model draws in a step; None if it draws none.
+        """
+        self.model, self.mesh, self.units = model, mesh, units_of(model)
+        self.reshards, self.has_z_loss, self._dropout_seed = reshards, has_z_loss, dropout_seed
+
+    def run(
+        self, micro_batches: Sequence[Batch], target_tokens: Tensor, *, step: int, progressed: Callable[[], None]
+    ) -> Tensor:
+        """Add up the gradients of all micro-batches. Returns this process's losses / target_tokens, () or (2,).
+
+        Args:
+            micro_batches: this data rank's share of the global batch.
+            target_tokens: the number of targets in the global batch.
+            step: the number of the step, of which dropout depends.
+            progressed: called before each micro-batch.
+        """
+        losses = torch.zeros(2 if self.has_z_loss else (), device=target_tokens.device)
+        for index, (inputs, targets, documents) in enumerate(micro_batches):
+            progressed()
+            expect_micro_batch(self.units, is_last=index == len(micro_batches) - 1, reshards=self.reshards)
+            if self._dropout_seed is not None:
+                seed_random(self._dropout_seed, step, self.mesh.data_rank, index)
+            micro_losses = self.model(inputs, targets, documents=documents) / target_tokens
+            backward(micro_losses.sum() if self.has_z_loss else micro_losses)  # in the last, FSDP sums the gradients
+            losses += micro_losses.detach()
+        return losses
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The L2 norm of the gradients of these parameters of the model, a float32 scalar, on all processes."""
+        return gradient_norm(parameters)
+
+
+def seed_random(*numbers: int) -> None:
+    """Seed what this process draws next, so that a resumed run draws the same without having saved anything."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@record_function("gradient norm")
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The global L2 norm of all gradients, a float32 scalar, equal on all processes.
+
+    One all-reduce for each set of sharded mesh axes: for FSDP one in the shard group, as replicas agree already.
+    """
+    groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = defaultdict(list)
+    for gradient in _gradients(parameters):
+        # Not is_shard(): it is False for the strided shards that FSDP makes of what tensor parallelism has cut.
+        sharded_axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
+        groups[gradient.device_mesh, sharded_axes].append(gradient.to_local())
+    squares = []
+    for (mesh, axes), gradients in groups.items():
+        square = get_total_norm(gradients).float().square()
+        for axis in axes:
+            if mesh.size(axis) > 1:
+                dist.all_reduce(square, group=mesh.get_group(axis))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
+
+
+@record_function("gradient norm")
+def share_gradients_of_copies(parameters: Iterable[nn.Parameter], axis: DeviceMesh) -> None:
+    """Give all processes along the axis the first one's gradients of what each of them holds whole, in place.
+
+    FSDP has summed these in a group of its own for each of them, and NCCL may choose another order in each. Copies that
+    differ by such roundings drift apart (bigscience-workshop/Megatron-DeepSpeed #271, NVIDIA-NeMo/Automodel #3822).
+    """
+    [name] = axis.mesh_dim_names or ("",)
+    copies = []
+    for gradient in _gradients(parameters):
+        names = gradient.device_mesh.mesh_dim_names or ()
+        if gradient.placements[names.index(name)].is_replicate():
+            copies.append(gradient.to_local())
+    together = torch.cat([copy.flatten() for copy in copies])
+    if len(together):  # FSDP leaves some processes no part of small parameters
+        dist.broadcast(together, group=axis.get_group(), group_src=0)
+        parts = together.split([copy.numel() for copy in copies])
+        torch._foreach_copy_(copies, [part.view_as(copy) for part, copy in zip(parts, copies, strict=True)])
+
+
+def clipping_divisor(norm: Tensor, *, max_norm: float) -> Tensor:
+    """What to divide all gradients by, 1 or more, so that their norm is at most `max_norm`. The host does not wait."""
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0)
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[DTensor]:
+    """Every parameter's gradient; after fully_shard all of them are DTensors."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    assert all(isinstance(gradient, DTensor) for gradient in gradients), "gradients of a model that is not sharded"
+    return gradients  # type: ignore[return-value]
