@@ -23,6 +23,7 @@ from recipes.recipe.rules_mesh import advice
 from recipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
+    from parallel.stages import Stages
     from recipes.weights.locate import Weights
 
 
@@ -56,9 +57,12 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
         mesh = build_mesh(degrees, device_type=world.device.type)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
-    model = _plain_model(recipe, None, device_type=world.device.type)
+    stages = _stages(recipe, mesh)
+    own = None if mesh.pipeline is None or stages is None else stages.layers_of(mesh.pipeline.get_local_rank())
+    model = _plain_model(recipe, own, device_type=world.device.type)
     report = [f"blocks: {model.about}"] if recipe.model.by_transformers else []
     report += placement(mesh.degrees, world.nodes)
+    report += [f"pipeline parallelism: {recipe.pipeline.schedule}, {stages}"] if stages else []
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
     report += _attention(recipe, world.device)
     report += advice(recipe.mesh, float8=recipe.float8, degrees=mesh.degrees)
@@ -87,7 +91,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     return Built(
         mesh,
         model,
-        passes=_passes(recipe, model, mesh, reshards=fsdp.reshard_after_forward),
+        passes=_passes(recipe, model, mesh, stages, reshards=fsdp.reshard_after_forward),
         optimizer=optimizer,
         parameters=tuple(model.parameters()),
         roles=_roles(model) if recipe.metrics.grad_norms else {},
@@ -97,9 +101,25 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     )
 
 
-def _passes(recipe: Recipe, model: nn.Module, mesh: Mesh, *, reshards: bool) -> Passes:
-    seed = recipe.run.seed if interface_of(model).draws_random else None
-    return Passes(model, mesh, reshards=reshards, has_z_loss=recipe.optimizer.z_loss > 0, dropout_seed=seed)
+def _stages(recipe: Recipe, mesh: Mesh) -> "Stages | None":
+    """The stages of the model, if the mesh is one of a pipeline."""
+    if mesh.pipeline is None:
+        return None
+    from parallel.stages import stages_of
+
+    degree, length = mesh.pipeline.size(), recipe.batch.sequence_length
+    return stages_of(recipe.model, recipe.pipeline, degree=degree, sequence_length=length)
+
+
+def _passes(recipe: Recipe, model: nn.Module, mesh: Mesh, stages: "Stages | None", *, reshards: bool) -> Passes:
+    options = {"reshards": reshards, "has_z_loss": recipe.optimizer.z_loss > 0}
+    if stages is None:
+        seed = recipe.run.seed if interface_of(model).draws_random else None
+        return Passes(model, mesh, **options, dropout_seed=seed)
+    from parallel.pipeline import Pipeline
+
+    dtype, schedule = getattr(torch, recipe.fsdp.param_dtype), recipe.pipeline.schedule
+    return Pipeline(model, mesh, config=recipe.model, stages=stages, schedule=schedule, dtype=dtype, **options)
 
 
 def _attention(recipe: Recipe, device: torch.device) -> list[str]:
