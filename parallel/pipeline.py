@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from models.config import ModelConfig
 from models.interface import interface_of
 from parallel.dist import all_gather_single
+from parallel.errors import UserError
 from parallel.fsdp import expect_micro_batch
 from parallel.mesh import Mesh, share_timeout, sum_over_group
 from parallel.passes import Batch, Passes, gradient_norm, one_or_nan
@@ -67,7 +68,12 @@ class Pipeline(Passes):
             schedule: as pipeline.schedule in a recipe.
             dtype: that of hidden states.
             reshards, has_z_loss: as of Passes.
+
+        Raises UserError for a schedule that this torch cannot run on this device.
         """
+        if schedule == "zbv" and mesh.devices.device_type == "cpu" and torch.__version__ < "2.12":
+            # It begins with a message from each process to itself, which gloo does not have.
+            raise UserError('pipeline.schedule = "zbv" needs torch 2.12 or later on a CPU; write "interleaved"')
         super().__init__(model, mesh, reshards=reshards, has_z_loss=has_z_loss)
         assert mesh.pipeline is not None
         self._group, self._stages, self._config, self._dtype = mesh.pipeline.get_group(), stages, config, dtype
