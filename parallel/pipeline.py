@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from models.config import ModelConfig
 from models.interface import interface_of
-from parallel.dist import all_gather_single
+from parallel.dist import all_gather_single, wait_for
 from parallel.errors import UserError
 from parallel.fsdp import expect_micro_batch
 from parallel.mesh import Mesh, share_timeout, sum_over_group
@@ -175,22 +175,31 @@ class Pipeline(Passes):
         if layers is not None:
             return self._part(tokens, targets, layers=layers, **options)
         assert not torch.is_grad_enabled(), "run() computes gradients"
-        owners, last = self._stages.owners, len(self._stages.layers) - 1
+        last = len(self._stages.layers) - 1
         result: Tensor | None = None
         for stage in self._own:
             if stage and stage - 1 not in self._own:
                 result = self._hidden(tokens, length=tokens.shape[1])
-                dist.recv(result, group=self._group, group_src=owners[stage - 1])
+                self._move(dist.irecv, result, stage - 1)
             result = self._part(tokens, targets, layers=self._stages.layers[stage], hidden=result, **options)
             if stage != last and stage + 1 not in self._own:
-                dist.send(result.contiguous(), group=self._group, group_dst=owners[stage + 1])
+                self._move(dist.isend, result.contiguous(), stage + 1)
         if targets is not None:
             return cast(Tensor, result) if last in self._own else torch.zeros((), device=tokens.device)
         if last not in self._own:
             result = torch.empty(*tokens.shape, self._config.vocabulary, dtype=self._dtype, device=tokens.device)
         logits = cast(Tensor, result).contiguous()
-        dist.broadcast(logits, group=self._group, group_src=owners[last])
+        dist.broadcast(logits, group=self._group, group_src=self._stages.owners[last])
         return logits
+
+    def _move(self, way: Callable[..., Any], hidden: Tensor, stage: int) -> None:
+        """Send to the process of another stage or receive from it, as torch's schedules do.
+
+        A message by itself would make NCCL set up a communicator for each pair of processes.
+        """
+        message = dist.P2POp(way, hidden, group=self._group, group_peer=self._stages.owners[stage])
+        for work in dist.batch_isend_irecv([message]):
+            wait_for(work)
 
 
 class _Stage(nn.Module):
