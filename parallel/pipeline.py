@@ -56,6 +56,7 @@ class Pipeline(Passes):
         stages: Stages,
         schedule: str,
         dtype: torch.dtype,
+        compiled: bool,
         reshards: bool,
         has_z_loss: bool,
     ) -> None:
@@ -67,6 +68,7 @@ class Pipeline(Passes):
             stages: all of them.
             schedule: as pipeline.schedule in a recipe.
             dtype: that of hidden states.
+            compiled: whether the blocks are compiled when they are first called.
             reshards, has_z_loss: as of Passes.
 
         Raises UserError for a schedule that this torch cannot run on this device.
@@ -83,6 +85,7 @@ class Pipeline(Passes):
         self._tied: nn.Parameter | None = None
         if self.copies is not None:
             self._tied = cast(nn.Parameter, model.get_submodule(cast(str, interface_of(model).embedding)).weight)
+        self._is_cold = compiled
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
         self._micro_batches: Sequence[Batch] = ()
         self._progressed: Callable[[], None] = lambda: None
@@ -103,6 +106,8 @@ class Pipeline(Passes):
         root = self.units[0]
         expect_micro_batch(self.units, is_last=False, reshards=self.reshards)
         root.set_is_last_backward(False)
+        if self._is_cold:
+            self._compile_all_stages()
         numbers = torch.arange(len(micro_batches))
         first = (numbers,) if 0 in self._own else ()
         self._planned().step(*first, target=numbers, return_outputs=False, number=numbers)
@@ -114,6 +119,19 @@ class Pipeline(Passes):
         if self._tied is not None and self.copies is not None:  # of the look-up and of the projection
             sum_over_group(cast(DTensor, self._tied.grad).to_local(), self.copies)
         return self._losses
+
+    def _compile_all_stages(self) -> None:
+        """Call the blocks of all stages at the same time: in a schedule, each would wait for the one before to compile.
+
+        The gradients that this adds are zero.
+        """
+        self._is_cold = False
+        inputs, targets, documents = self._micro_batches[0]
+        for stage in self._own:
+            hidden = torch.ones_like(self._hidden(inputs, length=inputs.shape[1] // self.mesh.degrees.context))
+            given = None if stage == 0 else hidden.requires_grad_()
+            made = self.model(inputs, targets, documents=documents, layers=self._stages.layers[stage], hidden=given)
+            made.backward(torch.zeros_like(made))
 
     def _planned(self) -> Any:
         """torch's schedule for so many micro-batches of this shape; it keeps the memory of all hidden states."""
