@@ -110,7 +110,14 @@ class Pipeline(Passes):
             self._compile_all_stages()
         numbers = torch.arange(len(micro_batches))
         first = (numbers,) if 0 in self._own else ()
-        self._planned().step(*first, target=numbers, return_outputs=False, number=numbers)
+        schedule, cause = self._planned(), None
+        try:
+            schedule.step(*first, target=numbers, return_outputs=False, number=numbers)
+        except RuntimeError as error:
+            if (cause := error.__cause__) is None:
+                raise
+        if cause is not None:  # torch has put another error around that of a stage
+            raise cause
         # Only now, since a process has several stages, and gradients of weights may come after those of hidden states:
         # FSDP reduces in this call what its hooks in the backward passes have not, as torch's own stages let it do.
         expect_micro_batch(self.units, is_last=True, reshards=self.reshards)

@@ -5,6 +5,7 @@ import runpy
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,26 @@ def main(fault: str, ill: int, begin: int) -> None:
             wait = threading.Event().wait
             self.built.model.embedding.register_forward_hook(lambda module, inputs, output: wait() and None)
         return step(self)
+
+    def in_last_block(self: Trainer, work: Callable[[], object], *, backward: bool = False) -> Any:
+        """Do this in the forward or backward pass of the last block that this process has."""
+        if self.step >= begin:
+            block = [*self.built.model.blocks][-1]
+            hook = block.register_full_backward_hook if backward else block.register_forward_hook
+            hook(lambda *_: work() and None)
+        return step(self)
+
+    def stuck_in_backward(self: Trainer) -> Any:
+        return in_last_block(self, threading.Event().wait, backward=True)
+
+    def fails_in_block(self: Trainer) -> Any:
+        return in_last_block(self, fails)
+
+    def fails_in_backward(self: Trainer) -> Any:
+        return in_last_block(self, fails, backward=True)
+
+    def out_of_memory_in_block(self: Trainer) -> Any:
+        return in_last_block(self, out_of_memory_at_start)
 
     def fails(*_: Any, **__: Any) -> Any:
         raise AssertionError("this rank alone")
@@ -134,6 +155,10 @@ def main(fault: str, ill: int, begin: int) -> None:
     elif fault in (
         "stuck",
         "stuck_in_forward",
+        "stuck_in_backward",
+        "fails_in_block",
+        "fails_in_backward",
+        "out_of_memory_in_block",
         "slow_in_work",
         "out_of_memory",
         "out_of_host_memory",

@@ -105,12 +105,14 @@ def slow_processes(
                 yield rank, node.name, best[rank], usual
 
 
-def groups_along(*, context: int, tensor: int, processes: int) -> dict[str, list[range]]:
+def groups_along(*, pipeline: int = 1, context: int, tensor: int, processes: int) -> dict[str, list[range]]:
     """The groups in which activations travel, by axis; none for a mesh that does not fit, which others refuse."""
-    if processes % (context * tensor):
+    if processes % (pipeline * context * tensor):
         return {}
     copies = range(0, processes, context * tensor)
+    between = processes // pipeline  # from a process to the one with the next stage
     axes = {
+        "pipeline": [range(first, processes, between) for first in range(between)],
         "tensor": [range(first, first + tensor) for first in range(0, processes, tensor)],
         "context": [range(c + t, c + t + context * tensor, tensor) for c in copies for t in range(tensor)],
     }

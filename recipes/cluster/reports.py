@@ -40,12 +40,14 @@ class Report:
     """Whether the main thread waits for other processes there, in a collective for example."""
     answers: bool = False
     """Whether it has responded to the alarm."""
+    part: str = ""
+    """Which part of a pipeline it has."""
     beat: int = 0
     """Counts reports, so that no two are equal."""
 
     @property
     def process(self) -> str:
-        return f"rank {self.rank} on {self.node}"
+        return f"rank {self.rank} on {self.node}{self.part}"
 
     @property
     def where(self) -> str:
@@ -112,14 +114,16 @@ def _culprits(reports: Sequence[Report]) -> tuple[list[Report], str]:
 def place_of(thread: int | None) -> tuple[str, bool]:
     """The innermost line of our code that a thread is at, and whether it waits there for other processes."""
     frame = sys._current_frames().get(thread or 0)
-    waits = False
+    waits = computes = False
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(ROOT) and "site-packages" not in file:
             file = file.removeprefix(ROOT)
             if file not in WAITING:
-                return f"{file}:{frame.f_lineno} {frame.f_code.co_name}", waits
+                return f"{file}:{frame.f_lineno} {frame.f_code.co_name}", waits and not computes
             waits = True
+        # A schedule of pipeline stages, which is in torch.distributed, too, computes a backward pass there.
+        computes = computes or (not waits and file.endswith("torch/distributed/pipelining/_backward.py"))
         # Code that torch.compile has generated calls collectives by this name, past the functions of torch.distributed.
         waits = waits or "torch/distributed/" in file or "_c10d_functional" in frame.f_code.co_names
         frame = frame.f_back

@@ -38,6 +38,8 @@ PROBES = 10
 """Most times that links are measured in a run."""
 MOST_NAMED = 16
 """Most processes that are named for each phase, the slowest ones."""
+PRODUCT = 4096
+"""Width of the matrices that a process of a pipeline multiplies on CUDA; that takes a fraction of a millisecond."""
 DATA, COMPUTE, COMMUNICATION = "data", "compute", "communication"
 
 
@@ -102,36 +104,45 @@ class Window:
 class Comparison:
     """Finds slow processes from what all of them tell about their windows, with operators of the tensors' device."""
 
-    def __init__(self, node_of: Callable[[int], str], *, slower: float = SLOWER) -> None:
-        """node_of: rank -> name of its node. slower: a process is slow above this multiple of the median."""
-        self._node_of, self._slower = node_of, slower
+    def __init__(self, node_of: Callable[[int], str], *, slower: float = SLOWER, stages: int = 1) -> None:
+        """
+        Args:
+            node_of: rank -> name of its node.
+            slower: a process is slow above this multiple of the median.
+            stages: of a pipeline. Compute is compared inside each of them, as their work differs; data among all
+                processes, as all stages read. Neighbouring ranks are of one stage.
+        """
+        self._node_of, self._slower, self._stages = node_of, slower, stages
         self._in_a_row: Tensor | int = 0  # logged steps, (processes, phases)
 
     def summary(self, rows: Tensor) -> Tensor:
         """Take in the typical times of a logged step of all processes, (processes, 3), whose windows are full.
 
-        Returns what the host needs, for each phase: the median process's seconds, how many stragglers there are, and
-        the ranks of the slowest of them and their seconds.
+        Returns what the host needs, for each phase: how many stragglers there are, the ranks of the slowest of them,
+        their seconds, and those of the median processes that they are compared with.
         """
         seconds, step = rows[:, :2], rows[:, 2].median()
-        usual = seconds.median(0).values  # of two processes the faster one
+        usual = seconds.median(0).values.expand_as(seconds).clone()  # of two processes the faster one
+        of_stages = usual[:, 1].view(self._stages, -1)
+        of_stages.copy_(seconds[:, 1].reshape_as(of_stages).median(1, keepdim=True).values)
         slow = seconds > self._slower * usual
-        slow[:, 0] &= seconds[:, 0] - usual[0] > MATTERS * step
+        slow[:, 0] &= seconds[:, 0] - usual[:, 0] > MATTERS * step
         self._in_a_row = (self._in_a_row + 1) * slow
         named = self._in_a_row >= IN_A_ROW
         worst = torch.where(named, seconds, -1.0).topk(min(MOST_NAMED, len(rows)), dim=0)  # (named, phases)
-        return torch.cat([usual[None], named.sum(0)[None], worst.indices, worst.values]).t().flatten()
+        medians = usual.gather(0, worst.indices)
+        return torch.cat([named.sum(0)[None], worst.indices, worst.values, medians]).t().flatten()
 
     def read(self, numbers: Sequence[float]) -> tuple[list[Straggler], dict[str, int]]:
         """(the stragglers of the summary by rank, phase -> how many there are)."""
         found: list[Straggler] = []
         counts, half = {}, len(numbers) // 2
         for phase, part in ((DATA, numbers[:half]), (COMPUTE, numbers[half:])):
-            usual, count, *worst = part
-            counts[phase], places = int(count), len(worst) // 2
-            pairs = zip(map(int, worst[:places]), worst[places:], strict=True)
-            slow = sorted((rank, seconds) for rank, seconds in pairs if seconds >= 0)
-            found += [Straggler(rank, self._node_of(rank), phase, seconds, usual) for rank, seconds in slow]
+            count, *worst = part
+            counts[phase], places = int(count), len(worst) // 3
+            named = sorted(zip(worst[:places], worst[places : 2 * places], worst[2 * places :], strict=True))
+            slow = [(int(rank), seconds, usual) for rank, seconds, usual in named if seconds >= 0]
+            found += [Straggler(rank, self._node_of(rank), phase, seconds, usual) for rank, seconds, usual in slow]
         return found, counts
 
 
@@ -180,20 +191,27 @@ class ComputeTime:
     for the output projection of the last micro-batch, which stands for the rest of the step. It is the longest piece
     of a step that no collective interrupts on any mesh: with tensor parallelism the projection's input is gathered
     before it and the loss sums over processes after it, as blocks do in their middle, and an untied head's weight is
-    gathered just before it, too. (A head in tensorwise float8 with tensor parallelism would sum its scales.)
+    gathered just before it, too. (A head in tensorwise float8 with tensor parallelism would sum its scales.) In a
+    pipeline only the last stage has a head, and every process times a product of its own behind the step instead.
     """
 
-    def __init__(self, clock: RunClock, device: torch.device, *, head: nn.Module) -> None:
-        """head: the output projection, as parallelize() has left it."""
-        self._clock, self._cuda = clock, device.type == "cuda"
+    def __init__(self, clock: RunClock, device: torch.device, *, head: nn.Module | None) -> None:
+        """head: the output projection, as parallelize() has left it; None in a pipeline."""
+        self._clock, self._cuda, self._has_head = clock, device.type == "cuda", head is not None
         if self._cuda:
             self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if self._cuda and head is not None:
             around(head, self._begin.record, self._end.record)
 
     def seconds(self) -> float:
         """Seconds of the last step on CUDA, after a wait for the device; else the mean since the last logged step."""
         if not self._cuda:
             return self._clock.worked_per_step()
+        if not self._has_head:
+            values = torch.ones(PRODUCT, PRODUCT, dtype=torch.bfloat16, device="cuda")
+            self._begin.record()
+            values @ values
+            self._end.record()
         torch.cuda.synchronize()
         return self._begin.elapsed_time(self._end) / 1e3
 
@@ -221,12 +239,14 @@ class Stragglers:
     All see the same summary, so they start to measure links together without any further agreement.
     """
 
-    def __init__(self, world: World, clock: RunClock) -> None:
+    def __init__(self, world: World, clock: RunClock, *, stages: int = 1) -> None:
+        """stages: processes of a pipeline group, each of which computes something else; on CUDA all time the same."""
         self._world, self._clock = world, clock
         self._is_cpu = world.device.type == "cpu"
         self._slower = SLOWER_ON_CPUS if self._is_cpu else SLOWER
         self._window = Window()
-        self._comparison = Comparison(world.node_of, slower=self._slower)
+        stages = stages if self._is_cpu else 1
+        self._comparison = Comparison(world.node_of, slower=self._slower, stages=stages)
         self._communication = Communication(is_all=self._is_cpu)
         self._is_warm = False
         self._slow_links, self._probes = list[SlowLink](), 0

@@ -128,6 +128,7 @@ class Watchdog:
             place,
             waits,
             self._ending,
+            self._clock.part,
             next(self._count),
         )
 

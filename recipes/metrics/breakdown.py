@@ -45,7 +45,9 @@ LOSS_SCOPES = re.compile(r"cross_entropy|nll_loss|NllLoss|log_softmax|LogSoftmax
 # The gradient norm (parallel/passes.py) counts as part of the optimizer.
 OPTIMIZER_SCOPES = re.compile(r"^Optimizer\.|^gradient norm$|adamw?_")
 PACKING_SCOPES = re.compile(r"^fsdp::|split_with_sizes_copy|_foreach_copy_|^aten::_chunk_cat")
+BETWEEN_STAGES = "send and receive"
 COLLECTIVES = {
+    BETWEEN_STAGES: re.compile(r"^(c10d::|gloo:)(send|recv)"),
     "all-to-all": re.compile(r"SendRecv|all_?to_?all", re.IGNORECASE),
     "all-gather": re.compile(r"all_?gather", re.IGNORECASE),
     "reduce-scatter": re.compile(r"reduce_?scatter", re.IGNORECASE),
@@ -240,6 +242,8 @@ def _label(name: str, group: str, around: Sequence[str]) -> str:
         around: the enclosing operators, innermost first.
     """
     collective = _collective(name)
+    if collective == BETWEEN_STAGES or (group == "mesh_pipeline" and collective == "all-to-all"):
+        return f"pipeline: {BETWEEN_STAGES}"  # whose kernels NCCL names as those of an all-to-all
     by_fsdp = any(FSDP_SCOPES.search(scope) for scope in around)
     axis = group.removeprefix("mesh_")  # init_device_mesh makes the description of the axis's name
     if not group and (collective == "all-to-all" or any(CONTEXT_SCOPES.search(scope) for scope in around)):

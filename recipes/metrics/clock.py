@@ -29,6 +29,7 @@ class RunClock:
         self.now = START
         self.moved_at = now  # the last progress, by time.monotonic(); the watchdog reads it from another thread
         self.step = 0  # steps completed
+        self.part = ""  # words for the part of a pipeline that this process has; for the watchdog, too
         self.steady = False  # whether a step of this stage is completed, and so the compilation of the first step
         self.seconds: dict[str, float] = defaultdict(float)
         self._device, self._since = device, self.began

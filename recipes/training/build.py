@@ -1,13 +1,14 @@
 """The parallel model of a recipe and its optimizer. The order of the calls is the order of the build."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from models.config import ModelConfig
 from models.decoder import build_model
 from models.interface import interface_of
 from parallel.dist import World, allocator_settings, on_all
@@ -94,7 +95,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         passes=_passes(recipe, model, mesh, stages, reshards=fsdp.reshard_after_forward),
         optimizer=optimizer,
         parameters=tuple(model.parameters()),
-        roles=_roles(model) if recipe.metrics.grad_norms else {},
+        roles=_roles(model, recipe.model if stages else None) if recipe.metrics.grad_norms else {},
         grad_clip=recipe.optimizer.grad_clip,
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
@@ -141,10 +142,15 @@ def _attention(recipe: Recipe, device: torch.device) -> list[str]:
     return lines
 
 
-def _roles(model: nn.Module) -> dict[str, tuple[nn.Parameter, ...]]:
+def _roles(model: nn.Module, whole: ModelConfig | None) -> dict[str, tuple[nn.Parameter, ...]]:
+    """As of Built.roles. whole: the model that this one is a part of; every process has all of its roles, in order."""
     from models.roles import parameters_by_role
 
-    return parameters_by_role(model)
+    own = parameters_by_role(model)
+    if whole is None:
+        return own
+    with torch.device("meta"):
+        return {role: own.get(role, ()) for role in parameters_by_role(build_model(replace(whole, layers=1)))}
 
 
 def _plain_model(recipe: Recipe, layers: Collection[int] | None, *, device_type: str) -> nn.Module:

@@ -80,9 +80,10 @@ class Recorder:
             from recipes.cluster import stragglers
 
             interface = interface_of(model)
-            head = model.get_submodule(cast(str, interface.head or interface.tied_head))
+            name = interface.head or interface.tied_head
+            head = model.get_submodule(name) if name and mesh.pipeline is None else None
             self._compute = stragglers.ComputeTime(clock, world.device, head=head)
-            self._stragglers = stragglers.Stragglers(world, clock)
+            self._stragglers = stragglers.Stragglers(world, clock, stages=mesh.degrees.pipeline)
         self._memory: GpuMemory | HostMemory = HostMemory(world.rank)
         if world.device.type == "cuda":
             from recipes.metrics import memory

@@ -129,5 +129,6 @@ def _preflight(recipe: Recipe, world: World, console: Console) -> None:
     texts = [text for one in recipes for text in (*one.data.sources, *filter(None, one.validation.texts.values()))]
     tokenizes = not all(map(is_prepared, texts))
     cache = Path(recipe.data.cache) if tokenizes else None
-    groups = groups_along(context=recipe.mesh.context, tensor=recipe.mesh.tensor, processes=world.size)
+    mesh = recipe.mesh
+    groups = groups_along(pipeline=mesh.pipeline, context=mesh.context, tensor=mesh.tensor, processes=world.size)
     preflight(recipe.run.folder, world, recipe=to_toml(recipe), cache=cache, groups=groups, log=console.log)

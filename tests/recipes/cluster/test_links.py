@@ -145,6 +145,9 @@ def test_groups_are_those_of_the_mesh() -> None:
     found = groups_along(context=2, tensor=3, processes=12)
     assert [list(group) for group in found["tensor"]] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert [list(group) for group in found["context"]] == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
+    between = groups_along(pipeline=3, context=2, tensor=1, processes=12)["pipeline"]
+    assert [list(group) for group in between] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    assert groups_along(pipeline=5, context=1, tensor=1, processes=12) == {}
     assert groups_along(context=1, tensor=1, processes=12) == groups_along(context=1, tensor=5, processes=12) == {}
 
 

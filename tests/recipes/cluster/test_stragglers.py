@@ -40,6 +40,7 @@ from recipes.metrics.clock import FIRST_STEP, RunClock
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.trainer import Trainer
+from tests.meshes import mesh_degrees
 from tests.processes import run_processes, untimed
 from tests.test_hangs import ill_run
 from tests.training import change, rows, training
@@ -50,9 +51,9 @@ HOSTS = ["a", "a", "b", "b"]
 class Processes:
     """Several processes' windows, and what a host reads of their comparison."""
 
-    def __init__(self, hosts: Sequence[str], *, slower: float = SLOWER) -> None:
+    def __init__(self, hosts: Sequence[str], *, slower: float = SLOWER, stages: int = 1) -> None:
         self.windows = [Window() for _ in hosts]
-        self.comparison = Comparison(hosts.__getitem__, slower=slower)
+        self.comparison = Comparison(hosts.__getitem__, slower=slower, stages=stages)
 
     def add(self, step: float, data: Sequence[float], compute: Sequence[float]) -> list[Straggler]:
         """Take in a logged step: its seconds, and those by rank. Returns the present stragglers."""
@@ -101,6 +102,20 @@ def test_of_two_processes_the_slower_is_named() -> None:
 
 def test_a_slow_process_is_not_named_while_the_time_is_a_small_part_of_the_step() -> None:
     assert not any(names(Processes(HOSTS), [0.001, 0.04, 0.001, 0.001], [0.5, 0.5, 0.6, 0.5], 50))
+
+
+def test_in_a_pipeline_only_processes_of_one_stage_are_compared_for_compute() -> None:
+    work = [0.2, 0.2, 0.2, 0.2, 0.9, 0.9, 0.9, 0.9]
+    assert not any(names(Processes(HOSTS * 2, stages=2), [0.0] * 8, work, 50))
+    work[2] = 0.3
+    processes = Processes(HOSTS * 2, stages=2)
+    assert names(processes, [0.0] * 8, work, 20)[-1] == [(2, COMPUTE)]
+    assert [(one.seconds, one.median) for one in processes.add(1.0, [0.0] * 8, work)] == [(0.3, 0.2)]
+
+
+def test_a_stage_of_one_process_is_compared_for_data_alone() -> None:
+    work = [0.2, 0.9, 0.5, 0.5]
+    assert names(Processes(HOSTS, stages=4), [0.0, 0.0, 0.3, 0.0], work, 20)[-1] == [(2, DATA)]
 
 
 def test_noise_names_no_process() -> None:
@@ -281,7 +296,7 @@ def test_a_run_without_faults_names_no_process(tmp_path: Path, corpus: Path) -> 
 
 WELL, ILL = 20, 18
 """Steps before a process becomes slow, and after."""
-FAULTS = {"2.1.1.2": 1, "1.1.2.2": 2}
+FAULTS = {"2.1.1.2": 1, "1.1.2.2": 2, "2.2.1.1.1": 1}
 """Mesh -> the rank that becomes slow."""
 
 
@@ -289,8 +304,7 @@ def slow_runs(recipe: Recipe) -> None:
     """A run on each mesh, of which one process works at least three times as long from a step on."""
     world, step = start("cpu", seed=0), Trainer._train_step
     for mesh, ill in FAULTS.items():
-        replicate, shard, context, tensor = map(int, mesh.split("."))
-        degrees = {"replicate": replicate, "shard": shard, "context": context, "tensor": tensor}
+        degrees = vars(mesh_degrees(mesh))
         usual: list[float] = []
 
         def work(self: Trainer, usual: list[float] = usual) -> Any:
@@ -314,7 +328,7 @@ def slow_runs(recipe: Recipe) -> None:
 @pytest.fixture(scope="module")
 def slow_rows(small: Recipe) -> dict[str, list[dict[str, Any]]]:
     """Mesh -> its rows of logged steps."""
-    recipe = change(small, run={"steps": WELL + ILL}, batch={"global_batch_size": 2}, checkpoint={"every": 0})
+    recipe = change(small, run={"steps": WELL + ILL}, batch={"global_batch_size": 4}, checkpoint={"every": 0})
     run_processes(4, slow_runs, recipe)
     return {mesh: rows(change(recipe, run={"name": mesh})) for mesh in FAULTS}
 

@@ -179,6 +179,7 @@ def test_communication_on_a_gpu_is_told_apart_by_axis_and_collective() -> None:
         *launched("ncclDevKernel_AllGather_RING_LL", 200, 150, at=15, stream=20, group="mesh_context"),
         *launched("ncclDevKernel_SendRecv", 350, 40, at=30, stream=21, group="mesh_context"),
         *launched("ncclDevKernel_SendRecv", 400, 20, at=32, stream=21, group="mesh_context"),
+        *launched("ncclDevKernel_SendRecv", 430, 20, at=34, stream=23, group="mesh_pipeline"),
         *launched("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 450, 50, at=40, stream=22, group="mesh_tensor"),
         cpu("FSDP::post_backward_reduce (blocks.0)", 50, 30, cat="user_annotation"),
         *launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 500, 5, at=52, stream=22, group="mesh_tensor"),  # norms
@@ -195,6 +196,7 @@ def test_communication_on_a_gpu_is_told_apart_by_axis_and_collective() -> None:
     in_microseconds = {label: (round(1e6 * s), round(1e6 * e), n) for label, (s, e, n) in found.collectives.items()}
     assert in_microseconds == {
         "context: all-to-all": (60, 60, 2),
+        "pipeline: send and receive": (20, 20, 1),
         "replicate: all-reduce": (70, 70, 1),
         "shard: all-gather": (150, 50, 1),
         "shard: reduce-scatter": (50, 50, 1),
