@@ -134,11 +134,16 @@ class Pipeline(Passes):
         """
         self._is_cold = False
         inputs, targets, documents = self._micro_batches[0]
+        made = []
         for stage in self._own:
             hidden = torch.ones_like(self._hidden(inputs, length=inputs.shape[1] // self.mesh.degrees.context))
             given = None if stage == 0 else hidden.requires_grad_()
-            made = self.model(inputs, targets, documents=documents, layers=self._stages.layers[stage], hidden=given)
-            made.backward(torch.zeros_like(made))
+            layers = self._stages.layers[stage]
+            made.append(self.model(inputs, targets, documents=documents, layers=layers, hidden=given))
+        for (
+            one
+        ) in made:  # FSDP looks at all blocks after the first backward pass: their weights must have been gathered
+            one.backward(torch.zeros_like(one))
 
     def _planned(self) -> Any:
         """torch's schedule for so many micro-batches of this shape; it keeps the memory of all hidden states."""
