@@ -12,14 +12,15 @@ from torch.distributed.tensor import DTensor
 from parallel.config import FSDPConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from parallel.fsdp import plain_name, whole
+from parallel.fsdp import plain_name
 from recipes.weights import convert
-from recipes.weights.convert import export_checkpoint, export_model, import_folder, load_weights
+from recipes.weights.convert import export_checkpoint, import_folder, load_weights
 from recipes.weights.description import Description
 from recipes.weights.locate import find_weights
 from tests.build import build_model
 from tests.meshes import mesh_config, on_each_mesh
 from tests.recipes.weights.test_hf_folder import FACTS, SMALL, TOKENIZER, contents, random_tensor, write_random
+from tests.whole import export_model, whole
 
 pytestmark = pytest.mark.slow
 
