@@ -23,7 +23,9 @@ class Trainer:
         self.guard, self.recorder, self.interruption = run.guard, run.recorder, run.interruption
         self.observers, self.tasks = run.observers, run.tasks
         self.stage, self.start, self.first_step = run.stage, run.start, process.clock.step
-        self.check_replicas_every = run.recipe.run.check_replicas_every if run.built.mesh.degrees.have_copies else 0
+        degrees, ties = run.built.mesh.degrees, self.recipe.model.tied_embeddings
+        has_copies = degrees.have_copies or (degrees.pipeline > 1 and ties)  # of the embedding, in the last stage
+        self.check_replicas_every = self.recipe.run.check_replicas_every if has_copies else 0
         self.validation_loss: dict[str, float] = {}
 
     @property
