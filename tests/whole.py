@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel.dist import World, all_gather_single, on_main
+from parallel.fsdp import reshard
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.checkpoint.parameters import write_parameters
@@ -56,6 +57,7 @@ def export_model(
             write_parameters(Path(place), shapes, lambda name: tensors[name], files=files)
             export_checkpoint(Path(place), folder, replace=True, **options)
             return
+        reshard(model)  # an optimizer without state takes a step, but not on what validation has gathered
         config = CheckpointConfig(every=1, keep=1, asynchronous=False)
         checkpoints = Checkpoints(Path(world.messages.from_main(place)), config, files=files, log=lambda line: None)
         checkpoints.save(model, build_optimizer(model, OptimizerConfig()), step=1, progress={"tokens": 0})
