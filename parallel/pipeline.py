@@ -81,7 +81,6 @@ class Pipeline(Passes):
         self._group, self._stages, self._config, self._dtype = mesh.pipeline.get_group(), stages, config, dtype
         self._own, self._kind = stages.of(self._group.rank()), SCHEDULES[schedule]
         self.copies = group_of_copies(mesh, stages) if config.tied_embeddings else None
-        """The processes with the first and the last stage, which both have a tied embedding; None on the others."""
         self._tied: nn.Parameter | None = None
         if self.copies is not None:
             self._tied = cast(nn.Parameter, model.get_submodule(cast(str, interface_of(model).embedding)).weight)
@@ -188,9 +187,13 @@ class Pipeline(Passes):
         loss = mean.sum() if self.has_z_loss else mean
         return loss * one_or_nan(loss)  # torch calls backward() itself
 
+    def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """As of Passes."""
+        return [parameter for parameter in parameters if parameter is not self._tied or 0 in self._own]
+
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """As of Passes, over the parameters of all stages; those given are of this process, or none."""
-        own = [parameter for parameter in parameters if parameter is not self._tied or 0 in self._own]
+        own = self.counted(parameters)
         norm = gradient_norm(own) if own else torch.zeros((), device=self._losses.device)
         norms = norm.new_empty(self._group.size())
         all_gather_single(norms, norm.view(1), group=self._group)  # not a sum, whose order a group may choose
