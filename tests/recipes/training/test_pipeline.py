@@ -42,7 +42,7 @@ def recipe(small: Recipe) -> Recipe:
     return change(
         small,
         run={"steps": 4},
-        model={"layers": 4, "key_value_heads": 4, "vocabulary": 512, "tied_embeddings": False},
+        model={"layers": 4, "key_value_heads": 4, "vocabulary": 512, "tied_embeddings": False, "init_std": 0.2},
         data={"document_mask": True, "validation_fraction": 0.05},
         batch={"global_batch_size": 4, "micro_batch_size": 1},
         optimizer={"z_loss": 1e-3},
@@ -96,7 +96,7 @@ def assert_same(recipes: Sequence[Recipe], processes: int, whole: tuple[list[dic
     assert len(expected) == 6 and "grad_norm/head" in expected[0]
     found = run_processes(processes, samples, recipes)[0]
     for one, sample in zip(recipes, found, strict=True):
-        assert equal(one) == [pytest.approx(row, rel=1e-5) for row in expected], one.run.name
+        assert equal(one) == [pytest.approx(row, rel=1e-4) for row in expected], one.run.name
         assert (sample[0], sample[2]) == (text, answers), one.run.name
         assert sample[1] == pytest.approx(nats, rel=1e-5), one.run.name
 
