@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from models.config import ModelConfig
 from models.interface import interface_of
-from parallel.dist import all_gather_single
+from parallel.dist import all_gather_single, wait_for
+from parallel.errors import UserError
 from parallel.fsdp import expect_micro_batch
 from parallel.mesh import Mesh, share_timeout, sum_over_group
 from parallel.passes import Batch, Passes, gradient_norm, one_or_nan
@@ -55,6 +56,7 @@ class Pipeline(Passes):
         stages: Stages,
         schedule: str,
         dtype: torch.dtype,
+        compiled: bool,
         reshards: bool,
         has_z_loss: bool,
     ) -> None:
@@ -66,8 +68,14 @@ class Pipeline(Passes):
             stages: all of them.
             schedule: as pipeline.schedule in a recipe.
             dtype: that of hidden states.
+            compiled: whether the blocks are compiled when they are first called.
             reshards, has_z_loss: as of Passes.
+
+        Raises UserError for a schedule that this torch cannot run on this device.
         """
+        if schedule == "zbv" and mesh.devices.device_type == "cpu" and torch.__version__ < "2.12":
+            # It begins with a message from each process to itself, which gloo does not have.
+            raise UserError('pipeline.schedule = "zbv" needs torch 2.12 or later on a CPU; write "interleaved"')
         super().__init__(model, mesh, reshards=reshards, has_z_loss=has_z_loss)
         assert mesh.pipeline is not None
         self._group, self._stages, self._config, self._dtype = mesh.pipeline.get_group(), stages, config, dtype
@@ -77,6 +85,7 @@ class Pipeline(Passes):
         self._tied: nn.Parameter | None = None
         if self.copies is not None:
             self._tied = cast(nn.Parameter, model.get_submodule(cast(str, interface_of(model).embedding)).weight)
+        self._is_cold = compiled
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
         self._micro_batches: Sequence[Batch] = ()
         self._progressed: Callable[[], None] = lambda: None
@@ -97,6 +106,8 @@ class Pipeline(Passes):
         root = self.units[0]
         expect_micro_batch(self.units, is_last=False, reshards=self.reshards)
         root.set_is_last_backward(False)
+        if self._is_cold:
+            self._compile_all_stages()
         numbers = torch.arange(len(micro_batches))
         first = (numbers,) if 0 in self._own else ()
         schedule, cause = self._planned(), None
@@ -115,6 +126,19 @@ class Pipeline(Passes):
         if self._tied is not None and self.copies is not None:  # of the look-up and of the projection
             sum_over_group(cast(DTensor, self._tied.grad).to_local(), self.copies)
         return self._losses
+
+    def _compile_all_stages(self) -> None:
+        """Call the blocks of all stages at the same time: in a schedule, each would wait for the one before to compile.
+
+        The gradients that this adds are zero.
+        """
+        self._is_cold = False
+        inputs, targets, documents = self._micro_batches[0]
+        for stage in self._own:
+            hidden = torch.ones_like(self._hidden(inputs, length=inputs.shape[1] // self.mesh.degrees.context))
+            given = None if stage == 0 else hidden.requires_grad_()
+            made = self.model(inputs, targets, documents=documents, layers=self._stages.layers[stage], hidden=given)
+            made.backward(torch.zeros_like(made))
 
     def _planned(self) -> Any:
         """torch's schedule for so many micro-batches of this shape; it keeps the memory of all hidden states."""
@@ -176,22 +200,31 @@ class Pipeline(Passes):
         if layers is not None:
             return self._part(tokens, targets, layers=layers, **options)
         assert not torch.is_grad_enabled(), "run() computes gradients"
-        owners, last = self._stages.owners, len(self._stages.layers) - 1
+        last = len(self._stages.layers) - 1
         result: Tensor | None = None
         for stage in self._own:
             if stage and stage - 1 not in self._own:
                 result = self._hidden(tokens, length=tokens.shape[1])
-                dist.recv(result, group=self._group, group_src=owners[stage - 1])
+                self._move(dist.irecv, result, stage - 1)
             result = self._part(tokens, targets, layers=self._stages.layers[stage], hidden=result, **options)
             if stage != last and stage + 1 not in self._own:
-                dist.send(result.contiguous(), group=self._group, group_dst=owners[stage + 1])
+                self._move(dist.isend, result.contiguous(), stage + 1)
         if targets is not None:
             return cast(Tensor, result) if last in self._own else torch.zeros((), device=tokens.device)
         if last not in self._own:
             result = torch.empty(*tokens.shape, self._config.vocabulary, dtype=self._dtype, device=tokens.device)
         logits = cast(Tensor, result).contiguous()
-        dist.broadcast(logits, group=self._group, group_src=owners[last])
+        dist.broadcast(logits, group=self._group, group_src=self._stages.owners[last])
         return logits
+
+    def _move(self, way: Callable[..., Any], hidden: Tensor, stage: int) -> None:
+        """Send to the process of another stage or receive from it, as torch's schedules do.
+
+        A message by itself would make NCCL set up a communicator for each pair of processes.
+        """
+        message = dist.P2POp(way, hidden, group=self._group, group_peer=self._stages.owners[stage])
+        for work in dist.batch_isend_irecv([message]):
+            wait_for(work)
 
 
 class _Stage(nn.Module):

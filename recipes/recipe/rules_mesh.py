@@ -5,14 +5,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from models.config import LINEARS, LINEARS_IN, ModelConfig
-from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
+from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees, PipelineConfig
 from parallel.errors import UserError, listed
 from parallel.nodes import Node, require_like_nodes, require_neighbours
 from recipes.data.config import BatchConfig
 from recipes.recipe.fields import Problem, Violation, refusal
 
 
-def require_fits_world(mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[Node]) -> None:
+def require_fits_world(
+    mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[Node], pipeline: PipelineConfig | None = None
+) -> None:
     """Raises one UserError with everything about the layout that does not fit the processes of these nodes."""
     if mesh.shard == "node":
         require_like_nodes(nodes)
@@ -23,6 +25,10 @@ def require_fits_world(mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[
         *tensor_groups_fit_nodes(mesh, nodes=nodes),
         *batch_divides(batch, mesh=mesh, processes=processes, nodes=len(nodes)),
     ]
+    if pipeline is not None and mesh.pipeline > 1:
+        from recipes.recipe.rules_pipeline import enough_micro_batches
+
+        found += enough_micro_batches(pipeline, mesh=mesh, batch=batch, processes=processes, nodes=len(nodes))
     if found:
         problems = [Problem(key, message) for key, message in found]
         raise refusal(problems, where=f"the recipe on {processes} processes")

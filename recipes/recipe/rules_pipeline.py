@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from parallel.config import PipelineConfig
+from parallel.config import MeshConfig, PipelineConfig
 from parallel.errors import UserError, listed
+from recipes.data.config import BatchConfig
 from recipes.recipe.fields import Violation
 from recipes.recipe.rules_mesh import fitted_mesh
 from recipes.recipe.schema import Recipe
@@ -21,7 +22,8 @@ def stages_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None) 
         yield from found
         return
     yield from backward_can_split(recipe)
-    yield from enough_micro_batches(recipe, processes=processes, nodes=nodes)
+    world = {"processes": processes, "nodes": nodes}
+    yield from enough_micro_batches(recipe.pipeline, mesh=recipe.mesh, batch=recipe.batch, **world)
     if recipe.float8.sample_every:
         yield "float8.sample_every", "does not work with mesh.pipeline > 1 yet; write 0"
 
@@ -61,11 +63,13 @@ def backward_can_split(recipe: Recipe) -> Iterator[Violation]:
         yield "compile.enabled", f"{name} cannot split the backward pass of compiled blocks; write false, {remedy}"
 
 
-def enough_micro_batches(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
+def enough_micro_batches(
+    pipeline: PipelineConfig, *, mesh: MeshConfig, batch: BatchConfig, processes: int | None, nodes: int | None
+) -> Iterator[Violation]:
     """Every stage has something to do, and interleaved schedules have equal rounds of micro-batches."""
-    batch, degree = recipe.batch, recipe.mesh.pipeline
+    degree, schedule = mesh.pipeline, pipeline.schedule
     try:
-        share = fitted_mesh(recipe.mesh, processes, nodes).data_parallel * batch.micro_batch_size
+        share = fitted_mesh(mesh, processes, nodes).data_parallel * batch.micro_batch_size
     except UserError:  # mesh_fits reports it
         return
     if batch.global_batch_size % share:  # batch_divides reports it
@@ -74,7 +78,7 @@ def enough_micro_batches(recipe: Recipe, *, processes: int | None, nodes: int | 
     key, has = "batch.global_batch_size", f"is {count} micro-batches for each data-parallel process"
     if count < degree:
         yield key, f"{has}, but mesh.pipeline {degree} needs {degree} or more; write {degree * share} or more"
-    elif recipe.pipeline.schedule.startswith("interleaved") and count % (count // degree):
+    elif schedule.startswith("interleaved") and count % (count // degree):
         sizes = [number * share for number in (count // degree * degree, (count // degree + 1) * degree)]
-        rule = f'{has}, which "{recipe.pipeline.schedule}" cannot divide into {count // degree} equal rounds'
+        rule = f'{has}, which "{schedule}" cannot divide into {count // degree} equal rounds'
         yield key, f"{rule}; write {listed(sizes, last='or')}"

@@ -119,8 +119,16 @@ def _passes(recipe: Recipe, model: nn.Module, mesh: Mesh, stages: "Stages | None
         return Passes(model, mesh, **options, dropout_seed=seed)
     from parallel.pipeline import Pipeline
 
-    dtype, schedule = getattr(torch, recipe.fsdp.param_dtype), recipe.pipeline.schedule
-    return Pipeline(model, mesh, config=recipe.model, stages=stages, schedule=schedule, dtype=dtype, **options)
+    return Pipeline(
+        model,
+        mesh,
+        config=recipe.model,
+        stages=stages,
+        schedule=recipe.pipeline.schedule,
+        dtype=getattr(torch, recipe.fsdp.param_dtype),
+        compiled=recipe.compile.enabled,
+        **options,
+    )
 
 
 def _attention(recipe: Recipe, device: torch.device) -> list[str]:

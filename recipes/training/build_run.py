@@ -97,7 +97,7 @@ def build_run(loaded: LoadedRecipe, process: Process, *, after: Kept | None = No
             where = f"the checkpoint of step {after.step}, the end of a stage, is damaged"
             raise TemporaryError(f"{where}; the same command resumes from step {older.step}") from None
     for stage in stages_of(recipe):
-        require_fits_world(stage.recipe.mesh, stage.recipe.batch, nodes=world.nodes)
+        require_fits_world(stage.recipe.mesh, stage.recipe.batch, nodes=world.nodes, pipeline=stage.recipe.pipeline)
     on_main_first(world, lambda: check_output_folder(recipe))
     lock = FolderLock()  # held for as long as this process lives
     begin = on_main(world, lambda: _find_beginning(loaded, lock, console))

@@ -176,7 +176,7 @@ def _fits(recipe: Recipe, world: World) -> bool:
     mesh, batch, float8 = recipe.mesh, recipe.batch, recipe.float8
     known = {"processes": world.size, "nodes": len(world.nodes)}
     try:
-        require_fits_world(mesh, batch, nodes=world.nodes)
+        require_fits_world(mesh, batch, nodes=world.nodes, pipeline=recipe.pipeline)
     except UserError:
         return False
     found = mesh_divides_model(mesh, model=recipe.model, batch=batch, float8=float8, **known)

@@ -21,7 +21,7 @@ from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.state_check import named_state, require_sound
 from recipes.files.layout import METRICS
-from recipes.lab.bench.peers import KINDS, peers, table
+from recipes.lab.bench.peers import KINDS, STAGES, peers, table
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
@@ -38,8 +38,8 @@ ROOT = CONFIGS.parent
 DEBUG = CONFIGS / "smollm3_debug.toml"
 WINDOW = 10
 """Steps between two logged ones, and of one time of the bare loop."""
-PARTS = ("loop", "peers", "ddp", "starts")
-PEERS = {"peers": 1, "ddp": 2}
+PARTS = ("loop", "peers", "ddp", "pipeline", "starts")
+PEERS = {"peers": 1, "ddp": 2, "pipeline": 2}
 """Parts that compare with other loops, and their processes."""
 SUMMARY = ("ours", "barest", "ratio", "replica_check", "replica_check_share", "starts")
 CHECKS = 5
@@ -84,7 +84,11 @@ def _measure(options: argparse.Namespace, overrides: list[str], found: dict[str,
         found |= loops(overrides, rounds=options.rounds, steps=options.steps)
     for name, processes in PEERS.items():
         for kind in options.kinds if name in options.parts else ():
-            measured = peers([kind], overrides, processes=processes, windows=options.windows, steps=1)
+            others = [*STAGES] if name == "pipeline" else None
+            few = ["--batch.micro_batch_size", "1"] if others else []  # whole micro-batches are on their way
+            measured = peers(
+                [kind], [*few, *overrides], processes=processes, windows=options.windows, steps=1, others=others
+            )
             found[name] = found.get(name, {}) | measured
     if "starts" in options.parts:
         found["starts"] = starts(overrides)

@@ -52,6 +52,8 @@ SHAPE = {
 }
 OURS, SHARDED, PLAIN, DDP = "ours", "ours, sharded", "plain loop", "DDP"
 """Ours is replicated on two processes, as DDP is."""
+STAGES = {"ours, 1f1b": "1f1b", "ours, interleaved": "interleaved"}
+"""Ours in a pipeline, by schedule."""
 TRAINER = "transformers' Trainer"
 Loop = Callable[[], float]
 """Takes one optimizer step; returns its loss."""
@@ -59,10 +61,21 @@ Times = dict[str, list[float]]
 """Seconds per step of each window, by loop."""
 
 
-def peers(kinds: Sequence[str], overrides: list[str], *, processes: int, windows: int, steps: int) -> dict[str, Any]:
-    """Kind -> loop -> median seconds per step, median of the ratio to ours, its median_interval(), all windows."""
+def peers(
+    kinds: Sequence[str],
+    overrides: list[str],
+    *,
+    processes: int,
+    windows: int,
+    steps: int,
+    others: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Kind -> loop -> median seconds per step, median of the ratio to ours, its median_interval(), all windows.
+
+    others: the loops beside ours; None = those of other programs.
+    """
     recipe(kinds[0], overrides)  # an error in them is raised here, once
-    names = [OURS, *((PLAIN, TRAINER) if processes == 1 else (SHARDED, DDP))]
+    names = [OURS, *(others or ((PLAIN, TRAINER) if processes == 1 else (SHARDED, DDP)))]
     if missing_for_trainer():
         names = [name for name in names if name != TRAINER]
     found = {}
@@ -137,7 +150,11 @@ def _work(turns: Turns, rank: int, processes: int, *, name: str, kind: str, over
     batch = _batch(ours, rank, processes)
     if name == TRAINER:
         return _trainer(ours, batch, turns, steps=steps)
-    if name in (OURS, SHARDED):
+    if schedule := STAGES.get(name):
+        config = replace(ours.pipeline, schedule=cast(Any, schedule))
+        stages = replace(ours, mesh=MeshConfig(shard=1, pipeline=processes), pipeline=config)
+        step = _ours(stages, start("cpu", seed=0), _batch(ours, 0, 1))
+    elif name in (OURS, SHARDED):
         mesh = ours.mesh if name == SHARDED else MeshConfig(replicate=processes, shard=1)
         step = _ours(replace(ours, mesh=mesh), start("cpu", seed=0), batch)
     elif name == PLAIN:
