@@ -182,7 +182,8 @@ class Decoder(nn.Module):
         if positions is None and documents is not None:
             positions = documents.positions  # (B, T)
         elif positions is None:
-            first = 0 if cache is None else cache.length
+            # The last layer that this part has is also the last one that these tokens reach.
+            first = 0 if cache is None else cache.layers[self.layers[-1]].length
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)  # (T,)
         cos, sin = rope_tables(self.config, positions)  # (T, H/2) or (B, T, H/2)
         x = cast(nn.Embedding, self.embedding)(tokens) if hidden is None else hidden  # (B, T, D)

@@ -96,10 +96,10 @@ def test_a_run_continues_after_all_its_processes_were_stopped_and_continued(star
     assert code == 128 + signal.SIGTERM and "HUNG" not in err, err
 
 
-def ill_run(folder: Path, corpus: Path, fault: str, *overrides: str) -> tuple[int, str]:
-    """Exit code and standard error of a run of two processes with a fault on rank 1 from step 6 on."""
+def ill_run(folder: Path, corpus: Path, fault: str, *overrides: str, ill: int = 1) -> tuple[int, str]:
+    """Exit code and standard error of a run of two processes with a fault on one rank from step 6 on."""
     launcher = ["scripts/launch.py", "--standalone", "--nproc-per-node=2"]
-    train = [ROOT / "tests/ill_train.py", fault, "1", "5", *arguments(folder, corpus, "ill", *overrides)]
+    train = [ROOT / "tests/ill_train.py", fault, str(ill), "5", *arguments(folder, corpus, "ill", *overrides)]
     code, _, err = run_command(*launcher, *train, env=plain_environment())
     return code, err
 
@@ -126,6 +126,54 @@ def test_a_process_stuck_inside_the_model_is_named_and_not_its_neighbour(tmp_pat
     assert (
         f"  1 of 2 processes wait for it, rank 0 on {platform.node()} in phase step of step 6, at parallel/ten" in err
     )
+
+
+PIPELINE = ("--mesh.pipeline", "2", "--checkpoint.every", "0")
+
+
+@pytest.mark.parametrize("ill", [0, 1])
+def test_a_frozen_stage_is_named_with_its_place_in_the_pipeline(ill: int, start: Callable[..., Started]) -> None:
+    run = start(*SHORT, *PIPELINE, "--run.steps", "100000")
+    run.read_until("step      2/")
+    [frozen] = [process for process in run.workers() if rank_of_fork(process) == ill]
+    os.kill(frozen, signal.SIGSTOP)
+    code, _, err = run.end()
+    assert code == HUNG, err
+    assert "does not answer; the process is frozen or its node is gone:\n" in err
+    assert f"  rank {ill} on {platform.node()} (place {ill + 1} of 2 in its pipeline): last seen in phase " in err
+    assert f"wait for it, rank {1 - ill} on {platform.node()} (place {2 - ill} of 2 in its pipeline) in phase " in err
+
+
+@pytest.mark.parametrize("ill", [0, 1])
+def test_a_stage_stuck_in_a_backward_pass_is_named_and_not_the_one_that_waits_for_it(
+    ill: int, tmp_path: Path, corpus: Path
+) -> None:
+    code, err = ill_run(tmp_path, corpus, "stuck_in_backward", *SHORT, *PIPELINE, ill=ill)
+    assert code == HUNG, err
+    assert "busy on its own while others wait for it:\n" in err
+    assert f"  rank {ill} on {platform.node()} (place {ill + 1} of 2 in its pipeline): phase step of step 6" in err
+    assert f"  1 of 2 processes wait for it, rank {1 - ill} on " in err and "at parallel/pipeline.py:" in err
+
+
+@pytest.mark.parametrize(
+    ("fault", "ill", "expected", "said"),
+    [
+        ("fails_in_block", 0, FAILED, "AssertionError: this rank alone"),
+        ("fails_in_backward", 1, FAILED, "AssertionError: this rank alone"),
+        ("out_of_memory_in_block", 1, OUT_OF_MEMORY, "OUT OF MEMORY: the host of rank 1 on "),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_an_error_of_one_stage_ends_all_with_its_own_traceback_alone(
+    fault: str, ill: int, expected: int, said: str, schedule: str, tmp_path: Path, corpus: Path
+) -> None:
+    """torch puts errors of its own around it, and would print the whole schedule."""
+    stages = ("--pipeline.schedule", schedule, "--pipeline.stages_per_rank", "2" if schedule == "zbv" else "1")
+    options = (*PIPELINE, *stages, "--model.layers", "4", "--fsdp.reshard_after_forward", "false")
+    code, err = ill_run(tmp_path, corpus, fault, *options, ill=ill)
+    assert code == expected and said in err and "HUNG" not in err, err
+    assert "direct cause" not in err and "failed to run" not in err.lower() and "chedule:" not in err, err
+    assert err.count("Traceback") == (expected == FAILED)
 
 
 def test_an_error_in_the_validation_of_one_rank_ends_all_of_a_tensor_group(tmp_path: Path, corpus: Path) -> None:
