@@ -156,7 +156,7 @@ class Pipeline(Passes):
                 made = torch.zeros_like(self._losses).requires_grad_() if stage == last else hidden
                 part = _Stage(self.model, partial(self._forward_stage, stage))
                 stages.append(
-                    PipelineStage(
+                    _PlannedStage(
                         part, stage, last + 1, tokens.device, input_args=given, output_args=made, group=self._group
                     )
                 )
@@ -245,6 +245,17 @@ class _Stage(nn.Module):
     def forward(self, hidden: Tensor, number: Tensor) -> Tensor:
         """hidden: (B, P, D), or anything for the first stage; number: (1,), of the micro-batch."""
         return self._forward_of_stage(hidden, number)
+
+
+class _PlannedStage(PipelineStage):
+    """Adds up the gradients of weights of each micro-batch in float32, where they are computed apart.
+
+    FSDP does so in the hooks of a backward pass, and in this call; torch would add up several in their own precision.
+    """
+
+    def backward_weight_one_chunk(self, *arguments: Any, **options: Any) -> None:
+        super().backward_weight_one_chunk(*arguments, **options)
+        cast(Any, self.submod).model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def group_of_copies(mesh: Mesh, stages: Stages) -> ProcessGroup | None:

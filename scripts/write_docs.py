@@ -261,11 +261,12 @@ def with_plans(text: str) -> str:
 
 
 COLUMNS = ("tensor", "context by heads", "context by gather", "tensor x context", "with shard", "with replicate")
+COLUMNS += ("pipeline", "pipeline with shard or replicate", "pipeline with tensor or context")
 
 
 def _combinations() -> str:
     """What each feature was tested with, as a table: rows are features, columns are axes."""
-    cases = [case for of_processes in combinations.CASES.values() for case in of_processes]
+    cases = [case for some in (combinations.CASES, combinations.PIPELINES) for of in some.values() for case in of]
     rows = [(feature, *(_cell(feature, column, cases) for column in COLUMNS)) for feature in combinations.FEATURES]
     lines = markdown_table(("", *COLUMNS), rows, align="l" * (len(COLUMNS) + 1))
     meshes = {case.partition(":")[0] for case in cases}
@@ -285,18 +286,21 @@ def _cell(feature: str, column: str, cases: list[str]) -> str:
     needed = {*combinations.FEATURES[feature]}
     matching = [case for case in cases if needed <= combinations.features_of(case) and column in _columns(case)]
     if not matching:
-        return "-"
+        return "" if needed <= combinations.OF_STAGES and "pipeline" not in column else "-"
     best = min(combinations.limits_of(case) for case in matching)
     return "exact" if best == combinations.FLOAT32 else f"{best.gradient:.0%}"
 
 
 def _columns(case: str) -> set[str]:
     """The columns that a case counts in."""
-    replicate, shard, context, tensor = combinations.degrees_of(case)
+    *pipeline, replicate, shard, context, tensor = combinations.degrees_of(case)
     by = "gather" if "gather" in combinations.options_of(case) else "heads"
     inner = {(False, True): "tensor", (True, False): f"context by {by}", (True, True): "tensor x context"}
     outer = {"with shard": shard, "with replicate": replicate}
-    return {inner[context > 1, tensor > 1], *(column for column, degree in outer.items() if degree > 1)}
+    if not pipeline:
+        return {inner[context > 1, tensor > 1], *(column for column, degree in outer.items() if degree > 1)}
+    wide = {COLUMNS[7]: replicate * shard > 1, COLUMNS[8]: context * tensor > 1}
+    return {column for column, is_wide in wide.items() if is_wide} or {COLUMNS[6]}
 
 
 if __name__ == "__main__":
