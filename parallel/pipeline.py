@@ -178,6 +178,7 @@ class Pipeline(Passes):
         inputs, targets, documents = self._micro_batches[int(number)]
         given = None if stage == 0 else hidden
         made: Tensor = self.model(inputs, targets, documents=documents, layers=self._stages.layers[stage], hidden=given)
+        made.register_hook(lambda gradient: self._progressed())  # a stage may have only backward passes left
         return made
 
     def _loss(self, losses: Tensor, number: Tensor) -> Tensor:

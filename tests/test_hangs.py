@@ -173,7 +173,7 @@ def test_an_error_of_one_stage_ends_all_with_its_own_traceback_alone(
     code, err = ill_run(tmp_path, corpus, fault, *options, ill=ill)
     assert code == expected and said in err and "HUNG" not in err, err
     assert "direct cause" not in err and "failed to run" not in err.lower() and "chedule:" not in err, err
-    assert err.count("Traceback") == (expected == FAILED)
+    assert err.count(f"[rank{ill}]: Traceback") == (expected == FAILED)
 
 
 def test_an_error_in_the_validation_of_one_rank_ends_all_of_a_tensor_group(tmp_path: Path, corpus: Path) -> None:

@@ -144,7 +144,8 @@ def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
     if later := modes[modes.index(checkpointing.mode) + 1 :]:
         yield "activation_checkpointing.mode", later[0], "recomputes activations in the backward pass"
     degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
-    if not fsdp.reshard_after_forward and Sizes(recipe, degrees).gathered_block:  # else shards themselves compute
+    splits = degrees.pipeline > 1 and recipe.pipeline.splits_backward  # which needs gathered weights
+    if not (fsdp.reshard_after_forward or splits) and Sizes(recipe, degrees).gathered_block:  # else shards compute
         yield "fsdp.reshard_after_forward", True, "frees the gathered weights after the forward pass"
     if fsdp.prefetch > 1:
         yield "fsdp.prefetch", 1, "gathers the weights of fewer blocks ahead"

@@ -149,6 +149,27 @@ def test_parts_of_sequences_and_matrices_are_named_if_processes_can_share_them()
     assert [key for key, *_ in remedies(recipe, world("cuda", 2)) if key.startswith("mesh")] == ["mesh.context"]
 
 
+def test_remedies_for_a_pipeline_are_those_that_its_schedule_can_run() -> None:
+    """A backward pass that is split needs whole weights, and 7 micro-batches can be interleaved, but not 14."""
+    recipe = change(
+        load(DEBUG),
+        mesh={"pipeline": 2},
+        model={"layers": 8},
+        pipeline={"schedule": "zbv", "stages_per_rank": 2},
+        fsdp={"reshard_after_forward": False},
+    )
+    found = [key for key, _, _ in remedies(recipe, world("cuda", 4))]
+    assert "batch.micro_batch_size" in found and "fsdp.reshard_after_forward" not in found
+    recipe = change(
+        recipe,
+        mesh={"pipeline": 4},
+        pipeline={"schedule": "interleaved"},
+        batch={"global_batch_size": 14, "micro_batch_size": 2},
+    )
+    found = [key for key, _, _ in remedies(recipe, world("cuda", 4))]
+    assert found and "batch.micro_batch_size" not in found
+
+
 def test_before_the_first_step_only_what_shrinks_the_state_is_named() -> None:
     lines = _advice(
         change(load(DEBUG), mesh={"replicate": 2, "shard": 2}), world("cuda", 4), on_host=False, started=False

@@ -109,6 +109,23 @@ def test_stages_on_several_processes_log_validate_and_sample_as_one_process(reci
     assert_same([named(recipe, mesh) for mesh in ON_FOUR], 4, whole)
 
 
+def progress_of_a_step(recipe: Recipe) -> int:
+    """How many times it is reported."""
+    world = start("cpu", seed=0)
+    with training(recipe, world) as trainer:
+        moved: list[int] = []
+        trainer.clock.progressed = lambda: moved.append(1)
+        trainer._train_step()
+    stop()
+    return len(moved)
+
+
+def test_forward_and_backward_passes_of_each_micro_batch_are_progress(recipe: Recipe) -> None:
+    """With "gpipe", a stage computes the backward passes of all micro-batches after its last forward pass."""
+    gpipe = change(named(recipe, "2.1.1.1.1", name="progress"), pipeline={"schedule": "gpipe"})
+    assert run_processes(2, progress_of_a_step, gpipe) == [2 * 4] * 2
+
+
 # Bad steps
 
 
