@@ -23,8 +23,7 @@ class Trainer:
         self.guard, self.recorder, self.interruption = run.guard, run.recorder, run.interruption
         self.observers, self.tasks = run.observers, run.tasks
         self.stage, self.start, self.first_step = run.stage, run.start, process.clock.step
-        degrees, ties = run.built.mesh.degrees, self.recipe.model.tied_embeddings
-        has_copies = degrees.have_copies or (degrees.pipeline > 1 and ties)  # of the embedding, in the last stage
+        has_copies = self.built.mesh.degrees.have_copies(tied=self.recipe.model.tied_embeddings)
         self.check_replicas_every = self.recipe.run.check_replicas_every if has_copies else 0
         self.validation_loss: dict[str, float] = {}
 
@@ -164,8 +163,7 @@ class Trainer:
         if recipe.validation.sample_tokens or recipe.checkpoint.export_hf:
             from recipes.training.results import write_results
 
-            log = self.console.log
-            write_results(recipe, self.built.model, self.loader, saved=saved, world=self.world, log=log)
+            write_results(recipe, self.built.model, self.loader, saved=saved, world=self.world, log=self.console.log)
         self.recorder.log_consumed(self.step)
         if done:
             tokens = self.recorder.tokens(self.step) - self.start.tokens
