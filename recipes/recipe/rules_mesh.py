@@ -277,14 +277,14 @@ def fitted_mesh(mesh: MeshConfig, processes: int | None, nodes: int | None) -> M
     """The mesh with -1 and "node" replaced; if the numbers are unknown, as small as its degrees allow."""
     inner = mesh.context * mesh.tensor
     if mesh.shard == "node":
-        nodes = nodes or max(1, mesh.replicate)
+        nodes = nodes or max(1, mesh.replicate) * mesh.pipeline
         return mesh.fit(processes or nodes * inner, nodes=nodes)
-    return mesh.fit(processes or max(1, abs(mesh.replicate * mesh.shard)) * inner)
+    return mesh.fit(processes or max(1, abs(mesh.replicate * mesh.shard)) * inner * mesh.pipeline)
 
 
 def micro_batches(batch: BatchConfig, degrees: MeshDegrees) -> str:
     """How a global batch is divided, as in "2 x 4 micro-batches of 1, each shared by 8 processes"."""
-    shares, inner = degrees.data_parallel, degrees.context * degrees.tensor
+    shares, inner = degrees.data_parallel, degrees.context * degrees.tensor * degrees.pipeline
     each = batch.global_batch_size // shares // batch.micro_batch_size
     shared = f", each shared by {inner} processes" if inner > 1 else ""
     return f"{shares} x {each} micro-batches of {batch.micro_batch_size}{shared}"
