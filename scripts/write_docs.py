@@ -260,8 +260,8 @@ def with_plans(text: str) -> str:
     return text
 
 
-COLUMNS = ("tensor", "context by heads", "context by gather", "tensor x context", "with shard", "with replicate")
-COLUMNS += ("pipeline", "pipeline with shard or replicate", "pipeline with tensor or context")
+STAGES: tuple[str, ...] = ("pipeline", "pipeline with shard or replicate", "pipeline with tensor or context")
+COLUMNS = ("tensor", "context by heads", "context by gather", "tensor x context", "with shard", "with replicate", *STAGES)
 
 
 def _combinations() -> str:
@@ -299,8 +299,9 @@ def _columns(case: str) -> set[str]:
     outer = {"with shard": shard, "with replicate": replicate}
     if not pipeline:
         return {inner[context > 1, tensor > 1], *(column for column, degree in outer.items() if degree > 1)}
-    wide = {COLUMNS[7]: replicate * shard > 1, COLUMNS[8]: context * tensor > 1}
-    return {column for column, is_wide in wide.items() if is_wide} or {COLUMNS[6]}
+    alone, outer, inner = STAGES
+    wide = {outer: replicate * shard > 1, inner: context * tensor > 1}
+    return {column for column, is_wide in wide.items() if is_wide} or {alone}
 
 
 if __name__ == "__main__":
