@@ -131,7 +131,8 @@ _PIPELINES = """
 2.2.1.1.1  plain interleaved,documents zbv,zero2,untied rowwise
 2.1.1.1.2  plain zbv,zero2,untied,documents interleaved,selective,z bf16,gpipe compile,rope,full,half,untied
 2.1.1.1.2  tensorwise,gather_activations,documents
-2.1.1.2.1  documents gather,documents gather,interleaved,untied zbv,zero2,documents gather,bf16 rowwise,interleaved_zero_bubble,zero2
+2.1.1.2.1  documents gather,documents gather,interleaved,untied zbv,zero2,documents gather,bf16
+2.1.1.2.1  rowwise,interleaved_zero_bubble,zero2
 2.1.2.1.2  documents
 2.1.1.2.2  gather,untied,interleaved
 2.2.2.1.1  zbv,zero2,documents
