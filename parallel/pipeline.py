@@ -249,10 +249,7 @@ class _Stage(nn.Module):
 
 
 class _PlannedStage(PipelineStage):
-    """Adds up the gradients of weights of each micro-batch in float32, where they are computed apart.
-
-    FSDP does so in the hooks of a backward pass, and in this call; torch would add up several in their own precision.
-    """
+    """Adds up gradients of weights that are computed apart in float32, as FSDP's hooks do in whole backward passes."""
 
     def backward_weight_one_chunk(self, *arguments: Any, **options: Any) -> None:
         super().backward_weight_one_chunk(*arguments, **options)

@@ -67,6 +67,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
 REFUSED = {("float8 tensorwise, weights gathered in float8", "tensor"): "float8.all_gather"}
 """(row, axis) -> the field that the refusal names."""
 
+COLUMNS = ("tensor", "context by heads", "context by gather", "tensor x context", "with shard", "with replicate")
+STAGED = ("pipeline", "pipeline with shard or replicate", "pipeline with tensor or context")
+"""Columns of the page's table; those of pipelines come last."""
+
 
 class Limits(NamedTuple):
     """How far a mesh may be from one process."""
@@ -131,7 +135,8 @@ _PIPELINES = """
 2.2.1.1.1  plain interleaved,documents zbv,zero2,untied rowwise
 2.1.1.1.2  plain zbv,zero2,untied,documents interleaved,selective,z bf16,gpipe compile,rope,full,half,untied
 2.1.1.1.2  tensorwise,gather_activations,documents
-2.1.1.2.1  documents gather,documents gather,interleaved,untied zbv,zero2,documents gather,bf16 rowwise,interleaved_zero_bubble,zero2
+2.1.1.2.1  documents gather,documents gather,interleaved,untied zbv,zero2,documents gather,bf16
+2.1.1.2.1  rowwise,interleaved_zero_bubble,zero2
 2.1.2.1.2  documents
 2.1.1.2.2  gather,untied,interleaved
 2.2.2.1.1  zbv,zero2,documents
@@ -151,6 +156,18 @@ def features_of(case: str) -> set[str]:
     if len(degrees_of(case)) == 5:
         options |= {"accumulate", schedule_of(case)}
     return options | ({"plain"} if options <= {"eight", "gather", "accumulate", "1f1b"} else set())
+
+
+def columns_of(case: str) -> set[str]:
+    """The columns of the page's table that a case counts in."""
+    *pipeline, replicate, shard, context, tensor = degrees_of(case)
+    if pipeline:
+        wide = dict(zip(STAGED[1:], (replicate * shard > 1, context * tensor > 1), strict=True))
+        return {column for column, is_wide in wide.items() if is_wide} or {STAGED[0]}
+    by = "gather" if "gather" in options_of(case) else "heads"
+    inner = {(False, True): "tensor", (True, False): f"context by {by}", (True, True): "tensor x context"}
+    outer = {"with shard": shard, "with replicate": replicate}
+    return {inner[context > 1, tensor > 1], *(column for column, degree in outer.items() if degree > 1)}
 
 
 def schedule_of(case: str) -> str:
