@@ -342,8 +342,8 @@ def update_bytes(moments: int | str) -> int:
 def _bubble(work: Work, per_micro_batch: dict[str, float], messages: Messages) -> dict[str, float]:
     """Seconds in which a stage of a pipeline has nothing to do: at both ends of a step, and beside a slower stage.
 
-    Gradients of weights, a third of the computation, fill a part: all but (stages - 1) x (forward + gradients of inputs
-    - gradients of weights) with "interleaved_zero_bubble" (ZB-1P, arXiv 2401.10241), and all in "zbv" (2405.15362).
+    Gradients of weights can fill all but (processes - 1) x (forward + gradients of inputs - gradients of weights): a
+    third (ZB-1P, arXiv 2401.10241). So much is left with "zbv", too, because a step begins on all processes at once.
     """
     if work.pipeline == 1:
         return {}
