@@ -54,7 +54,7 @@ class RunConfig:
     loss_spike_z: Annotated[float, Ge(0)] = 0.0
     """Skip steps whose loss is this many standard deviations above the mean of the last 64 good steps; 0 = off."""
     check_replicas_every: Annotated[int, Ge(0)] = 100
-    """With mesh.replicate or tensor > 1, compare the bits of all copies after so many steps; before saves as well."""
+    """With mesh.replicate, tensor or pipeline > 1, compare the bits of copies after so many steps and before saves."""
     hang_timeout: Annotated[float, Interval(ge=0, le=86400)] = 600.0
     """End the run after so many seconds without progress; 0 = off. Start-up, first step, validation, saves get more."""
 

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from parallel.errors import UserError
+from recipes.checkpoint import storage
 from recipes.checkpoint.boxes import rows_overlap
 from recipes.checkpoint.decoding import decode
 from recipes.checkpoint.manifest import DTYPE_BYTES, SHARDS_PER_FOLDER, StoredTensor, encode
 from recipes.checkpoint.plan import Cut, Spread, divide, pieces_of, plan, strides_of
-from recipes.checkpoint.storage import cuts_of
+from recipes.checkpoint.storage import cuts_of, make_plan
 from tests.scale.checkpoints import opened, spreads_of, stored_by
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -102,6 +104,18 @@ def test_only_the_processes_of_a_stage_write_its_tensors_in_equal_shares() -> No
     assert max(sizes) < 1.3 * min(sizes)
     manifest = stored_by(tensors, 8)
     assert decode(encode(manifest), where=Path("m")) == manifest
+
+
+def test_a_process_with_other_tensors_than_its_stage_plans_another_checkpoint_and_writes_nothing() -> None:
+    states = [{"a": torch.ones(40, 2), "tied": torch.ones(50)}, {"b": torch.ones(40, 2), "tied": torch.ones(50)}]
+    parts = [((2 * stage, 2 * stage + 2), storage.spreads_of(state)) for stage, state in enumerate(states)]
+    plans = [make_plan(states[rank // 2], parts, rank=rank, processes=4) for rank in range(4)]
+    assert len({plan.identity for plan in plans}) == 1
+    assert sorted(piece.tensor for plan in plans for piece in plan.pieces) == ["a", "b", "tied"]
+    assert not any(piece.tensor == "tied" for plan in plans[2:] for piece in plan.pieces)  # the first stage writes it
+    for wrong in ({"b": torch.ones(40, 2)}, states[1] | {"b": torch.ones(40, 2, dtype=torch.bfloat16)}):
+        odd = make_plan(wrong, parts, rank=2, processes=4)
+        assert odd.identity != plans[0].identity and not odd.pieces
 
 
 @pytest.mark.parametrize("shard", [64, 512, 16_384])
