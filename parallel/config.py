@@ -39,10 +39,9 @@ class MeshDegrees:
         """Number of all processes."""
         return self.replicate * self.copy
 
-    @property
-    def have_copies(self) -> bool:
-        """Whether some processes hold the same tensors: replicas all of them, a tensor group the norms."""
-        return self.replicate > 1 or self.tensor > 1
+    def have_copies(self, *, tied: bool) -> bool:
+        """Whether processes hold the same tensors: replicas all, a tensor group norms, two stages a tied embedding."""
+        return self.replicate > 1 or self.tensor > 1 or (tied and self.pipeline > 1)
 
     def groups(self, *, of_copies: bool = False) -> tuple[int, ...]:
         """The sizes of the process groups that parallel/mesh.py makes: of all processes first, then of some axes.

@@ -33,6 +33,8 @@ MALLOC_VARIABLES = ("MALLOC_", "GLIBC_TUNABLES")
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
 """Parameters of mallopt() in glibc's malloc.h: free memory at the heap's end to give back, and pieces outside of it."""
 LAZY = "TORCH_GLOO_LAZY_INIT"
+LONE_MESSAGES = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+"""Whether NCCL's part of torch warns of the few messages with which a pipeline begins (torch 2.13)."""
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets for every process."""
 TASKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -100,6 +102,7 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
             )
         let_segments_grow()
         torch.cuda.set_device(local_rank)
+        os.environ.setdefault(LONE_MESSAGES, "false")
     else:
         keep_freed_memory()
     own = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")

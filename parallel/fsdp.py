@@ -1,4 +1,4 @@
-"""FSDP2: shards parameters, gradients and optimizer states in mixed precision, fills the shards and gathers them."""
+"""FSDP2: shards parameters, gradients and optimizer states in mixed precision, and fills the shards."""
 
 import inspect
 import warnings
@@ -6,17 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from models.interface import blocks_of, interface_of
 from parallel.config import FSDPConfig
-from parallel.dist import all_gather_single, reduce_scatter_single
+from parallel.dist import reduce_scatter_single
 from parallel.errors import UserError
 from parallel.mesh import Mesh
 
@@ -231,24 +230,3 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int, keep_on: t
         else:
             place.copy_(whole)
     assert not places, f"no initial values of {sorted(places)}"
-
-
-@torch.no_grad()
-def whole(tensor: DTensor) -> Tensor:
-    """The whole tensor, on every process; all of its mesh must call this.
-
-    For parameters that tensor parallelism has cut into equal parts, and FSDP then into parts that may be unequal. Torch
-    2.13 fails at these in full_tensor() ("_StridedShard"), and prints a warning for equal ones.
-    """
-    mesh, part = tensor.device_mesh, tensor.to_local()
-    cuts = {axis: cast(Shard, cut).dim for axis, cut in enumerate(tensor.placements) if not cut.is_replicate()}
-    for axis, dim in cuts.items():  # FSDP's axis, the last to cut, comes first
-        length = tensor.shape[dim] // prod(mesh.size(later) for later in cuts if later > axis and cuts[later] == dim)
-        rows = part.movedim(dim, 0).contiguous()
-        share = -(-length // mesh.size(axis))  # as torch.chunk: the last shards may be smaller or empty
-        if len(rows) < share:
-            rows = torch.cat((rows, rows.new_zeros(share - len(rows), *rows.shape[1:])))
-        gathered = rows.new_empty(share * mesh.size(axis), *rows.shape[1:])
-        all_gather_single(gathered, rows, group=mesh.get_group(axis))
-        part = gathered[:length].movedim(0, dim)
-    return part

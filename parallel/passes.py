@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -36,6 +37,9 @@ def one_or_nan(loss: Tensor) -> Tensor:
 
 class Passes:
     """Computes gradients, and their norm."""
+
+    copies: ProcessGroup | None = None
+    """The processes with the first and the last stage, if both have a tied embedding; None on all others."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, *, reshards: bool, has_z_loss: bool, dropout_seed: int | None = None
@@ -72,6 +76,10 @@ class Passes:
             backward(micro_losses.sum() if self.has_z_loss else micro_losses)  # in the last, FSDP sums the gradients
             losses += micro_losses.detach()
         return losses
+
+    def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of these parameters that no earlier stage has, too."""
+        return [*parameters]
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The L2 norm of the gradients of these parameters of the model, a float32 scalar, on all processes."""

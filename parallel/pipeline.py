@@ -81,7 +81,6 @@ class Pipeline(Passes):
         self._group, self._stages, self._config, self._dtype = mesh.pipeline.get_group(), stages, config, dtype
         self._own, self._kind = stages.of(self._group.rank()), SCHEDULES[schedule]
         self.copies = group_of_copies(mesh, stages) if config.tied_embeddings else None
-        """The processes with the first and the last stage, which both have a tied embedding; None on the others."""
         self._tied: nn.Parameter | None = None
         if self.copies is not None:
             self._tied = cast(nn.Parameter, model.get_submodule(cast(str, interface_of(model).embedding)).weight)
@@ -134,11 +133,16 @@ class Pipeline(Passes):
         """
         self._is_cold = False
         inputs, targets, documents = self._micro_batches[0]
+        made = []
         for stage in self._own:
             hidden = torch.ones_like(self._hidden(inputs, length=inputs.shape[1] // self.mesh.degrees.context))
             given = None if stage == 0 else hidden.requires_grad_()
-            made = self.model(inputs, targets, documents=documents, layers=self._stages.layers[stage], hidden=given)
-            made.backward(torch.zeros_like(made))
+            layers = self._stages.layers[stage]
+            made.append(self.model(inputs, targets, documents=documents, layers=layers, hidden=given))
+        for (
+            one
+        ) in made:  # FSDP looks at all blocks after the first backward pass: their weights must have been gathered
+            one.backward(torch.zeros_like(one))
 
     def _planned(self) -> Any:
         """torch's schedule for so many micro-batches of this shape; it keeps the memory of all hidden states."""
@@ -152,7 +156,7 @@ class Pipeline(Passes):
                 made = torch.zeros_like(self._losses).requires_grad_() if stage == last else hidden
                 part = _Stage(self.model, partial(self._forward_stage, stage))
                 stages.append(
-                    PipelineStage(
+                    _PlannedStage(
                         part, stage, last + 1, tokens.device, input_args=given, output_args=made, group=self._group
                     )
                 )
@@ -184,9 +188,13 @@ class Pipeline(Passes):
         loss = mean.sum() if self.has_z_loss else mean
         return loss * one_or_nan(loss)  # torch calls backward() itself
 
+    def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """As of Passes."""
+        return [parameter for parameter in parameters if parameter is not self._tied or 0 in self._own]
+
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """As of Passes, over the parameters of all stages; those given are of this process, or none."""
-        own = [parameter for parameter in parameters if parameter is not self._tied or 0 in self._own]
+        own = self.counted(parameters)
         norm = gradient_norm(own) if own else torch.zeros((), device=self._losses.device)
         norms = norm.new_empty(self._group.size())
         all_gather_single(norms, norm.view(1), group=self._group)  # not a sum, whose order a group may choose
@@ -238,6 +246,14 @@ class _Stage(nn.Module):
     def forward(self, hidden: Tensor, number: Tensor) -> Tensor:
         """hidden: (B, P, D), or anything for the first stage; number: (1,), of the micro-batch."""
         return self._forward_of_stage(hidden, number)
+
+
+class _PlannedStage(PipelineStage):
+    """Adds up gradients of weights that are computed apart in float32, as FSDP's hooks do in whole backward passes."""
+
+    def backward_weight_one_chunk(self, *arguments: Any, **options: Any) -> None:
+        super().backward_weight_one_chunk(*arguments, **options)
+        cast(Any, self.submod).model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def group_of_copies(mesh: Mesh, stages: Stages) -> ProcessGroup | None:

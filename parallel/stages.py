@@ -30,9 +30,10 @@ class Stages:
         return self.owners[0], self.owners[-1]
 
     def __str__(self) -> str:
-        """Text such as "blocks 0-3 | 4-7": of each process, joined by "+" where it has several stages."""
+        """The blocks of each process, as in "0-3 | 4-7", joined by "+" where it has several stages."""
         spans = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in self.layers]
-        return " | ".join("+".join(spans[stage] for stage in self.of(rank)) for rank in range(max(self.owners) + 1))
+        ranks = range(max(self.owners) + 1)
+        return "blocks " + " | ".join("+".join(spans[stage] for stage in self.of(rank)) for rank in ranks)
 
 
 def stages_of(model: ModelConfig, config: PipelineConfig, *, degree: int, sequence_length: int) -> Stages:

@@ -41,6 +41,7 @@ SCHEMA = ROOT / "docs" / "recipe.schema.json"
 PARALLELISM = ROOT / "docs" / "parallelism.md"
 MEMORY = ROOT / "docs" / "benchmarks" / "memory.md"
 PLAN = ROOT / "docs" / "plan.md"
+COLUMNS = combinations.COLUMNS + combinations.STAGED
 BEGIN, END = "<!-- Written by scripts/write_docs.py. -->\n", "<!-- Written by scripts/write_docs.py: end. -->\n"
 STAGE_NAME = "^[A-Za-z][A-Za-z0-9_]*$"
 HEAD = """\
@@ -260,12 +261,9 @@ def with_plans(text: str) -> str:
     return text
 
 
-COLUMNS = ("tensor", "context by heads", "context by gather", "tensor x context", "with shard", "with replicate")
-
-
 def _combinations() -> str:
     """What each feature was tested with, as a table: rows are features, columns are axes."""
-    cases = [case for of_processes in combinations.CASES.values() for case in of_processes]
+    cases = [case for some in (combinations.CASES, combinations.PIPELINES) for of in some.values() for case in of]
     rows = [(feature, *(_cell(feature, column, cases) for column in COLUMNS)) for feature in combinations.FEATURES]
     lines = markdown_table(("", *COLUMNS), rows, align="l" * (len(COLUMNS) + 1))
     meshes = {case.partition(":")[0] for case in cases}
@@ -283,20 +281,13 @@ def _cell(feature: str, column: str, cases: list[str]) -> str:
     if any((feature, axis) in combinations.REFUSED for axis in axes):
         return "refused"
     needed = {*combinations.FEATURES[feature]}
-    matching = [case for case in cases if needed <= combinations.features_of(case) and column in _columns(case)]
+    matching = [
+        case for case in cases if needed <= combinations.features_of(case) and column in combinations.columns_of(case)
+    ]
     if not matching:
-        return "-"
+        return "" if needed <= combinations.OF_STAGES and column not in combinations.STAGED else "-"
     best = min(combinations.limits_of(case) for case in matching)
     return "exact" if best == combinations.FLOAT32 else f"{best.gradient:.0%}"
-
-
-def _columns(case: str) -> set[str]:
-    """The columns that a case counts in."""
-    replicate, shard, context, tensor = combinations.degrees_of(case)
-    by = "gather" if "gather" in combinations.options_of(case) else "heads"
-    inner = {(False, True): "tensor", (True, False): f"context by {by}", (True, True): "tensor x context"}
-    outer = {"with shard": shard, "with replicate": replicate}
-    return {inner[context > 1, tensor > 1], *(column for column, degree in outer.items() if degree > 1)}
 
 
 if __name__ == "__main__":

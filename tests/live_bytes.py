@@ -6,13 +6,14 @@ this, refuses more than one micro-batch.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from models.decoder import Decoder
+from parallel.dist import World
 from parallel.fsdp import compute_with_whole_shards, without_idle_resharding
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
@@ -23,6 +24,7 @@ from recipes.optimization.skip_steps import StepGuard
 from recipes.plan.tracked import CPU, LiveBytes, fake_processes
 from recipes.recipe.schema import Recipe
 from recipes.training.build import Built
+from recipes.training.build import build as build_for_run
 from recipes.training.step import train_step
 
 
@@ -69,7 +71,8 @@ def tracked_step(
 
 
 def _track(recipe: Recipe, built: Built, live: LiveBytes, *, resumed: bool) -> None:
-    _name_moments(built.model, live)
+    if built.mesh.pipeline is None:
+        _name_moments(cast(Decoder, built.model), live)
     built.optimizer.register_step_pre_hook(lambda *_: setattr(live, "moment", "optimizer"))
     batch = recipe.batch
     micro = batch.global_batch_size // built.mesh.degrees.data_parallel // batch.micro_batch_size
@@ -85,6 +88,13 @@ def _track(recipe: Recipe, built: Built, live: LiveBytes, *, resumed: bool) -> N
         live.moment = "start"
         with live:
             train_step(built, batches, step=step, learning_rate=1e-3, guard=guard, clock=RunClock(CPU))
+
+
+def tracked_stage(recipe: Recipe, world: World) -> LiveBytes:
+    """The second step of a run of a pipeline as this process takes it, with values, together with the others."""
+    live = LiveBytes()
+    _track(recipe, build_for_run(recipe, world), live, resumed=False)
+    return live
 
 
 def _name_moments(model: Decoder, live: LiveBytes) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from parallel.errors import UserError
-from parallel.mesh import AXES
 from parallel.state_check import named_state
 from recipes.checkpoint.look import table
 from recipes.files.exit_codes import CORRUPTED, FINISHED, POISONED
@@ -22,6 +21,7 @@ from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.training.trainer import Trainer
 from tests.commands import run_command
+from tests.meshes import mesh_degrees
 from tests.processes import run_processes
 from tests.scripts.nodes import ROOT, arguments, environment, losses
 from tests.training import change, rows, run_all, train, training
@@ -49,6 +49,7 @@ COUNTER = NORM.replace("model", "optimizer", 1) + ".step"
 FAULTS: dict[str, tuple[int, str, Callable[[Tensor], None]]] = {
     "flipped weight of rank 0": (0, "model.embedding.weight", flip(12)),  # the lowest bits may be rounded away
     "flipped moment of rank 3": (3, NORM.replace("model", "optimizer", 1) + ".exp_avg_sq", flip(3)),
+    "flipped moment of an embedding": (3, "optimizer.embedding.weight.exp_avg", flip(12)),
     "flipped step counter": (2, COUNTER, flip(1)),
     "flipped norm": (1, NORM, flip(12)),
     "NaN weight": (1, NORM, put(math.nan)),
@@ -72,7 +73,7 @@ def train_with(recipe: Recipe, cases: list[str]) -> list[tuple[int, str]]:
     for case in cases:
         lines: list[str] = []
         fault, _, axes = case.partition(" on ")
-        mesh = dict(zip(AXES, map(int, axes.split(".")), strict=True)) if axes else {}
+        mesh = vars(mesh_degrees(axes)) if axes else {}
         with training(change(recipe, run={"name": case.replace(" ", "-")}, mesh=mesh), world) as trainer:
             take_step, log = trainer._train_step, trainer.console.log
 
@@ -140,12 +141,16 @@ ON_AXES = {
     "flipped weight of rank 0 on 2.1.2.1": ["model.embedding.weight differs between rank 0 and rank 2"],
     "flipped norm on 2.1.1.2": [f"{NORM} differs between rank {ranks}" for ranks in ("0 and rank 1", "1 and rank 3")],
     "flipped step counter on 1.1.2.2": [f"{COUNTER} differs between rank 2 and rank 3"],
+    "flipped weight of rank 0 on 2.1.1.1.2": ["model.embedding.weight differs between rank 0 and rank 2"],
+    "flipped moment of an embedding on 2.1.2.1.1": [
+        "optimizer.embedding.weight.exp_avg differs between rank 1 and rank 3"
+    ],
     "NaN weight on 1.2.1.2": [f"{NORM} has NaN or infinite values on rank 1"],
 }
 """A fault on a mesh, and what the last line says."""
 
 
-def test_what_processes_along_context_and_tensor_must_share_is_compared(recipe: Recipe) -> None:
+def test_what_processes_along_each_axis_must_share_is_compared(recipe: Recipe) -> None:
     often = change(recipe, run={"check_replicas_every": 3}, checkpoint={"every": 0})
     answers = run_processes(4, train_with, often, list(ON_AXES))
     assert answers == [answers[0]] * 4

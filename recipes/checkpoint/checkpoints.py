@@ -22,7 +22,7 @@ from recipes.checkpoint.files import complete, read_manifest, shard_bytes, verif
 from recipes.checkpoint.manifest import Damage, Missing, StoredFile, shard_name
 from recipes.checkpoint.plan import pieces_of
 from recipes.checkpoint.state import checked, hyperparameters, named_tensors, restore
-from recipes.checkpoint.storage import HostMemory, Plan, assemble, make_plan, raw, read_tensors, signature
+from recipes.checkpoint.storage import HostMemory, Plan, assemble, make_plan, raw, read_tensors, signature, spreads_of
 from recipes.checkpoint.together import Together, require_shards, unseen
 from recipes.files.atomic import sync_folder, write_whole
 from recipes.files.layout import checkpoint_steps, step_folder
@@ -36,8 +36,8 @@ FAILED_SECONDS = 30
 STEP_BYTES = 4
 """Size of the step count that AdamW keeps for every parameter."""
 
-Files = tuple[dict[str, StoredFile], set[str]]
-"""What some processes wrote, and the identities of their plans."""
+Written = tuple[dict[str, StoredFile], set[str], list[dict[str, Any]]]
+"""The files that some processes wrote, the identities of their plans, and the optimizer's groups in their parts."""
 
 
 class Checkpoints:
@@ -55,6 +55,7 @@ class Checkpoints:
         files: Mapping[str, str] | None = None,
         mark: Path | None = None,
         remote: "RemoteFolder | None" = None,
+        pipeline: int = 1,
         log: Callable[[str], None] = print,
     ) -> None:
         """
@@ -64,13 +65,14 @@ class Checkpoints:
             files: name -> text of the small files in every checkpoint (weights/description.py, checkpoint_files).
             mark: a file outside of the folder that receives the newest step, so that its loss is noticed.
             remote: where checkpoints are copied to, in the background.
+            pipeline: the degree of the mesh's outermost axis, along which processes hold other parameters.
             log: receives one line of text per message.
         """
         self.folder, self.files, self._mark = folder, files or {}, mark
         self._config, self._log = config, log
         self._best = BestOf(config.keep_best, lambda step: read_manifest(self.path(step))) if config.keep_best else None
         # A channel of its own: a save communicates on a thread while training communicates on others.
-        self._together = Together(Channel.SAVES)
+        self._together = Together(Channel.SAVES, parts=pipeline)
         self._main, self._shard = self._together.is_main, shard_name(self._together.rank, self._together.size)
         self._memory = HostMemory()
         self._plan: Plan | None = None
@@ -96,14 +98,15 @@ class Checkpoints:
     ) -> None:
         """Log how many checkpoints fit on disk; raises UserError if none.
 
-        moments: dtype of AdamW's two moments, and of Muon's one. matrices: the parameters that Muon steps.
+        parameters: those of this process that no earlier stage has. moments: dtype of AdamW's two moments, and of
+        Muon's one. matrices: the parameters that Muon steps.
         """
-        size = sum(
+        own = sum(
             parameter.numel() * (parameter.element_size() + 2 * moments.itemsize) + STEP_BYTES
             for parameter in parameters
         )
-        size -= sum(matrix.numel() * moments.itemsize + STEP_BYTES for matrix in matrices)
-        size += sum(len(text.encode()) for text in self.files.values())
+        own -= sum(matrix.numel() * moments.itemsize + STEP_BYTES for matrix in matrices)
+        size = sum(self._together.of_parts(lambda: own)) + sum(len(text.encode()) for text in self.files.values())
         fits = self._together.on_main(
             lambda: folders.disk_space(self.folder, checkpoint_bytes=size, keep=self._config.keep)
         )
@@ -122,7 +125,8 @@ class Checkpoints:
         """Who writes what, the state to save, and the optimizer's groups."""
         state, groups = named_tensors(model, optimizer)
         if self._plan is None or self._plan.signature != signature(state):
-            self._plan = make_plan(state, rank=self._together.rank, processes=self._together.size)
+            parts = self._together.of_parts(lambda: (self._together.ranks, spreads_of(state)))
+            self._plan = make_plan(state, parts, rank=self._together.rank, processes=self._together.size)
         return self._plan, state, groups
 
     def save(
@@ -204,11 +208,12 @@ class Checkpoints:
     def _write_new(self, step: int, plan: Plan, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
         place = folders.partial_folder(self.folder, step)
 
-        def write() -> Files:
+        def write() -> Written:
+            groups = record["optimizer"] if self._together.speaks else []
             if not plan.pieces:
-                return {}, {plan.identity}
+                return {}, {plan.identity}, groups
             (place / self._shard).parent.mkdir(parents=True, exist_ok=True)  # this node may not see it yet
-            return {self._shard: write_shard(place / self._shard, plan.pieces, contents)}, {plan.identity}
+            return {self._shard: write_shard(place / self._shard, plan.pieces, contents)}, {plan.identity}, groups
 
         def see_the_next() -> None:
             # If each process sees the file of the next one that writes any, all of them have the same folder.
@@ -221,7 +226,7 @@ class Checkpoints:
         def commit() -> None:
             if len(plans) > 1:
                 raise UserError("the processes do not have the same tensors, so they planned different checkpoints")
-            complete(place, assemble(step, record, plan.stored, files), self.files)
+            complete(place, assemble(step, record | {"optimizer": groups}, plan.stored, files), self.files)
             folders.commit(self.folder, step)
             if self._mark:
                 with suppress(OSError):  # the checkpoint is saved all the same
@@ -229,7 +234,7 @@ class Checkpoints:
 
         try:
             self._begin(step)
-            files, plans = self._together.on_all(write, merge=lambda one, other: (one[0] | other[0], one[1] | other[1]))
+            files, plans, groups = self._together.on_all(write, merge=_of_both)
             self._together.on_all(see_the_next)
             self._together.on_main(commit)
         except UserError:
@@ -373,6 +378,10 @@ class Checkpoints:
         restore(model, optimizer, state, record["optimizer"])
         self._newest = step
         return record["progress"]
+
+
+def _of_both(one: Written, other: Written) -> Written:
+    return one[0] | other[0], one[1] | other[1], one[2] + other[2]
 
 
 def _raising(error: Exception) -> Iterator[memoryview]:

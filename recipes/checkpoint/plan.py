@@ -1,7 +1,7 @@
 """The parts of tensors that each process writes: every process computes the same answer, without a message.
 
-Names, shapes, and how the mesh cuts each tensor are the same on all processes, and that is all the answer depends on.
-Imports no torch.
+It depends only on names, shapes, and how the mesh cuts each tensor, which all processes know: stages of a pipeline have
+told each other. Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Spread:
-    """How a tensor is spread over all processes."""
+    """How a tensor is spread over the processes."""
 
     dtype: str
     """Key of DTYPE_BYTES."""
@@ -42,6 +42,8 @@ class Spread:
     cuts: tuple[Cut, ...] = ()
     """Cuts in their order. A part is what torch.chunk gives: rounded up, and the last ones shorter or empty. Processes
     that no cut separates hold the same box."""
+    ranks: tuple[int, int] | None = None
+    """The first rank of those that hold the tensor, and one past the last; None = all."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,20 @@ def plan(tensors: Mapping[str, Spread], processes: int) -> dict[str, StoredTenso
     One of a tensor's replicas writes all of its boxes: the one whose processes have the least to write so far. The
     tensors with the largest boxes come first.
     """
-    divisions = {name: divide(about.shape, about.cuts, processes) for name, about in tensors.items()}
+    holders = {name: about.ranks or (0, processes) for name, about in tensors.items()}
+    divisions = {
+        name: divide(about.shape, about.cuts, holders[name][1] - holders[name][0]) for name, about in tensors.items()
+    }
     width = {name: DTYPE_BYTES[about.dtype] for name, about in tensors.items()}
     load = numpy.zeros(processes, numpy.int64)
     found: dict[str, StoredTensor] = {}
     for name in sorted(tensors, key=lambda name: -divisions[name].largest * width[name]):
         division = divisions[name]
-        ranks = division.ranks
+        ranks = division.ranks + holders[name][0]
         shared = ranks.size and ranks.shape[1] > 1 and (len(ranks) > 1 or division.elements[0] * width[name] > TINY)
         replica = int(load[ranks].max(axis=0).argmin()) if shared else 0
         load[ranks[:, replica]] += division.elements * width[name]
-        away = int(ranks[0, replica] - ranks[0, 0]) if ranks.size else 0
+        away = int(ranks[0, replica] - division.ranks[0, 0]) if ranks.size else 0
         runs = tuple(replace(run, file=run.file + away) for run in division.runs) if away else division.runs
         found[name] = StoredTensor(tensors[name].dtype, tensors[name].shape, runs)
     return {name: found[name] for name in tensors}

@@ -7,7 +7,7 @@ every process's plan on rank 0 and send all of them back.
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -64,21 +64,34 @@ class Plan:
         return (_local(state[piece.tensor]) for piece in self.pieces)
 
 
-def make_plan(state: Mapping[str, Tensor], *, rank: int, processes: int) -> Plan:
+def make_plan(
+    state: Mapping[str, Tensor],
+    parts: Sequence[tuple[tuple[int, int] | None, Mapping[str, Spread]]],
+    *,
+    rank: int,
+    processes: int,
+) -> Plan:
     """Divide the tensors among the processes: every element is written once, replicas share the work.
 
-    Every process computes this alone. Raises UserError if a tensor is spread in a way that cannot be saved.
+    Every process computes this alone. parts: of the model, (Spread.ranks, tensors) of each; what several have, the
+    first one writes. Raises UserError if a tensor is spread in a way that cannot be saved.
     """
-    meshes = {value.device_mesh for value in state.values() if isinstance(value, DTensor)}
-    axes = {mesh: strides_of(mesh.mesh.tolist()) for mesh in meshes}
-    spreads = {name: spread_of(name, value, axes) for name, value in state.items()}
+    spreads = {name: replace(one, ranks=ranks) for ranks, part in reversed(parts) for name, one in part.items()}
     stored = plan(spreads, processes)
-    pieces = pieces_of(stored, rank)
+    is_known = spreads_of(state) in [part for _, part in parts]  # else another identity tells all processes
+    pieces = pieces_of(stored, rank) if is_known else []
     for piece in pieces:
         if (box := _box(state[piece.tensor])) != (piece.start, piece.shape):
             raise UserError(f"{piece.tensor} holds the box {box} where {(piece.start, piece.shape)} was expected")
-    identity = xxhash.xxh3_64_hexdigest(repr((processes, spreads)).encode())
+    identity = xxhash.xxh3_64_hexdigest(repr((processes, spreads, is_known)).encode())
     return Plan(pieces, stored, signature(state), identity)
+
+
+def spreads_of(state: Mapping[str, Tensor]) -> dict[str, Spread]:
+    """How each tensor is spread over the processes that hold it. Raises UserError if no checkpoint can hold it."""
+    meshes = {value.device_mesh for value in state.values() if isinstance(value, DTensor)}
+    axes = {mesh: strides_of(mesh.mesh.tolist()) for mesh in meshes}
+    return {name: spread_of(name, value, axes) for name, value in state.items()}
 
 
 def spread_of(name: str, value: Tensor, axes: Mapping[DeviceMesh, list[tuple[int, int]]]) -> Spread:

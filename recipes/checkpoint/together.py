@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from functools import partial
+from operator import add
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -22,10 +23,17 @@ Result = TypeVar("Result")
 class Together:
     """All processes, which call the same methods in the same order. What they send is merged on its way to rank 0."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, *, parts: int = 1) -> None:
+        """parts: of the model, which as many equal rows of neighbouring ranks hold."""
         self._messages = Messages(channel)
         self.rank, self.size = self._messages.rank, self._messages.size
         self.is_main = self.rank == 0
+        of_part = self.size // parts
+        first = self.rank // of_part * of_part
+        self.speaks = self.rank == first
+        """Whether this process tells the others of its part."""
+        self.ranks = (first, first + of_part) if parts > 1 else None
+        """The first rank of its part, and one past the last; None if there is one part."""
 
     def on_all(self, work: Callable[[], Result], *, merge: Callable[[Any, Any], Any] | None = None) -> Result:
         """Run this on every process; it must not communicate. Returns all results merged on rank 0, else this one's.
@@ -52,6 +60,13 @@ class Together:
     def on_main(self, work: Callable[[], Result]) -> Result:
         """Run this on rank 0. Returns its result on every process, or raises its error there."""
         return self.from_main(cast(Result, self.on_all(lambda: work() if self.is_main else None)))
+
+    def of_parts(self, work: Callable[[], Result]) -> list[Result]:
+        """What this returns for each part of the model, on every process: that of rank 0 first. It raises as on_all()
+        does, and sends nothing if there is one part."""
+        if self.ranks is None:
+            return [work()]
+        return self.from_main(self.on_all(lambda: [work()] if self.speaks else [], merge=add))
 
     def from_main(self, value: Result) -> Result:
         """The value that rank 0 has, on every process."""

@@ -44,6 +44,8 @@ class Prediction:
     moments: dict[str, Pieces]
     not_counted: str = NOT_COUNTED
     """What else takes memory, for whoever reads it."""
+    where: str = ""
+    """The process of a pipeline that is the fullest, such as ", on stage 0 of 8"."""
 
     @property
     def fullest(self) -> str:
@@ -62,7 +64,7 @@ class Prediction:
 
 
 def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Prediction:
-    """The memory of one process of a mesh of these degrees. context: with what CUDA itself takes.
+    """The memory of one process of a mesh of these degrees, or of the fullest. context: with what CUDA itself takes.
 
     A model of transformers has only the fullest moment: a step is taken on tensors without values, which needs seconds
     and a process without a process group.
@@ -73,6 +75,10 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Pr
 
         moment, pieces = fullest_moment(recipe, degrees)
         return Prediction({moment: pieces | outside}, f"{NOT_COUNTED}; {TRACKED}")
+    if degrees.pipeline > 1:
+        from recipes.plan import stages
+
+        return stages.fullest(recipe, degrees, outside=outside)
     size = Sizes(recipe, degrees)
     found = moments(size, range(recipe.model.layers))
     return Prediction({name: size.state | pieces | outside for name, pieces in found})
@@ -81,6 +87,8 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Pr
 def outside_of_torch(recipe: Recipe, degrees: MeshDegrees) -> Pieces:
     """Bytes that torch's allocator does not know of."""
     groups = degrees.groups(of_copies=recipe.optimizer.name == "muon") if degrees.processes > 1 else ()
+    if degrees.pipeline > 2 and recipe.model.tied_embeddings and recipe.pipeline.schedule != "zbv":
+        groups = *groups, 2  # the first stage and the last one, which both have the embedding
     return {"CUDA context": CUDA, "buffers of NCCL": sum(NCCL if size > 2 else NCCL_PAIR for size in groups)}
 
 
@@ -89,7 +97,7 @@ def summary(prediction: Prediction, capacity: int | None) -> list[str]:
     of = f" of {capacity / 1e9:.1f}" if capacity else ""
     pieces = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in prediction.pieces.items() if size >= 5e7)
     return [
-        f"memory {prediction.peak / 1e9:.1f}{of} GB (predicted), fullest at {prediction.fullest}",
+        f"memory {prediction.peak / 1e9:.1f}{of} GB (predicted), fullest at {prediction.fullest}{prediction.where}",
         f"  GB: {pieces}",
         f"  not counted: {prediction.not_counted}",
     ]

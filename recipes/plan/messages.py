@@ -95,6 +95,13 @@ class Group:
         outside = part * (self.size - self.in_node) / (self.rates.network * self.gpu.network)
         return self.latency + max(part * (self.in_node - 1) / self.inside, outside)
 
+    def pass_on(self, amount: float) -> float:
+        """Seconds to send so many bytes to the next member, by the own adapter of each process between nodes."""
+        rate, hop = self.rates.link * self.gpu.link, self.rates.hop
+        if self.nodes > 1:
+            rate, hop = min(rate, self.rates.network * self.gpu.network), self.rates.node_hop
+        return self.rates.collective + hop + amount / rate
+
     def sum(self, amount: float) -> float:
         """Seconds to sum so many bytes in all members: a scatter and a gather, along trees of nodes."""
         if self.size == 1:
@@ -119,6 +126,12 @@ def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward:
         logits = work.tokens * work.vocabulary * work.element
         messages.add({group.name: group.ring(logits)}, hiding=0.0, times=work.micro_batches)
     _fully_sharded(work, gpu, rates, messages, forward=forward, backward=backward)
+    if work.stages:
+        copy = Group("pipeline", work.pipeline, work.replicate * work.shard * work.context * work.tensor, gpu, rates)
+        sent = {copy.name: copy.pass_on(work.tokens * work.width * work.element / work.tensor)}
+        # torch's 1F1B waits for each message; with several stages, it asks for one before it is needed.
+        hidden = forward * work.layers / (work.pipeline * work.virtual) if work.virtual > 1 else 0.0
+        messages.add(sent, hiding=hidden, times=2 * work.micro_batches * work.virtual)
     return messages
 
 
@@ -182,7 +195,10 @@ def _fully_sharded(work: Work, gpu: Gpu, rates: Rates, found: Messages, *, forwa
     reductions = micro_batches if work.reduces_each else 1
     found.add(first, hiding=0.0, times=gathers)
     found.add(gather, hiding=forward, times=gathers * (layers - 1))
-    if work.reshard:
+    if work.stages:  # what is gathered in the backward passes; gradients are reduced after them
+        found.add(gather, hiding=backward, times=gathers * (layers - 1) if work.reshard else 0)
+        found.add(reduced, hiding=0.0, times=layers - 1)
+    elif work.reshard:
         found.add(gather, hiding=backward, times=(micro_batches - reductions) * (layers - 1))
         found.add(both, hiding=backward, times=reductions * (layers - 1))
     else:

@@ -54,7 +54,9 @@ def matrix_params(model: ModelConfig) -> int:
 def cost(work: Work) -> Cost:
     """The costs of a step of this work, whose matrices all processes share."""
     group = work.shard * work.context * work.tensor
-    return _cost(shapes_of(work), work.layers, group, work.replicate, work.newton_schulz, work.element)
+    return _cost(
+        shapes_of(work), -(-work.layers // work.pipeline), group, work.replicate, work.newton_schulz, work.element
+    )
 
 
 @lru_cache(256)

@@ -122,14 +122,15 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
 
 def host_work(work: Work) -> dict[str, float]:
     """How often a step does each thing that a Host has seconds for."""
-    blocks, kind = work.micro_batches * work.layers, "compiled" if work.compiled else "none"
+    layers = work.layers / work.pipeline
+    blocks, kind = work.micro_batches * layers, "compiled" if work.compiled else "none"
     times = {"none": 0.0, "compiled": 0.0, "selective": 0.0, "full": 0.0}
     times[kind] += (1 - work.recomputed) * blocks
     times[kind if work.compiled else work.recompute] += work.recomputed * blocks
-    gathers = work.layers * (2 * work.micro_batches if work.reshard else 1)
+    gathers = layers * (2 * work.micro_batches if work.reshard else 1)
     return times | {
         "gather": gathers if work.shard > 1 else 0,
-        "reduction": work.layers,
+        "reduction": layers,
         "micro_batch": work.micro_batches,
         "step": 1,
     }
@@ -339,12 +340,22 @@ def update_bytes(moments: int | str) -> int:
 
 
 def _bubble(work: Work, per_micro_batch: dict[str, float], messages: Messages) -> dict[str, float]:
-    """Seconds in which a stage of a pipeline has nothing to do: at both ends, and beside a last one with the head."""
+    """Seconds in which a stage of a pipeline has nothing to do: at both ends of a step, and beside a slower stage.
+
+    Gradients of weights, a third of the computation, fill a part: all but (stages - 1) x (forward + gradients of inputs
+    - gradients of weights) with "interleaved_zero_bubble" (ZB-1P, arXiv 2401.10241), and all in "zbv" (2405.15362).
+    """
     if work.pipeline == 1:
         return {}
     tensor = sum(value for name, value in messages.exposed.items() if name.startswith("messages: tensor"))
     one = sum(per_micro_batch.values()) + tensor / work.micro_batches
-    bubble = one * (work.pipeline - 1) / work.virtual
+    bubble = work.bubble * one * (work.pipeline - 1) / work.virtual
+    if work.stages:
+        head = (per_micro_batch["output projection"] + per_micro_batch["loss"]) * work.pipeline
+        layer = (one - head / work.pipeline) * work.pipeline / work.layers
+        without, last = work.stages
+        slowest = max(without * layer, last * layer + head)
+        return {"bubble": bubble, "unequal stages": work.micro_batches * (slowest - one)}
     if work.layers % work.pipeline == 0:  # else those with the embedding and the head have fewer layers
         head = per_micro_batch["output projection"] + per_micro_batch["loss"]
         bubble += work.micro_batches * head * (work.pipeline - 1)

@@ -47,6 +47,10 @@ class Work:
     pipeline: int = 1
     virtual: int = 1
     """Stages that each process of a pipeline has."""
+    stages: tuple[int, int] | None = None
+    """Most layers of a process without the output projection, and those of the one with it; None: equal ones."""
+    bubble: float = 1.0
+    """Share of a pipeline's bubble that gradients of weights do not fill."""
     gated: bool = True
     """SwiGLU with RMSNorm and rotary embeddings, three matrices; else GELU with LayerNorm, two."""
     context_by: Literal["heads", "gather", "ring"] = "heads"
@@ -134,6 +138,10 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         shard=degrees.shard,
         context=degrees.context,
         tensor=degrees.tensor,
+        pipeline=degrees.pipeline,
+        virtual=recipe.pipeline.runs if degrees.pipeline > 1 else 1,
+        stages=_stages(recipe, degrees) if degrees.pipeline > 1 else None,
+        bubble={"zbv": 0.0, "interleaved_zero_bubble": 1 / 3}.get(recipe.pipeline.schedule, 1.0),
         sequence=batch.sequence_length,
         micro_batch=batch.micro_batch_size,
         micro_batches=max(1, batch.global_batch_size // (degrees.data_parallel * batch.micro_batch_size)),
@@ -159,6 +167,16 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         overlap_tensor=recipe.mesh.overlap_tensor,
         per_node=per_node,
     )
+
+
+def _stages(recipe: Recipe, degrees: MeshDegrees) -> tuple[int, int]:
+    """As in Work."""
+    from parallel.stages import stages_of
+
+    config, length = recipe.pipeline, recipe.batch.sequence_length
+    stages = stages_of(recipe.model, config, degree=degrees.pipeline, sequence_length=length)
+    layers = [len(stages.layers_of(rank)) for rank in range(degrees.pipeline)]
+    return max(layers[: stages.ends[1]] + layers[stages.ends[1] + 1 :]), layers[stages.ends[1]]
 
 
 def _chosen(recipe: Recipe, auto: Kernel) -> Kernel:

@@ -153,7 +153,7 @@ def violations(
         ("mesh model float8 batch", mesh_divides_model(mesh, model=model, batch=recipe.batch, float8=float8, **world)),
         ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
         ("mesh compile.enabled run.device", tensor_can_overlap(mesh, compile=recipe.compile, device=run.device)),
-        ("mesh pipeline model batch fsdp compile.enabled float8.sample_every", pipeline_fits(recipe, **world)),
+        ("mesh pipeline model batch fsdp compile activation_checkpointing float8", pipeline_fits(recipe, **world)),
         ("mesh attention.backend", gather_has_a_kernel(mesh, attention=recipe.attention)),
         ("batch.global_batch_size batch.micro_batch_size mesh", batch_divides(recipe.batch, mesh=mesh, **world)),
         ("attention data.document_mask run.device", attention_has_a_kernel(recipe)),

@@ -61,6 +61,9 @@ def backward_can_split(recipe: Recipe) -> Iterator[Violation]:
         yield "fsdp.reshard_after_forward", f"{rule}; write false, {remedy}"
     if recipe.compile.enabled:
         yield "compile.enabled", f"{name} cannot split the backward pass of compiled blocks; write false, {remedy}"
+    if recipe.activation_checkpointing.mode == "selective":
+        rule = f"recomputes blocks once, but {name} needs that twice"
+        yield "activation_checkpointing.mode", f'"selective" {rule}; write "none" or "full", {remedy}'
 
 
 def enough_micro_batches(

@@ -56,8 +56,6 @@ class Run:
     interruption: Interruption
     profiler: "StepProfiler | None"
     sampler: "CastSampler | None"
-    describe: "Callable[[], Description]"
-    """Returns what accompanies the weights wherever they go."""
     tasks: Callable[[], Mapping[str, float]]
     """Evaluates the tasks of the validation: "TASK/METRIC" -> value."""
     stage: Stage
@@ -196,7 +194,6 @@ def _build_stage(
         interruption=interruption,
         profiler=after.profiler if after else surroundings.profiler_of(recipe, process),
         sampler=surroundings.sampler_of(recipe, process, built),
-        describe=describe,
         tasks=tasks,
         stage=stage,
         start=after.start if after else Start(clock.step, recorder.tokens(clock.step), time.perf_counter()),
@@ -223,7 +220,8 @@ def _log_header(
 def _require_space(checkpoints: "Checkpoints | None", built: Built, recipe: Recipe, *, done: int) -> None:
     if checkpoints and recipe.checkpoint.every and done < recipe.run.steps:
         moments, matrices = getattr(torch, recipe.optimizer.state_dtype), matrices_of(built.optimizer)
-        checkpoints.require_space(built.parameters, moments=moments, matrices=matrices)
+        parameters = built.passes.counted(built.parameters)
+        checkpoints.require_space(parameters, moments=moments, matrices=matrices)
 
 
 def _guard(recipe: Recipe, world: World, built: Built, progress: Mapping[str, Any]) -> StepGuard:

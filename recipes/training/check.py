@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallel.config import MeshDegrees
 from parallel.errors import TemporaryError, UserError, listed
@@ -20,6 +20,7 @@ from recipes.metrics.hardware import Hardware, hardware_of
 from recipes.plan.hardware import devices
 from recipes.plan.memory import FULL, Prediction, predict, summary
 from recipes.plan.muon import matrix_params
+from recipes.plan.stages import parts, stages_in
 from recipes.recipe.fields import Problem, refusal, toml
 from recipes.recipe.load import LoadedRecipe, load_run, to_toml
 from recipes.recipe.rules_mesh import advice, batch_divides, fitted_mesh, micro_batches
@@ -166,6 +167,10 @@ class Facts:
         one = 4 if recipe.optimizer.state_dtype == "float32" else 2
         momenta = matrix_params(recipe.model) if recipe.optimizer.name == "muon" else 0  # the only moment of these
         states = (recipe.model.num_params() * (8 + 2 * one) - momenta * one) // degrees.copy
+        if degrees.pipeline > 1:
+            kept = replace(recipe, fsdp=replace(recipe.fsdp, cpu_offload=False))
+            found = [part.state for _, part in parts(kept, degrees)]
+            states = max(2 * state["parameters"] + state["moments"] for state in found)
         asked = recipe.run.device == "cuda" or hardware is not None or os.environ.get(FORCE) == "0"
         prediction = predict(recipe, degrees) if asked and recipe.run.device != "cpu" else None
         return cls(stage, hardware, degrees, states, prediction)
@@ -182,6 +187,12 @@ class Facts:
     def peak(self) -> int:
         """Bytes that a GPU is predicted to hold; 0 without a prediction."""
         return self.prediction.peak if self.prediction else 0
+
+    @property
+    def pipeline(self) -> list[str]:
+        """A line about the stages of a pipeline; none without."""
+        recipe, cut = self.recipe, self.degrees.pipeline > 1
+        return [f"pipeline: {recipe.pipeline.schedule}, {stages_in(recipe, self.degrees)}"] if cut else []
 
     @property
     def memory(self) -> list[str]:
@@ -201,6 +212,7 @@ def _lines_of_stages(stages: Sequence[Facts], other: str) -> list[str]:
         lines = [
             f"on {facts.on}: {facts.degrees}; {states}{other}",
             *facts.memory,
+            *facts.pipeline,
             f"batch: {batch.global_batch_size:,} sequences = {micro_batches(batch, facts.degrees)}",
             *_parts(facts.recipe),
         ]

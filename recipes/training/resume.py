@@ -70,6 +70,7 @@ def open_checkpoints(recipe: Recipe, loader: DataLoader, description: Descriptio
         files=checkpoint_files(description) | {DATA: json.dumps(loader.data_state, indent=2) + "\n"},
         mark=recipe.run.folder / SAVED,
         remote=remote,
+        pipeline=recipe.mesh.pipeline,
     )
 
 

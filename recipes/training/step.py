@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from models.interface import interface_of
 from models.loss import IGNORED
 from parallel.dist import World
 from parallel.errors import CorruptState
@@ -86,13 +87,16 @@ def further_columns(built: Built, losses: Tensor) -> dict[str, Tensor]:
 
 
 def require_sound_state(built: Built, world: World) -> None:
-    """Raise CorruptState, on all processes, if a parameter or a moment is not finite or differs between replicas."""
+    """Raise CorruptState, on all processes, if a parameter or a moment is not finite or differs between copies."""
     from parallel.state_check import named_state, require_sound, whole_along
 
     state, mesh = named_state(built.model, built.parameters, built.optimizer), built.mesh
     copies = [(mesh.replicate_group, list(state))] if mesh.degrees.replicate > 1 else []
     if mesh.tensor is not None:  # norms are whole on every process of a tensor group
         copies.append((mesh.tensor.get_group(), whole_along(state, mesh.tensor)))
+    if built.passes.copies is not None:
+        tied = f".{interface_of(built.model).embedding}.weight"
+        copies.append((built.passes.copies, [name for name in state if tied in name]))
     require_sound(state, world, copies=copies)
 
 

@@ -21,9 +21,10 @@ class Trainer:
         self.world, self.console, self.clock = process.world, process.console, process.clock
         self.built, self.loader, self.checkpoints = run.built, run.loader, run.checkpoints
         self.guard, self.recorder, self.interruption = run.guard, run.recorder, run.interruption
-        self.describe, self.observers, self.tasks = run.describe, run.observers, run.tasks
+        self.observers, self.tasks = run.observers, run.tasks
         self.stage, self.start, self.first_step = run.stage, run.start, process.clock.step
-        self.check_replicas_every = run.recipe.run.check_replicas_every if run.built.mesh.degrees.have_copies else 0
+        has_copies = self.built.mesh.degrees.have_copies(tied=self.recipe.model.tied_embeddings)
+        self.check_replicas_every = self.recipe.run.check_replicas_every if has_copies else 0
         self.validation_loss: dict[str, float] = {}
 
     @property
@@ -162,8 +163,7 @@ class Trainer:
         if recipe.validation.sample_tokens or recipe.checkpoint.export_hf:
             from recipes.training.results import write_results
 
-            describe = self.describe if saved else None
-            write_results(recipe, self.built.model, self.loader, describe, world=self.world, log=self.console.log)
+            write_results(recipe, self.built.model, self.loader, saved=saved, world=self.world, log=self.console.log)
         self.recorder.log_consumed(self.step)
         if done:
             tokens = self.recorder.tokens(self.step) - self.start.tokens

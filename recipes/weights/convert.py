@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import torch
 from safetensors import safe_open
@@ -14,10 +14,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from models.config import ModelConfig
 from models.hf import beyond_hf
 from models.layout import Stored, layout_of
-from parallel.dist import World, on_main
 from parallel.errors import UserError
-from parallel.float8 import without_wrapper
-from parallel.fsdp import plain_name, reshard, whole
+from parallel.fsdp import plain_name
 from recipes.checkpoint.parameters import StoredParameters, write_parameters
 from recipes.checkpoint.storage import CODES, DTYPES
 from recipes.weights import hf_folder
@@ -45,9 +43,10 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
     stored, layout = weights.stored_tensors, layout_of(weights.model)
     tensors = {plain_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for name, how in layout.tensors.items():
-        _fill(tensors[name], *stored[name], how)
+        if name in tensors:  # a stage of a pipeline has some of them
+            _fill(tensors[name], *stored[name], how)
     for name, copy in layout.copies.items():
-        if name in stored:
+        if name in stored and copy.of in tensors:
             _require_equal(stored[copy.of], stored[name], box=_own_box(tensors[copy.of]))
 
 
@@ -109,69 +108,25 @@ def import_folder(folder: Path, checkpoint: Path) -> None:
 
 
 def export_checkpoint(
-    checkpoint: Path, folder: Path, *, dtype: torch.dtype | None = None, max_bytes: int = hf_folder.MAX_FILE_BYTES
+    checkpoint: Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = hf_folder.MAX_FILE_BYTES,
+    replace: bool = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder. dtype: None = unchanged. Leaves no files after a UserError."""
+    """Write a checkpoint as a Hugging Face folder. Leaves no files after a UserError.
+
+    dtype: None = unchanged. max_bytes: size limit of one file. replace: an earlier folder may be there.
+    """
     weights = find_weights(checkpoint)
     if not weights.is_checkpoint:
         raise UserError(f"{checkpoint} is a Hugging Face folder already")
     parameters = StoredParameters(weights.path, weights.model)
     names = layout_of(weights.model).tensors
     files = _files(weights.model, {name: dtype or parameters.dtype(name) for name in names}, max_bytes)
-    _write(folder, files, parameters.read, with_card(weights.description, weights.path))
-
-
-def export_model(
-    model: nn.Module,
-    folder: Path,
-    description: Description,
-    *,
-    world: World | None,
-    max_bytes: int = hf_folder.MAX_FILE_BYTES,
-) -> None:
-    """Write a Hugging Face folder with the parameters of a model, plain or sharded, replacing an earlier one.
-
-    All processes of `world` must call it: they gather one parameter at a time, and rank 0 writes. UserErrors reach all.
-
-    Args:
-        model: the model.
-        folder: where to write.
-        description: the shape of the model, its facts and its tokenizer.
-        world: all processes; None = this process alone.
-        max_bytes: size limit of one file.
-    """
-    reshard(model)  # validation may have left weights gathered, in the compute type
-    named = (*model.named_parameters(), *model.named_buffers())
-    tensors = {plain_name(name): tensor.detach() for name, tensor in named}
-    files = _files(description.model, {name: tensor.dtype for name, tensor in tensors.items()}, max_bytes)
-
-    def read(name: str) -> Tensor:
-        values = without_wrapper(tensors[name])
-        if not isinstance(values, DTensor):
-            return values
-        # Offloaded parameters are gathered through the devices.
-        return whole(cast(DTensor, values.to(values.device_mesh.device_type)))
-
-    ours = {how.name: name for name, how in layout_of(description.model).tensors.items()}
-    waiting = (ours[entry.name] for entries in files.values() for entry in entries)
-
-    def gather_rest() -> None:
-        for name in waiting:
-            read(name)
-
-    def write() -> None:
-        try:
-            _write(folder, files, lambda _: read(next(waiting)), description, replace=True)
-        except UserError:
-            gather_rest()  # the other ranks do not know of the error, and wait for it
-            raise
-
-    if world is None:
-        write()
-        return
-    if not world.is_main:
-        gather_rest()
-    on_main(world, write)
+    description = with_card(weights.description, weights.path)
+    _write(folder, files, parameters.read, description, replace=replace)
 
 
 def _files(model: ModelConfig, dtypes: Mapping[str, torch.dtype], max_bytes: int) -> dict[str, list[Entry]]:
@@ -190,7 +145,7 @@ def _write(
     read: Callable[[str], Tensor],
     description: Description,
     *,
-    replace: bool = False,
+    replace: bool,
 ) -> None:
     widest = max((entry.dtype for entries in files.values() for entry in entries), key=lambda code: DTYPE_BYTES[code])
     ours = {how.name: (name, how) for name, how in layout_of(description.model).tensors.items()}

@@ -31,9 +31,9 @@ from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import CONFIGS, LoadedRecipe, load_run
 from recipes.training.build import Built, build
 from recipes.training.step import train_step
-from recipes.weights.convert import export_model
 from recipes.weights.locate import trained_description
 from tests.models.family_configs import FAMILIES
+from tests.whole import export_model
 
 PAGE = CONFIGS.parent / "docs" / "models.md"
 BEGIN = "<!-- Written by tests/models/test_family_table.py. -->\n"

@@ -130,3 +130,42 @@ def test_projections_into_the_residual_stream_are_initialized_smaller() -> None:
     assert block.attention.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert block.feed_forward.down_proj.weight.std().item() == pytest.approx(0.02 / 2, rel=0.05)
     assert (block.attention_norm.weight == 1).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "parts", [((0, 1), (2, 3)), ((0,), (1, 2, 3)), ((0, 3), (1, 2)), ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))]
+)
+def test_the_parts_of_a_model_have_its_parameters_and_compute_what_it_does(
+    parts: tuple[tuple[int, ...], ...], tied: bool
+) -> None:
+    config = replace(SMALL, tied_embeddings=tied)
+    models = {layers: filled(Decoder(config, layers=layers)) for layers in (tuple(range(4)), *parts)}
+    whole = models.pop(tuple(range(4)))
+    expected, found = dict(whole.named_parameters()), {}
+    for model in models.values():
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
+            assert name not in found or (tied and name == "embedding.weight")  # the first and the last part have it
+            found[name] = parameter
+    assert found.keys() == expected.keys()
+
+    inputs, targets = tokens(), tokens().roll(-1, 1)
+    hidden = None
+    for layer in range(4):
+        [model] = (model for layers, model in models.items() if layer in layers)
+        if layer == 3:
+            options = {"layers": range(3, 4), "hidden": hidden}
+            assert torch.equal(model(inputs, **options), whole(inputs))
+            assert torch.equal(model(inputs, targets, **options), whole(inputs, targets))
+        hidden = model(inputs, layers=range(layer, layer + 1), hidden=hidden)
+
+
+def filled(model: Decoder) -> Decoder:
+    """With its initial values, as parallel/fsdp.py fills a part."""
+    parameters = dict(model.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    with torch.no_grad():
+        for name, values in model.initial_values(shapes, seed=0, device=torch.device("cpu")):
+            parameters[name].copy_(values)
+    return model

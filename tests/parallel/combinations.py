@@ -1,12 +1,14 @@
-"""The combinations that test_combinations.py trains, as data: docs/parallelism.md shows the same. Imports no torch.
+"""The combinations that test_combinations.py and test_pipeline.py train, as data: docs/parallelism.md shows the same.
 
-A case is "replicate.shard.context.tensor:option,option".
+A case is "replicate.shard.context.tensor:option,option". With five numbers, the first is the pipeline degree, and every
+micro-batch is one row, also on one process. Imports no torch.
 """
 
 import math
 from typing import Any, NamedTuple
 
 ROWS, LENGTH, VOCABULARY = 4, 48, 96
+PIPELINE_ROWS, PIPELINE_BLOCKS = 8, 4
 MODEL = {"layers": 2, "width": 48, "feed_forward_width": 96, "heads": 4, "key_value_heads": 2, "head_width": 12}
 MODEL |= {"vocabulary": VOCABULARY, "no_rope_every": 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -15,14 +17,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "nine": {"heads": 9, "key_value_heads": 3, "head_width": 4},
     "eight": {"heads": 8, "key_value_heads": 4, "head_width": 6},
     "rope": {"no_rope_every": 0},
+    "six": {"layers": 6},
+    "eight_blocks": {"layers": 8},
 }
 """Option -> fields of the model. Nine heads are for 3 processes, eight for tensor 4 and for context 4 with tensor 2;
 RoPE in all layers makes one graph of both blocks, which halves what is compiled."""
 FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 FLOAT8_MODEL = {"width": 64, "feed_forward_width": 128, "head_width": 16}
 """Halves of its matrices are multiples of 16."""
-CHANGES_NUMBERS = {*MODELS, *FLOAT8, "documents", "masked", "last", "bf16"}
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zbv", "interleaved_zero_bubble")
+CHANGES_NUMBERS = {*MODELS, *FLOAT8, "documents", "masked", "last", "bf16", "muon", "z", "varied"}
 """Options with which one process trains to other numbers, too."""
+OF_STAGES = {*SCHEDULES, "varied", "split", "three"}
+"""Options that are for pipelines alone."""
 
 FEATURES: dict[str, tuple[str, ...]] = {
     "no option": ("plain",),
@@ -41,6 +48,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "Llama 3 (untied, scaled RoPE in all layers)": ("llama3",),
     "a part of the tokens without targets": ("masked",),
     "targets in one part of the vocabulary": ("last",),
+    "z-loss": ("z",),
+    "Muon": ("muon",),
     "bfloat16": ("bf16",),
     "gradients reduced in bfloat16": ("bf16", "reduce16"),
     "float8 tensorwise": ("tensorwise",),
@@ -49,10 +58,18 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "float8 tensorwise, activations gathered in float8": ("tensorwise", "gather_activations"),
     "float8 rowwise": ("rowwise",),
     "float8 rowwise, weight gradients in high precision": ("rowwise_with_gw_hp",),
+    "another number and length of micro-batches": ("varied",),
+    "stages of a given, unequal split": ("split",),
+    "three stages on each process": ("three",),
+    **{f'schedule "{schedule}"': (schedule,) for schedule in SCHEDULES},
 }
 """Row of the page's table -> the options that a case must have to count there."""
 REFUSED = {("float8 tensorwise, weights gathered in float8", "tensor"): "float8.all_gather"}
 """(row, axis) -> the field that the refusal names."""
+
+COLUMNS = ("tensor", "context by heads", "context by gather", "tensor x context", "with shard", "with replicate")
+STAGED = ("pipeline", "pipeline with shard or replicate", "pipeline with tensor or context")
+"""Columns of the page's table; those of pipelines come last."""
 
 
 class Limits(NamedTuple):
@@ -103,6 +120,30 @@ _CASES = """
 1.1.4.2  eight,untied
 """
 
+_PIPELINES = """
+2.1.1.1.1  plain gpipe,untied,documents documents,chunks,z interleaved,documents,masked interleaved,untied,z,chunks
+2.1.1.1.1  interleaved_zero_bubble,zero2,untied,documents zbv,zero2,documents,last zbv,zero2,full,untied
+2.1.1.1.1  interleaved_zero_bubble,zero2,full,half,z full,half,documents selective,untied offload,llama3,documents
+2.1.1.1.1  interleaved,three,six,selective,half split,untied,prefetch varied,documents muon,untied zbv,zero2,varied
+2.1.1.1.1  bf16,documents bf16,reduce16,interleaved bf16,untied,zbv,zero2 bf16,untied,interleaved_zero_bubble,zero2
+2.1.1.1.1  tensorwise,documents rowwise,interleaved,documents tensorwise,zbv,zero2
+2.1.1.1.1  compile,rope,documents compile,rope,interleaved,selective
+4.1.1.1.1  plain gpipe,documents,untied interleaved,eight_blocks,documents,untied zbv,zero2,eight_blocks bf16
+4.1.1.1.1  split,six,z interleaved_zero_bubble,zero2,eight_blocks,untied
+2.1.2.1.1  plain zbv,zero2,documents interleaved,untied,full interleaved,muon offload,documents tensorwise,all_gather
+2.1.2.1.1  interleaved,prefetch,bf16,reduce16 interleaved_zero_bubble,zero2,z gpipe,zero2,masked zbv,zero2,offload,muon
+2.2.1.1.1  plain interleaved,documents zbv,zero2,untied rowwise
+2.1.1.1.2  plain zbv,zero2,untied,documents interleaved,selective,z bf16,gpipe compile,rope,full,half,untied
+2.1.1.1.2  tensorwise,gather_activations,documents
+2.1.1.2.1  documents gather,documents gather,interleaved,untied zbv,zero2,documents gather,bf16
+2.1.1.2.1  rowwise,interleaved_zero_bubble,zero2
+2.1.2.1.2  documents
+2.1.1.2.2  gather,untied,interleaved
+2.2.2.1.1  zbv,zero2,documents
+4.1.2.1.1  interleaved,eight_blocks,documents
+4.1.1.1.2  untied
+"""
+
 
 def options_of(case: str) -> set[str]:
     """The options of a case."""
@@ -112,13 +153,31 @@ def options_of(case: str) -> set[str]:
 def features_of(case: str) -> set[str]:
     """The options by which a case counts in FEATURES."""
     options = options_of(case)
-    return options | ({"plain"} if options <= {"eight", "gather"} else set())
+    if len(degrees_of(case)) == 5:
+        options |= {"accumulate", schedule_of(case)}
+    return options | ({"plain"} if options <= {"eight", "gather", "accumulate", "1f1b"} else set())
 
 
-def degrees_of(case: str) -> tuple[int, int, int, int]:
-    """replicate, shard, context, tensor."""
-    replicate, shard, context, tensor = map(int, case.partition(":")[0].split("."))
-    return replicate, shard, context, tensor
+def columns_of(case: str) -> set[str]:
+    """The columns of the page's table that a case counts in."""
+    *pipeline, replicate, shard, context, tensor = degrees_of(case)
+    if pipeline:
+        wide = dict(zip(STAGED[1:], (replicate * shard > 1, context * tensor > 1), strict=True))
+        return {column for column, is_wide in wide.items() if is_wide} or {STAGED[0]}
+    by = "gather" if "gather" in options_of(case) else "heads"
+    inner = {(False, True): "tensor", (True, False): f"context by {by}", (True, True): "tensor x context"}
+    outer = {"with shard": shard, "with replicate": replicate}
+    return {inner[context > 1, tensor > 1], *(column for column, degree in outer.items() if degree > 1)}
+
+
+def schedule_of(case: str) -> str:
+    """The schedule of a case with a pipeline."""
+    return next((schedule for schedule in SCHEDULES if schedule in options_of(case)), "1f1b")
+
+
+def degrees_of(case: str) -> tuple[int, ...]:
+    """replicate, shard, context, tensor, and before them that of the pipeline if the case names it."""
+    return tuple(map(int, case.partition(":")[0].split(".")))
 
 
 def same_numbers(case: str) -> str:
@@ -126,12 +185,12 @@ def same_numbers(case: str) -> str:
 
     A process scales its own rows and tokens to float8 by themselves, so the one process must scale as many parts.
     """
-    replicate, shard, context, _ = degrees_of(case)
+    *pipeline, replicate, shard, context, _ = degrees_of(case)
     options = options_of(case) & CHANGES_NUMBERS
     if options & {*FLOAT8}:
-        rows = ROWS if "accumulate" in options_of(case) else replicate * shard
+        rows = ROWS if pipeline or "accumulate" in options_of(case) else replicate * shard
         options |= {f"parts{rows}x{context}"} | options_of(case) & {"gather"}
-    return "1.1.1.1:" + ",".join(sorted(options))
+    return ("1." if pipeline else "") + "1.1.1.1:" + ",".join(sorted(options))
 
 
 def parts_of_scales(case: str) -> tuple[int, int]:
@@ -153,9 +212,12 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
     """The fields of a recipe that a case changes, by section."""
     options = options_of(case)
     float8 = next((kind for kind in FLOAT8 if kind in options), "none")
+    pipeline = degrees_of(case)[0] if len(degrees_of(case)) == 5 else 0
     model = MODEL | {"tied_embeddings": True} | (FLOAT8_MODEL if float8 != "none" else {})
+    model |= {"layers": PIPELINE_BLOCKS} if pipeline else {}
     for option in sorted(options & MODELS.keys()):
         model |= MODELS[option]
+    layers = model["layers"]
     return {
         "model": model,
         "batch": {"loss_chunks": 5 if "chunks" in options else 1},
@@ -178,6 +240,12 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
             "prefetch": 2 if "prefetch" in options else 1,
         },
         "mesh": {"context_by": "gather" if "gather" in options else "heads"},
+        "optimizer": {"name": "muon" if "muon" in options else "adamw", "z_loss": 1e-2 if "z" in options else 0.0},
+        "pipeline": {
+            "schedule": schedule_of(case),
+            "stages_per_rank": 3 if "three" in options else 0,
+            "split": (*[1] * (pipeline - 1), layers - pipeline + 1) if "split" in options else (),
+        },
     }
 
 
@@ -190,8 +258,8 @@ def _by_processes(text: str) -> dict[int, list[str]]:
     return dict(sorted(cases.items()))
 
 
-CASES = _by_processes(_CASES)
-"""Number of processes -> its cases."""
+CASES, PIPELINES = _by_processes(_CASES), _by_processes(_PIPELINES)
+"""Number of processes -> its cases; those with a pipeline are apart."""
 GENERATED = ("1.1.1.2:compile,rope,selective,documents",)
 """Compiled cases that run generated code, which takes a core 45 s each; of the others the graphs run, and their code
 with `pytest -m exhaustive tests/parallel/test_combinations.py`."""

@@ -21,6 +21,7 @@ from models.loss import IGNORED
 from parallel.dist import World, start, stop
 from parallel.errors import UserError
 from parallel.mesh import build_mesh, sum_over_group
+from recipes.evaluation.losses import mean_loss
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import load
@@ -34,6 +35,8 @@ from tests.parallel.combinations import (
     FEATURES,
     GENERATED,
     LENGTH,
+    PIPELINE_ROWS,
+    PIPELINES,
     REFUSED,
     ROWS,
     VOCABULARY,
@@ -50,9 +53,9 @@ from tests.training import DEBUG, change
 STEPS, END = 2, 3
 
 
-def batch_of(step: int, options: set[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets (ROWS, LENGTH) of a step. Documents end on parts' borders, and span all parts."""
-    tokens = torch.randint(4, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+def batch_of(step: int, options: set[str], *, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets (rows, LENGTH) of a step. Documents end on parts' borders, and span all parts."""
+    tokens = torch.randint(4, VOCABULARY, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(step))
     tokens[0, [LENGTH // 2 - 1, LENGTH // 2 + 5]] = END
     tokens[1, [7, 11, LENGTH // 4 - 1]] = END
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
@@ -61,6 +64,8 @@ def batch_of(step: int, options: set[str]) -> tuple[torch.Tensor, torch.Tensor]:
         targets[:, : LENGTH // 2] = IGNORED
     if "last" in options:  # all targets are in the last part of the vocabulary
         targets = torch.where(targets == IGNORED, targets, VOCABULARY - 1 - targets % 4)
+    if rows > ROWS:
+        targets[3], targets[6, 10:] = IGNORED, IGNORED  # micro-batches of no target and of few
     return inputs, targets
 
 
@@ -98,21 +103,35 @@ def train_case(case: str, recipe: Recipe, world: World) -> dict[str, Any]:
     built.optimizer.register_step_pre_hook(keep)
     guard = StepGuard(mesh, device=world.device, max_skipped_steps=3, loss_spike_z=50.0)
     clock = RunClock(world.device)
-    losses, norms = [], []
+    is_staged, losses, norms, validation = len(degrees_of(case)) == 5, [], [], math.nan
     for step in range(1, STEPS + 1):
-        inputs, targets = (part[mesh.data_rank :: mesh.data_ranks] for part in batch_of(step, options))
-        count = len(inputs) if "accumulate" in options else rows_in
+        batch = batch_of(step, options, rows=PIPELINE_ROWS if is_staged else ROWS)
+        inputs, targets = (part[mesh.data_rank :: mesh.data_ranks] for part in batch)
+        count = len(inputs) if is_staged or "accumulate" in options else rows_in
+        if "varied" in options and step == STEPS:
+            inputs, targets, count = inputs[:, : LENGTH // 2], targets[:, : LENGTH // 2], count // 2
         micro_batches = [
             (inputs[n::count], targets[n::count], documents_of(inputs[n::count], options)) for n in range(count)
         ]
         loss, norm, _ = train_step(built, micro_batches, step=step, learning_rate=3e-3, guard=guard, clock=clock)
         losses.append(sum_over_group(loss.clone(), mesh.loss_group).item())
         norms.append(norm.item())
-    return {"losses": losses, "norms": norms, "gradients": gradients if world.rank == 0 else {}}
+        if is_staged and step == 1:  # between steps, as in a run
+            validation = mean_loss(built.model, micro_batches, mesh=mesh)
+    coordinates = mesh.devices.get_coordinate() or ()
+    is_first = not any(coordinates if mesh.pipeline is None else coordinates[1:])  # of its stages
+    found = {"losses": losses, "norms": norms, "gradients": gradients if is_first else {}}
+    return found | ({"validation": validation, "logits": logits_of(built.model, options)} if is_staged else {})
 
 
 def documents_of(inputs: torch.Tensor, options: set[str]) -> Documents | None:
     return Documents.of(inputs, end_of_document=END) if "documents" in options else None
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, options: set[str]) -> Any:
+    inputs, _ = batch_of(STEPS + 1, options)
+    return model(inputs[:1], documents=documents_of(inputs[:1], options)).float().numpy()
 
 
 def train_cases(cases: list[str], recipe: Recipe, generated: Collection[str] = GENERATED) -> list[dict[str, Any]]:
@@ -144,7 +163,9 @@ def test_a_mesh_trains_to_the_numbers_of_one_process(case: str, trained: dict[st
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [c for cases in CASES.values() for c in cases if "compile" in options_of(c)])
+@pytest.mark.parametrize(
+    "case", [c for some in (CASES, PIPELINES) for cases in some.values() for c in cases if "compile" in options_of(c)]
+)
 def test_generated_code_of_a_mesh_trains_to_the_numbers_of_one_process(case: str, small: Recipe) -> None:
     alone = run_processes(1, train_cases, [same_numbers(case)], small)
     found = run_processes(math.prod(degrees_of(case)), train_cases, [case], small, {case})
@@ -155,10 +176,18 @@ def require_same_numbers(case: str, found: list[dict[str, Any]], alone: list[dic
     [expected], limits = alone, limits_of(case)
     np.testing.assert_allclose(found[0]["losses"], expected["losses"], rtol=0, atol=limits.loss)
     np.testing.assert_allclose(found[0]["norms"], expected["norms"], rtol=limits.norm)
+    for one in found if "logits" in expected else ():  # of a pipeline, without gradients
+        np.testing.assert_allclose(one["validation"], expected["validation"], rtol=0, atol=limits.loss)
+        error = np.linalg.norm(one["logits"] - expected["logits"]) / np.linalg.norm(expected["logits"])
+        assert error < limits.gradient, f"logits are {error} off"
     assert all((one["losses"], one["norms"]) == (found[0]["losses"], found[0]["norms"]) for one in found)
-    assert found[0]["gradients"].keys() == expected["gradients"].keys()
+    gradients: dict[str, Any] = {}
+    for one in found:
+        for name, gradient in one["gradients"].items():  # a tied embedding is on two stages
+            np.testing.assert_array_equal(gradient, gradients.setdefault(name, gradient), name)
+    assert gradients.keys() == expected["gradients"].keys()
     errors = {
-        name: np.linalg.norm(found[0]["gradients"][name] - gradient) / np.linalg.norm(gradient)
+        name: np.linalg.norm(gradients[name] - gradient) / np.linalg.norm(gradient)
         for name, gradient in expected["gradients"].items()
     }
     assert max(errors.values()) < limits.gradient and np.median([*errors.values()]) < limits.half, errors

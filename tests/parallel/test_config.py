@@ -33,6 +33,51 @@ def test_context_and_tensor_degrees_are_inside_the_rest() -> None:
     assert str(degrees) == "replicate 2 x shard 2 x tensor 4"
 
 
+def test_the_stages_of_a_pipeline_are_outside_the_rest() -> None:
+    assert MeshConfig(2, -1, pipeline=2).fit(16) == MeshDegrees(pipeline=2, replicate=2, shard=4)
+    degrees = MeshConfig(-1, 2, pipeline=4, tensor=2).fit(32)
+    assert degrees == MeshDegrees(pipeline=4, replicate=2, shard=2, tensor=2)
+    assert (degrees.data_parallel, degrees.stage, degrees.copy, degrees.processes) == (4, 4, 16, 32)
+    assert str(degrees) == "pipeline 4 x replicate 2 x shard 2 x tensor 2"
+
+
+@pytest.mark.parametrize("replicate", [1, -1, 2])
+def test_a_pipeline_with_shard_node_has_a_replica_for_as_many_nodes_as_stages(replicate: int) -> None:
+    degrees = MeshConfig(replicate, "node", pipeline=2, tensor=2).fit(32, nodes=4)
+    assert degrees == MeshDegrees(pipeline=2, replicate=2, shard=4, tensor=2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "nodes", "message"),
+    [
+        (
+            MeshConfig(shard="node", pipeline=2),
+            3,
+            'mesh.shard = "node": 3 nodes cannot be divided equally among the stages of pipeline 2; start a multiple',
+        ),
+        (
+            MeshConfig(3, "node", pipeline=2),
+            4,
+            'mesh.replicate = 3: shard = "node" makes one replica per 2 nodes, and there are 4; omit replicate',
+        ),
+        (
+            MeshConfig(2, -1, pipeline=5),
+            None,
+            "pipeline 5 x replicate 2 x shard -1 x context 1 x tensor 1 does not fit 12 processes: 12 / 10",
+        ),
+        (
+            MeshConfig(1, 2, pipeline=2),
+            None,
+            "pipeline 2 x replicate 1 x shard 2 x context 1 x tensor 1 = 4 processes, but 12 were started",
+        ),
+    ],
+)
+def test_a_pipeline_that_does_not_fit_the_processes_is_refused(mesh: MeshConfig, nodes: int, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        mesh.fit(12, nodes=nodes)
+    assert message in str(error.value)
+
+
 @pytest.mark.parametrize("replicate", [1, -1, 3])
 def test_shard_node_shards_inside_each_node_and_replicates_across_nodes(replicate: int) -> None:
     """replicate may be left out, -1, or the number of nodes."""

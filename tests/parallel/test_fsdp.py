@@ -15,11 +15,12 @@ from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig, MeshConfig, MeshDegrees
 from parallel.dist import start, stop
 from parallel.float8 import precompute_scales
-from parallel.fsdp import materialize, whole, without_idle_resharding
+from parallel.fsdp import materialize, without_idle_resharding
 from parallel.mesh import build_mesh
 from tests.build import NO_FLOAT8, build_model
 from tests.meshes import mesh_config, on_each_mesh
 from tests.processes import run_processes
+from tests.whole import whole
 
 DEBUG = SIZES["llama3_debug"]
 SMALL = replace(DEBUG, layers=1, width=48, feed_forward_width=96, heads=4, head_width=12, vocabulary=96)

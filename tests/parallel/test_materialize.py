@@ -9,9 +9,10 @@ from torch import Tensor
 from models.decoder import Decoder
 from models.sizes import SIZES
 from parallel.dist import start, stop
-from parallel.fsdp import materialize, plain_name, whole
+from parallel.fsdp import materialize, plain_name
 from tests.build import build_model
 from tests.meshes import mesh_config, on_each_mesh
+from tests.whole import whole
 
 MESHES = ("1.1.1.1", "1.1.1.2", "1.1.2.1", "1.2.1.2", "2.1.1.2", "1.1.2.2")
 # FSDP's parts of these sizes are unequal.

@@ -178,11 +178,66 @@ def test_sixteen_processes_are_laid_out_as_the_page_draws_them() -> None:
     }
 
 
+def neighbours_in_stages(ranks: list[int]) -> dict[int, dict[str, Any]]:
+    """The same of each of these ranks of sixteen in two stages of a pipeline."""
+    found = {}
+    for rank in ranks:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)
+        mesh = build_mesh(MeshDegrees(pipeline=2, replicate=2, shard=2, tensor=2), device_type="cpu")
+        assert mesh.pipeline is not None and mesh.tensor is not None and mesh.context is None
+        groups = {
+            "pipeline": mesh.pipeline.get_group(),
+            "tensor": mesh.tensor.get_group(),
+            "replicate": mesh.replicate_group,
+            "data": mesh.data_group,
+            "loss": mesh.loss_group,
+            "copy": sharding_group(mesh),
+        }
+        found[rank] = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+        found[rank] |= {"fsdp": mesh.fsdp.mesh.tolist(), "reads": (mesh.data_rank, mesh.data_ranks)}
+        dist.destroy_process_group()
+    return found
+
+
+def test_processes_of_a_pipeline_are_far_apart_read_the_same_and_shard_their_stage_alone() -> None:
+    [found] = run_processes(1, neighbours_in_stages, [2, 13])
+    assert found == {
+        2: {
+            "pipeline": [2, 10],
+            "tensor": [2, 3],
+            "replicate": [2, 6],
+            "data": [0, 2, 4, 6],
+            "loss": [0, 2, 4, 6, 8, 10, 12, 14],
+            "copy": [0, 1, 2, 3],  # what Muon shares its work among: of a stage
+            "fsdp": [[0, 2], [4, 6]],
+            "reads": (1, 4),
+        },
+        13: {
+            "pipeline": [5, 13],
+            "tensor": [12, 13],
+            "replicate": [9, 13],
+            "data": [9, 11, 13, 15],
+            "loss": [1, 3, 5, 7, 9, 11, 13, 15],
+            "copy": [12, 13, 14, 15],
+            "fsdp": [[9, 11], [13, 15]],
+            "reads": (2, 4),
+        },
+    }
+
+
 GROUPS = [(1, 8, 1, 1), (2, 4, 1, 1), (1, 2, 2, 2), (2, 2, 2, 2), (2, 1, 2, 2), (1, 1, 1, 8), (1, 1, 1, 1)]
+GROUPS_OF_STAGES = [
+    (2, 1, 1, 1, 1),
+    (2, 1, 4, 1, 1),
+    (2, 2, 1, 1, 1),
+    (2, 2, 2, 1, 2),
+    (4, 1, 2, 2, 1),
+    (2, 1, 1, 2, 2),
+]
 
 
 @pytest.mark.parametrize("of_copies", [False, True])
-@pytest.mark.parametrize("degrees", [mesh_degrees(degrees) for degrees in GROUPS], ids=str)
+@pytest.mark.parametrize("degrees", [mesh_degrees(degrees) for degrees in GROUPS + GROUPS_OF_STAGES], ids=str)
 def test_the_plan_knows_every_group_that_a_mesh_makes(degrees: MeshDegrees, of_copies: bool) -> None:
     with fake_processes(degrees.processes):
         mesh = build_mesh(degrees, device_type="cpu")
@@ -195,7 +250,7 @@ def test_the_plan_knows_every_group_that_a_mesh_makes(degrees: MeshDegrees, of_c
 def timeouts_of_groups(timeout: timedelta) -> dict[str, set[timedelta]]:
     """What every group of this process was given, by its description, after a mesh of each kind."""
     start("cpu", seed=0, timeout=timeout)
-    for degrees in ((8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2)):
+    for degrees in ((8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2), (2, 1, 2, 1, 2)):
         build_mesh(mesh_degrees(degrees), device_type="cpu")
     found: dict[str, set[timedelta]] = {}
     for group in dist.distributed_c10d._world.pg_map:
@@ -209,7 +264,15 @@ def timeouts_of_groups(timeout: timedelta) -> dict[str, set[timedelta]]:
 def test_every_group_of_a_mesh_has_the_timeout_of_the_run() -> None:
     timeout = timedelta(hours=1, minutes=20)
     for found in run_processes(8, timeouts_of_groups, timeout):
-        assert set(found) >= {"default_pg", "hosts", "mesh_replicate", "mesh_shard", "mesh_context", "mesh_tensor"}
+        assert set(found) >= {
+            "default_pg",
+            "hosts",
+            "mesh_replicate",
+            "mesh_shard",
+            "mesh_context",
+            "mesh_tensor",
+            "mesh_pipeline",
+        }
         assert "mesh_shard_context" in found  # flattened
         assert set.union(*found.values()) == {timeout}, found
 

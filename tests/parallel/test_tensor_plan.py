@@ -21,7 +21,6 @@ from models.transformers import TransformersModel
 from models.transformers_config import TransformersConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from parallel.fsdp import whole
 from parallel.mesh import build_mesh
 from parallel.tensor import split_over
 from recipes.recipe.load import CONFIGS, load
@@ -33,6 +32,7 @@ from tests.parallel.combinations import degrees_of
 from tests.parallel.test_transformers import train_all, train_plainly
 from tests.processes import ROOT, run_processes
 from tests.training import DEBUG
+from tests.whole import whole
 
 VOCABULARY, ROWS, LENGTH, END = 96, 2, 24, 2
 SHAPE: dict[str, Any] = {

@@ -215,7 +215,7 @@ def as_json(found: Size, money: Money) -> dict[str, Any]:
         "fits": plan.fits,
         "peak_memory_gib": plan.memory.peak / 2**30,
         "gpu_memory_gib": plan.gpu.memory / 2**30,
-        "fullest": plan.memory.fullest,
+        "fullest": plan.memory.fullest + plan.memory.where,
         "memory_gib": {
             moment: {piece: count / 2**30 for piece, count in pieces.items()}
             for moment, pieces in plan.memory.moments.items()

@@ -139,7 +139,8 @@ class Found:
         """A line for each plan: speed, also relative to the recipe as it is or else the fastest, memory, settings."""
         against = self.original or self.best or rows[0][1]
         memory = f"of {self.gpu.memory / 1e9:.1f} GB"
-        mesh = ("replicate", "shard", "context", "tensor")
+        mesh: tuple[str, ...] = ("replicate", "shard", "context", "tensor")
+        mesh = ("pipeline", *mesh) if any(at.degrees.pipeline > 1 for _, at in rows) else mesh
         cells = [["", "tokens/s", "", memory, *mesh, "micro", "recompute", "ZeRO", ""]]
         for name, at in rows:
             gain = at.time.tokens_per_second / against.time.tokens_per_second - 1
@@ -157,9 +158,9 @@ class Found:
                 ]
             ]
             if at.degrees.context > 1 and at.recipe.mesh.context_by == "gather":
-                cells[-1][6] += " gather"
+                cells[-1][4 + mesh.index("context")] += " gather"
         wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        left = {0, 9, 11}
+        left = {0, len(mesh) + 5, len(mesh) + 7}
         lines = [
             "  ".join(f"{cell:{'<' if at in left else '>'}{wide[at]}}" for at, cell in enumerate(row)) for row in cells
         ]
@@ -188,7 +189,7 @@ def described(recipe: Recipe, degrees: MeshDegrees, original: Recipe) -> str:
 
     It says loss chunks and prefetch only where they differ from those of the original.
     """
-    axes = {axis: getattr(degrees, axis) for axis in ("replicate", "shard", "context", "tensor")}
+    axes = {axis: getattr(degrees, axis) for axis in ("pipeline", "replicate", "shard", "context", "tensor")}
     parts = [f"{axis} {degree}" for axis, degree in axes.items() if degree > 1] or ["shard 1"]
     if degrees.context > 1:
         parts[-2 if degrees.tensor > 1 else -1] += f" by {recipe.mesh.context_by}"

@@ -58,7 +58,7 @@ def _save(figure: Figure, recipe: Recipe, world: World, file: Path, *, number: s
 
 def _memory(axes: Axes, plan: Plan) -> None:
     """Stacked pieces, moment by moment, below the GPU's memory."""
-    moments = forward(plan) | plan.memory.moments
+    moments = ({} if plan.memory.where else forward(plan)) | plan.memory.moments
     pieces_in_order = (piece for pieces in moments.values() for piece, amount in pieces.items() if amount)
     names = dict.fromkeys([*STEADY, *pieces_in_order])
     stacks = [[pieces.get(name, 0) / 1e9 for pieces in moments.values()] for name in names]
@@ -73,7 +73,7 @@ def _memory(axes: Axes, plan: Plan) -> None:
         axes.annotate(note, (0, FULL * limit), below, textcoords="offset points", va="top", fontsize=7)
     fullest = list(moments).index(plan.memory.fullest)
     axes.plot([fullest], [plan.memory.peak / 1e9], "v", color="black", markersize=6)
-    note = f"{plan.memory.peak / 1e9:.1f} GB at {plan.memory.fullest}"
+    note = f"{plan.memory.peak / 1e9:.1f} GB at {plan.memory.fullest}{plan.memory.where}"
     side = "left" if fullest < len(moments) / 2 else "right"
     axes.annotate(note, (fullest, plan.memory.peak / 1e9), (0, 7), textcoords="offset points", ha=side, fontsize=8)
     axes.set_xlim(0, len(moments) - 1)

@@ -110,7 +110,8 @@ def memory_line(memory: Prediction, gpu: Gpu) -> str:
     """The peak, and whether it fits."""
     share = memory.peak / gpu.memory
     verdict = f"fits ({share:.0%})" if share <= FULL else f"DOES NOT FIT ({share:.1%} > {FULL:.0%})"
-    return f"memory  {memory.peak / 1e9:.1f} of {gpu.memory / 1e9:.1f} GB, {verdict}; fullest at {memory.fullest}"
+    fullest = f"fullest at {memory.fullest}{memory.where}"
+    return f"memory  {memory.peak / 1e9:.1f} of {gpu.memory / 1e9:.1f} GB, {verdict}; {fullest}"
 
 
 def _time(plan: Plan, mark: str) -> list[str]:

@@ -29,9 +29,10 @@ from recipes.lab.plan.search_space import (
     tuned,
 )
 from recipes.plan.hardware import Gpu
-from recipes.plan.memory import FULL, moments, outside_of_torch
+from recipes.plan.memory import FULL, moments, outside_of_torch, predict
 from recipes.plan.rates import Rates
 from recipes.plan.sizes import Sizes
+from recipes.plan.stages import parts
 from recipes.plan.time import step_time
 from recipes.recipe.schema import Recipe
 
@@ -49,8 +50,8 @@ MORE = (2, 4, 8, 16, 32, 64, 128, 256)
 """Times as many GPUs are looked at where nothing fits."""
 
 
-Kind = tuple[int, int, bool, str]
-"""Degrees of tensor and context, whether there are replicas, and how at least half of the blocks recompute, if so."""
+Kind = tuple[int, int, int, bool, str]
+"""Degrees of pipeline, tensor, context; whether there are replicas; and how half of the blocks or more recompute."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def search(
     Raises:
         UserError: no mesh of these processes can run the recipe.
     """
-    space = Space(recipe, processes, nodes, fixed)
+    space = Space(recipe, processes, nodes, fixed, gpu.memory)
     gpu = replace(gpu, per_node=processes // nodes if nodes > 1 else max(gpu.per_node, processes))
     whole = Search(space, gpu=gpu, rates=rates).run()
     if whole.least is None:
@@ -169,6 +170,9 @@ class Search:
 
     def _state(self, layout: Layout) -> int:
         """Bytes that are always there: no step needs less."""
+        if layout.degrees.pipeline > 1:
+            found = [part for _, part in parts(layout.recipe, layout.degrees)]
+            return max(sum(part.state.values()) + part.living()["accumulated gradients"] for part in found)
         return sum(Sizes(layout.recipe, layout.degrees).state.values())
 
     def best_of_each_kind(self) -> list[Point]:
@@ -275,7 +279,7 @@ def kind_of(recipe: Recipe, degrees: MeshDegrees) -> Kind:
     """Recipes of one kind differ in numbers only."""
     way, layers = recipe.activation_checkpointing, recipe.model.layers
     mode = way.mode if 2 * len(way.recomputed(layers)) >= layers else "none"
-    return degrees.tensor, degrees.context, degrees.replicate > 1, mode
+    return degrees.pipeline, degrees.tensor, degrees.context, degrees.replicate > 1, mode
 
 
 def _front(points: list[Point]) -> list[Point]:
@@ -327,6 +331,8 @@ def peak(recipe: Recipe, degrees: MeshDegrees, *, enough: float = inf) -> int:
 
     enough: where a moment needs more, that is returned instead, and the others are not looked at.
     """
+    if degrees.pipeline > 1:
+        return predict(recipe, degrees).peak
     size, most = Sizes(recipe, degrees), 0
     always = sum(size.state.values()) + sum(outside_of_torch(recipe, degrees).values())
     for _, pieces in moments(size, fullest_layers(size)):

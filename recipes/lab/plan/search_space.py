@@ -3,14 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
+from math import inf
 from typing import Any
 
 from parallel.config import ActivationCheckpointingConfig, MeshConfig, MeshDegrees
 from parallel.errors import UserError
 from recipes.plan.hardware import Gpu
 from recipes.recipe.fields import sections
-from recipes.recipe.rules import blocks_can_recompute, float8_fits
+from recipes.recipe.rules import blocks_can_recompute, float8_fits, pipeline_fits
 from recipes.recipe.rules_mesh import (
     batch_divides,
     fitted_mesh,
@@ -26,17 +27,28 @@ from recipes.recipe.schema import Recipe
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, "all")
 """Shares of the blocks that recompute."""
 SEARCHED = (
-    *("mesh.replicate", "mesh.shard", "mesh.context", "mesh.tensor", "mesh.context_by", "batch.micro_batch_size"),
+    *(
+        "mesh.pipeline",
+        "mesh.replicate",
+        "mesh.shard",
+        "mesh.context",
+        "mesh.tensor",
+        "mesh.context_by",
+        "batch.micro_batch_size",
+    ),
     *("activation_checkpointing.mode", "activation_checkpointing.blocks", "fsdp.reshard_after_forward"),
     *("batch.loss_chunks", "fsdp.prefetch"),
 )
 """Fields that a search changes."""
+PIPELINE = (1, 2, 4, 8, 16)
+"""Degrees for models whose parameters and moments do not fit in a node; without replicas, context as in the recipe."""
 CHUNKS = (1, 2, 4, 8, 16)
 PREFETCH = (1, 2, 3)
 BATCH, SEQUENCE = "the batch does not divide", "the sequence does not divide"
 REASONS = {
     "batch.global_batch_size": BATCH,
     "batch.sequence_length": SEQUENCE,
+    "mesh.pipeline": "the blocks cannot be so many stages",
     "mesh.tensor": "the model's matrices do not divide",
     "mesh.context": "the heads do not divide",
     "float8.all_gather": "rows gathered in float8 do not divide",
@@ -68,6 +80,8 @@ class Space:
     nodes: int
     fixed: frozenset[str]
     """Dotted keys that stay as they are in the recipe."""
+    memory: float = inf
+    """Bytes of a GPU."""
 
     def __post_init__(self) -> None:
         if self.processes % self.nodes:
@@ -91,7 +105,8 @@ class Space:
             degrees = fitted_mesh(mesh, self.processes, self.nodes)
             one = replace(one, mesh=self._as_written(mesh, degrees))
             share = max(1, self.recipe.batch.global_batch_size // degrees.data_parallel)
-            for micro in self._values("batch.micro_batch_size", divisors(share)):
+            sizes = divisors(share)[: None if degrees.pipeline == 1 else 2]  # larger ones leave fewer for the stages
+            for micro in self._values("batch.micro_batch_size", sizes):
                 candidate = self._with_micro_batch(one, micro)
                 yield self.refusal(candidate) or Layout(candidate, degrees)
 
@@ -106,6 +121,7 @@ class Space:
             tensor_can_overlap(mesh, compile=recipe.compile, device=recipe.run.device),
             gather_has_a_kernel(mesh, attention=recipe.attention),
             batch_divides(batch, mesh=mesh, **world),
+            pipeline_fits(recipe, **world),
             blocks_can_recompute(recipe.activation_checkpointing, model=model),
         )
         key = next((key for key, _ in broken), None)
@@ -119,6 +135,8 @@ class Space:
         stages = self._values("fsdp.reshard_after_forward", (True, False))
         for checkpointing in self._checkpointing:
             for reshard in stages:
+                if reshard and layout.degrees.pipeline > 1 and layout.recipe.pipeline.splits_backward:
+                    continue  # a rule
                 fsdp = replace(layout.recipe.fsdp, reshard_after_forward=reshard)
                 yield [replace(layout.recipe, fsdp=fsdp, activation_checkpointing=way) for way in checkpointing]
 
@@ -183,15 +201,23 @@ class Space:
 
     def _meshes(self) -> Iterator[MeshConfig]:
         """Every way to lay out the processes, with tensor groups inside nodes."""
-        own = self.recipe.mesh
-        for tensor in self._values("mesh.tensor", divisors(self.processes // self.nodes)):
+        own, tensors = self.recipe.mesh, divisors(self.processes // self.nodes)
+        for pipeline, tensor in product(self._pipelines(), self._values("mesh.tensor", tensors)):
             overlap = own.overlap_tensor and (tensor > 1 or "mesh.overlap_tensor" in self.fixed)
-            for context in self._values("mesh.context", divisors(max(1, self.processes // tensor))):
+            rest = max(1, self.processes // (pipeline * tensor))
+            for context in self._values("mesh.context", divisors(rest) if pipeline == 1 else [own.context]):
                 ways = ("heads", "gather") if context > 1 else (own.context_by,)
                 for context_by in self._values("mesh.context_by", ways):
-                    for replicate, shard in self._outer(max(1, self.processes // (tensor * context))):
+                    for replicate, shard in self._outer(max(1, rest // context))[: None if pipeline == 1 else 1]:
                         axes = {"replicate": replicate, "shard": shard, "context": context, "tensor": tensor}
-                        yield MeshConfig(**axes, context_by=context_by, overlap_tensor=overlap)
+                        yield MeshConfig(**axes, pipeline=pipeline, context_by=context_by, overlap_tensor=overlap)
+
+    def _pipelines(self) -> Sequence[int]:
+        """Degrees of a pipeline: 1 and the recipe's own, and further ones where they can pay."""
+        own, node = self.recipe.mesh.pipeline, self.processes // self.nodes
+        is_large = self.nodes > 1 and 12 * self.recipe.model.num_params() > node * self.memory
+        degrees = [degree for degree in (PIPELINE if is_large else (1, own)) if self.nodes % degree == 0]
+        return self._values("mesh.pipeline", sorted({*degrees, own}))
 
     def _outer(self, rest: int) -> Sequence[tuple[int, Any]]:
         """(replicate, shard) for so many groups of processes."""

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from models.sizes import SIZES
 from parallel.config import MeshConfig
 from parallel.fsdp import plain_name
-from parallel.fsdp import whole as gathered
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.checkpoint.manifest import Contents, Manifest
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from tests.build import SHARD_ALL, build_model, cpu_mesh
+from tests.whole import whole as gathered
 
 SMALL = replace(
     SIZES["llama3_debug"],

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -78,6 +79,29 @@ def test_replicas_share_the_writing_by_bytes() -> None:
     assert sum(sizes) == sum(prod(about.shape) * DTYPE_BYTES[about.dtype] for about in tensors.values())
     assert max(sizes) < 1.1 * sum(sizes) / 16
     assert list(stored) == list(tensors)  # which is the order within the files
+
+
+def test_only_the_processes_of_a_stage_write_its_tensors_in_equal_shares() -> None:
+    """Two stages of four processes, which cut tensors in two, with two replicas."""
+    tensors, of_one = {}, {}
+    for number in range(12):
+        spread = Spread("F32", (9 + number, 4), (Cut(0, 2, 1),))
+        of_one |= {f"{number}": spread, f"{number} step": Spread("F32", ())}
+        for stage in (0, 1):
+            ranks = (4 * stage, 4 * stage + 4)
+            tensors[f"{stage}/{number}"] = replace(spread, ranks=ranks)
+            tensors[f"{stage}/{number} step"] = Spread("F32", (), ranks=ranks)
+    stored, alone = plan(tensors, 8), plan(of_one, 4)
+    for name in tensors:
+        stage, _, number = name.partition("/")
+        first = 4 * int(stage)
+        expected = [written(alone[number], rank) for rank in range(4)]
+        assert [written(stored[name], first + rank) for rank in range(4)] == expected, name
+        assert not any(written(stored[name], 4 - first + rank) for rank in range(4)), name
+    sizes = [sum(piece.bytes for piece in pieces_of(stored, rank)) for rank in range(8)]
+    assert max(sizes) < 1.3 * min(sizes)
+    manifest = stored_by(tensors, 8)
+    assert decode(encode(manifest), where=Path("m")) == manifest
 
 
 @pytest.mark.parametrize("shard", [64, 512, 16_384])

@@ -13,7 +13,7 @@ from parallel.dist import start, stop
 from recipes.checkpoint import manifest
 from recipes.checkpoint.files import verify
 from recipes.checkpoint.manifest import Damage
-from recipes.checkpoint.storage import make_plan
+from recipes.checkpoint.storage import make_plan, spreads_of
 from tests.processes import run_processes
 from tests.recipes.checkpoint.golden import fingerprints
 from tests.recipes.checkpoint.small import (
@@ -142,7 +142,7 @@ def only_one_writes(folder: Path) -> None:
     start("cpu", seed=0)
     mesh = init_device_mesh("cpu", (3,))
     values = distribute_tensor(torch.arange(8.0), mesh, [Replicate()])
-    plan = make_plan({"x": values}, rank=mesh.get_rank(), processes=3)
+    plan = make_plan({"x": values}, [(None, spreads_of({"x": values}))], rank=mesh.get_rank(), processes=3)
     assert bool(plan.pieces) == (mesh.get_rank() == 0)
     model = torch.nn.Linear(4, 1, bias=False)
     model.weight = torch.nn.Parameter(distribute_tensor(torch.ones(1, 4), mesh, [Replicate()]))
@@ -328,7 +328,7 @@ def cut_in_columns(folder: Path) -> None:
 
     for way in range(4):
         state = spread(wholes, way)
-        plan = make_plan(state, rank=dist.get_rank(), processes=4)
+        plan = make_plan(state, [(None, spreads_of(state))], rank=dist.get_rank(), processes=4)
         place = folder / str(way)
         place.mkdir(exist_ok=True)
         name = shard_name(dist.get_rank(), 4)

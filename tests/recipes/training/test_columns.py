@@ -27,8 +27,8 @@ from tests.training import SMALL_MODEL, change, train
 
 pytestmark = pytest.mark.slow
 
-MESHES = {1: ("1.1.1.1",), 2: ("1.2.1.1", "2.1.1.1", "1.1.2.1", "1.1.1.2")}
-"""Processes -> degrees of replicate, shard, context and tensor."""
+MESHES = {1: ("1.1.1.1",), 2: ("1.2.1.1", "2.1.1.1", "1.1.2.1", "1.1.1.2", "2.1.1.1.1")}
+"""Processes -> degrees of replicate, shard, context and tensor, or of pipeline and these."""
 ROLES = ["embedding", "norms", "attention", "mlp", "head"]
 
 
@@ -42,7 +42,8 @@ def two_steps(recipe: Recipe, world: World, degrees: str, *, is_logged: bool = T
         inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
         targets[0, :5] = IGNORED
         own = slice(mesh.data_rank, None, mesh.data_ranks)
-        batch = [(inputs[own], targets[own], None)]
+        parts = zip(*(of.chunk(mesh.degrees.pipeline) for of in (inputs[own], targets[own])), strict=True)
+        batch = [(*part, None) for part in parts]
         found = train_step(
             built, batch, step=step, learning_rate=1e-3, guard=guard, clock=clock, is_logged=is_logged and step == 2
         )

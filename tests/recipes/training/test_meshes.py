@@ -9,20 +9,25 @@ import numpy as np
 import pytest
 
 from parallel.dist import start, stop
-from parallel.fsdp import plain_name, whole
+from parallel.fsdp import plain_name
 from recipes.files.layout import EXPORT
 from recipes.recipe.schema import Recipe
 from recipes.weights.convert import export_checkpoint
-from tests.meshes import degrees, on_each_mesh
+from tests.meshes import mesh_config, on_each_mesh
 from tests.processes import run_processes
 from tests.training import change, rows, training
+from tests.whole import whole
 
 pytestmark = pytest.mark.slow
 
-LINKS = (("1.2.1.2", 4), ("2.1.2.1", 8), ("1.1.2.2", 12))
-"""The meshes that the run goes through, and the last step on each."""
-STEPS = LINKS[-1][1]
 ONE = "1.1.1.1"
+CHAINS = {
+    "of shards": (("1.2.1.2", 4), ("2.1.2.1", 8), ("1.1.2.2", 12)),
+    "of stages": (("2.1.1.1.1", 3), (ONE, 5), ("4.1.1.1.1", 7), ("2.1.2.1.1", 10), ("2.1.1.1.2", 12)),
+}
+"""The meshes that a run goes through, and the last step on each."""
+STEPS = 12
+INTERLEAVED = "2.1.2.1.1"
 
 
 @dataclass
@@ -40,11 +45,12 @@ def go_on(mesh: str, runs: list[tuple[Recipe, int]]) -> list[Seen]:
     world = start("cpu", seed=0)
     found = [take_to(recipe, steps, mesh, world) for recipe, steps in runs]
     stop()
-    return found if world.is_main else []
+    return found
 
 
 def take_to(recipe: Recipe, steps: int, mesh: str, world: Any) -> Seen:
-    axes = dict(zip(("replicate", "shard", "context", "tensor"), degrees(mesh), strict=True))
+    axes, schedule = vars(mesh_config(mesh)), "interleaved" if mesh == INTERLEAVED else "1f1b"
+    recipe = change(recipe, pipeline={"schedule": schedule, "stages_per_rank": 2 if mesh == INTERLEAVED else 1})
     lines: list[str] = []
     seen = Seen()
     with training(change(recipe, mesh=axes, run={"steps": steps}), world) as trainer:
@@ -69,29 +75,44 @@ def named(recipe: Recipe, name: str) -> Recipe:
     return change(recipe, run={"name": name})
 
 
-@pytest.fixture(scope="module")
-def chain(small: Recipe) -> tuple[Recipe, list[Seen], list[Seen]]:
-    """The recipe, what each link showed, and what one process showed at each link's end and in one step more."""
+@dataclass(frozen=True)
+class Chain:
+    """A run that went from mesh to mesh, and what one process did."""
+
+    recipe: Recipe
+    links: tuple[tuple[str, int], ...]
+    seen: list[Seen]
+    """What each link showed."""
+    alone: list[Seen]
+    """What one process showed in a run of its own, and from each link's end: there, and in one step more."""
+
+
+@pytest.fixture(scope="module", params=CHAINS)
+def chain(request: pytest.FixtureRequest, small: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     recipe = change(
         small,
-        model={"key_value_heads": 4, "vocabulary": 512},
+        run={"output": str(tmp_path_factory.mktemp("chain"))},
+        model={"key_value_heads": 4, "vocabulary": 512, "layers": 4 if request.param == "of stages" else 2},
         batch={"micro_batch_size": 2},
         checkpoint={"every": 100, "keep": 100, "export_hf": True},
         validation={"every": 100, "batches": 2, "sample_tokens": 8},
     )
     of_links, again = [], []
-    for mesh, until in LINKS:
+    for mesh, until in CHAINS[request.param]:
         run, copy = named(recipe, "chain"), named(recipe, f"from-{until}")
-        of_links += on_each_mesh([mesh], go_on, [(run, until)])[mesh][0]
+        of_ranks = [seen for [seen] in on_each_mesh([mesh], go_on, [(run, until)])[mesh]]
+        for seen in of_ranks:  # each has those of its stages
+            of_ranks[0].gradients = seen.gradients | of_ranks[0].gradients
+        of_links.append(of_ranks[0])
         shutil.copytree(run.run.folder, copy.run.folder)
         shutil.copytree(run.run.folder / EXPORT, Path(recipe.run.output) / f"export-{until}")
         again += [(copy, until), (copy, until + 1)]
     [alone] = run_processes(1, go_on, ONE, [(named(recipe, "whole"), STEPS), *again])
-    return recipe, of_links, alone
+    return Chain(recipe, CHAINS[request.param], of_links, alone)
 
 
-def test_a_chain_of_meshes_follows_the_curve_of_one_process(chain: Any) -> None:
-    found, expected = ([row for row in rows(named(chain[0], name)) if "loss" in row] for name in ("chain", "whole"))
+def test_a_chain_of_meshes_follows_the_curve_of_one_process(chain: Chain) -> None:
+    found, expected = ([row for row in rows(named(chain.recipe, name)) if "loss" in row] for name in ("chain", "whole"))
     assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, STEPS + 1))
     losses = [[row["loss"] for row in one] for one in (found, expected)]
     assert losses[1][-1] < losses[1][0] - 0.3  # it learns
@@ -99,28 +120,26 @@ def test_a_chain_of_meshes_follows_the_curve_of_one_process(chain: Any) -> None:
     np.testing.assert_allclose(*([row["grad_norm"] for row in one] for one in (found, expected)), rtol=1e-4)
 
 
-def test_each_link_begins_with_the_gradients_of_one_process_from_the_same_checkpoint(chain: Any) -> None:
-    _, links, alone = chain
-    same = [alone[0], *alone[2::2]]  # the first step of all, and the one after each link's end
-    for (mesh, _), link, one in zip(LINKS, links, same, strict=False):
+def test_each_link_begins_with_the_gradients_of_one_process_from_the_same_checkpoint(chain: Chain) -> None:
+    same = [chain.alone[0], *chain.alone[2::2]]  # the first step of all, and the one after each link's end
+    for (mesh, _), link, one in zip(chain.links, chain.seen, same, strict=False):
         assert link.gradients.keys() == one.gradients.keys() and link.gradients
         for name, gradient in one.gradients.items():
             error = np.linalg.norm(link.gradients[name] - gradient) / np.linalg.norm(gradient)
             assert error < 1e-5, (mesh, name, error)
 
 
-def test_each_mesh_validates_and_continues_a_text_as_one_process_at_the_same_step(chain: Any) -> None:
-    _, links, alone = chain
-    assert len({str(link.sample) for link in links}) > 1  # the text depends on the weights
-    for (mesh, _), link, one in zip(LINKS, links, alone[1::2], strict=True):
+def test_each_mesh_validates_and_continues_a_text_as_one_process_at_the_same_step(chain: Chain) -> None:
+    assert len({str(link.sample) for link in chain.seen}) > 1  # the text depends on the weights
+    for (mesh, _), link, one in zip(chain.links, chain.seen, chain.alone[1::2], strict=True):
         assert not one.gradients  # it has taken no step
         assert link.validation_loss == pytest.approx(one.validation_loss, abs=1e-5), mesh
         assert link.sample == one.sample and all(link.sample), mesh
 
 
-def test_the_export_of_each_mesh_is_that_of_its_checkpoint(chain: Any, tmp_path: Path) -> None:
-    recipe = chain[0]  # the model card prints the run's recipe.toml, which every link writes anew
-    for mesh, until in LINKS:
+def test_the_export_of_each_mesh_is_that_of_its_checkpoint(chain: Chain, tmp_path: Path) -> None:
+    recipe = chain.recipe  # the model card prints the run's recipe.toml, which every link writes anew
+    for mesh, until in chain.links:
         step = named(recipe, "chain").run.folder / "checkpoints" / f"step-{until:08d}"
         export_checkpoint(step, tmp_path / str(until))
         ours, theirs = (

@@ -216,6 +216,16 @@ def test_a_run_killed_in_each_stage_goes_on_with_other_numbers_of_processes_and_
     assert runs.consumed("elastic") == runs.consumed("whole")
 
 
+def test_a_run_killed_in_each_stage_goes_on_where_each_stage_has_another_pipeline(runs: Runs) -> None:
+    pipelines = ("--mesh.pipeline", "2", "--stages.second.mesh.pipeline", "1", "--stages.third.mesh.shard", "1")
+    runs.kill_after(2, "pipelines", *pipelines, processes=2)
+    runs.kill_after(10, "pipelines", *pipelines, processes=2)
+    runs.finish("pipelines")
+    ours, whole = runs.curve("pipelines"), runs.curve("whole")
+    assert [ours[step] for step in ours] == pytest.approx([whole[step] for step in whole], rel=1e-5)
+    assert runs.consumed("pipelines") == runs.consumed("whole")
+
+
 def test_a_single_stage_is_the_same_to_the_bit_as_none(runs: Runs, alone: World) -> None:
     assert runs.train("plain", alone, stages="") == FINISHED
     assert runs.train("single", alone, stages='[[stages]]\nname = "all"\n') == FINISHED

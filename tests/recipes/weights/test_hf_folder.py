@@ -27,13 +27,14 @@ from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from recipes.weights import hf_folder
 from recipes.weights.companions import without_added_tokens
-from recipes.weights.convert import export_checkpoint, export_model, import_folder, load_weights
+from recipes.weights.convert import export_checkpoint, import_folder, load_weights
 from recipes.weights.description import Description, checkpoint_files, differences
 from recipes.weights.hf_folder import read_header, stored_tensors
 from recipes.weights.locate import find_weights
 from tests.build import build_model
 from tests.processes import run_processes
 from tests.recipes.checkpoint.small import checkpoints_in
+from tests.whole import export_model
 
 TOKENIZER = json.dumps(
     {
@@ -731,9 +732,8 @@ def measure(path: Path) -> dict[str, float]:
         found["convert_hf import"] = peak_megabytes(lambda: import_folder(path / "hf", path / "checkpoint"))
         found["convert_hf export"] = peak_megabytes(lambda: export_checkpoint(path / "checkpoint", path / "again"))
     model, _ = build_model(big())
-    weights, description = find_weights(path / "hf"), Description(big(), FACTS, TOKENIZER)
+    weights = find_weights(path / "hf")
     found["import"] = peak_megabytes(lambda: load_weights(model, weights))
-    found["export"] = peak_megabytes(lambda: export_model(model, path / "out", description, world=world))
     stop()
     return found
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from parallel.config import MeshConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from recipes.weights.convert import export_checkpoint, export_model, import_folder, load_weights
+from recipes.weights.convert import export_checkpoint, import_folder, load_weights
 from recipes.weights.locate import find_weights
 from tests.build import build_model
 from tests.families import FAMILIES
 from tests.processes import run_processes
 from tests.recipes.weights.test_hf_folder import TOKENIZER, tensors
+from tests.whole import export_model
 
 GPTJ = {
     "model_type": "gptj",

@@ -1,0 +1,162 @@
+"""The peak memory of each process of a pipeline. Imports no torch.
+
+A process has the blocks of its stages, and activations of all micro-batches whose backward pass is still to come. Its
+gradients are added up whole, and reduced after the last pass. torch keeps memory for all that a stage receives in a
+step. NCCL lets go of what it has sent; gloo keeps it, with several stages on a process. Where gradients of weights come
+later, steps held up to 7% more than is counted here, and up to half as much again with recomputation.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from models.activations import norm_per_token
+from parallel.config import MeshDegrees, PipelineConfig
+from parallel.stages import Stages, stages_of
+from recipes.plan import memory
+from recipes.plan.sizes import Pieces, Sizes, Unit
+from recipes.recipe.schema import Recipe
+
+
+def in_flight(config: PipelineConfig, *, degree: int, rank: int, count: int) -> int:
+    """Passes through a stage of this process whose activations live at once, when there are gradients of another one.
+
+    count: micro-batches. In the order of torch 2.13.
+    """
+    after, runs = degree - 1 - rank, config.runs
+    before = (runs - 1) * (count // max(1, count // degree))  # a round of each stage but the last
+    most = {"gpipe": count, "1f1b": after + 1, "interleaved": before + 2 * after + 1, "zbv": 2 * degree}
+    return min(
+        count * runs - 1, most.get(config.schedule, before + degree)
+    )  # the last: with what waits for its weights
+
+
+@dataclass(frozen=True)
+class Part(Sizes):
+    """Sizes of one process: the model of its recipe has only its blocks, and its degrees are those of a stage."""
+
+    layers: tuple[range, ...]
+    """The layers of each of its stages."""
+    whole: Recipe
+    degree: int
+    rank: int
+
+    @cached_property
+    def begins(self) -> bool:
+        """Whether it has the embedding."""
+        return self.layers[0].start == 0
+
+    @cached_property
+    def ends(self) -> bool:
+        """Whether it has the last norm and the output projection."""
+        return self.layers[-1].stop == self.whole.model.layers
+
+    @cached_property
+    def tied(self) -> bool:
+        return self.recipe.model.tied_embeddings and self.ends
+
+    @cached_property
+    def tables(self) -> int:
+        return int(self.ends) + int(self.begins and not self.tied)
+
+    @cached_property
+    def norm(self) -> Unit:
+        return super().norm if self.ends else Unit(0, 0, 0)
+
+    @cached_property
+    def recomputed(self) -> tuple[int, ...]:
+        """Positions among its own blocks."""
+        again = {*self.whole.activation_checkpointing.recomputed(self.whole.model.layers)}
+        own = [layer for run in self.layers for layer in run]
+        return tuple(position for position, layer in enumerate(own) if layer in again)
+
+    @cached_property
+    def of_blocks(self) -> float:
+        """Bytes that a pass through one of its stages keeps on average, without what is received."""
+        kept, runs = self.kept[bool(self.recomputed)], len(self.layers)
+        copied = kept.mode == "none" and not kept.compiled and not kept.fused_norms and kept.element == 2
+        streams = (runs - int(self.ends)) - (0 if copied else runs - int(self.begins))  # returned, and read
+        saved = (self.tokens * self.saved_before(self.recipe.model.layers) + streams * self.stream) / runs
+        return saved + 4 * self.positions * self.recipe.model.head_width
+
+    @cached_property
+    def of_head(self) -> int:
+        """Bytes that the last norm keeps of a micro-batch, and the loss before its backward pass."""
+        model, rows = self.recipe.model, -(-self.tokens // self.recipe.batch.loss_chunks)
+        softmax = rows == self.tokens and self.degrees.tensor == 1 and not self.recipe.compile.enabled
+        logits = (4 if softmax else self.element) * (model.vocabulary // self.degrees.tensor)
+        return round(self.tokens * (logits + norm_per_token(self.widths, self.kept[0])))
+
+    def living(self, *, minus: int = 0, blocks: int = 1, tables: int = 0) -> Pieces:
+        """What lives at every moment. minus: passes that are gone; blocks, tables: that are gathered with ZeRO-3."""
+        config, count = self.whole.pipeline, self.recipe.model.layers
+        passes = in_flight(config, degree=self.degree, rank=self.rank, count=self.micro_batches)
+        head = (passes - 1) * self.of_head if self.ends and config.schedule == "gpipe" else 0
+        edges = self.micro_batches * (2 * len(self.layers) - int(self.begins) - int(self.ends))
+        sent = int(config.runs == 1 and not self.begins)  # the last gradient, until the next one
+        embeddings = self.degrees.tensor if self.begins and not self.tied else 0  # if cut, it adds up all parts
+        whole = count * self.block.whole + (embeddings + int(self.ends)) * self.table.whole + self.norm.whole
+        blocks, tables = (count, self.tables) if self.keeps_blocks else (blocks, tables + int(self.tied))
+        waiting = self.rank + 1 if config.schedule == "interleaved_zero_bubble" else int(config.splits_backward)
+        widths = self.widths
+        returned = widths.query + 2 * widths.key + 2 * widths.inner + 2 * widths.stream  # by the linears of a block
+        later = waiting * count / config.runs * self.element * self.tokens * returned
+        return {
+            "accumulated gradients": 4 * whole,
+            "reduced gradients": 0,
+            "gathered weights": self.gathered * (tables * self.table.whole + self.norm.whole)
+            + blocks * self.gathered_block,
+            "gathering": self.recipe.fsdp.prefetch * self.gathered_block if self.shards > 1 and blocks < count else 0,
+            "activations": round((passes - minus) * self.of_blocks + head + 16 * self.degrees.context * self.tokens),
+            "gradients before those of weights": round(later),
+            "received": (edges + sent) * self.stream,
+            "reduction": 0,
+        }
+
+    def moments(self) -> Iterator[tuple[str, Pieces]]:
+        """The moments that can be the fullest."""
+        if self.ends:
+            new = self.living(blocks=0, tables=int(not self.tied))
+            new |= {"last norm": round(self.tokens * norm_per_token(self.widths, self.kept[0]))}
+            yield "the loss", memory._loss(self, backward=False) | new
+            yield "the gradient of the logits", memory._loss(self, backward=True) | new
+            yield "the gradient of the head", memory._head(self) | new
+        last = self.recipe.model.layers - 1
+        for position in {last, *self.recomputed[-1:]}:
+            inside = memory._inside(self, position)
+            if not self.ends:
+                inside["block"] -= self.stream  # the gradient of what it has returned is received
+            yield f"the backward pass of block {self.layers[-1][-1] - last + position}", self.living() | inside
+        if self.begins:
+            yield "the gradient of the embedding", memory._embedding(self) | self.living(minus=1)
+        unit = self.table if self.begins or self.tied else self.block
+        gone = {"activations": 0, "gradients before those of weights": 0, "gathering": 0}
+        yield "the reduction of the gradients", self.living(blocks=0) | gone | {"reduction": self.reduction(unit)}
+        share = 0 if self.recipe.fsdp.cpu_offload else self.state["parameters"]  # as many bytes
+        done = {"accumulated gradients": 0, "reduced gradients": share, "activations": 0}
+        yield "the optimizer", memory._optimizer(self) | done | {"received": self.living()["received"]}
+
+
+def fullest(recipe: Recipe, degrees: MeshDegrees, *, outside: Pieces) -> memory.Prediction:
+    """The memory of the process with the highest peak. outside: what torch's allocator does not know of."""
+    found = (
+        memory.Prediction({moment: part.state | own | outside for moment, own in part.moments()}, where=f", on {name}")
+        for name, part in parts(recipe, degrees)
+    )
+    return max(found, key=lambda prediction: prediction.peak)
+
+
+def parts(recipe: Recipe, degrees: MeshDegrees) -> Iterator[tuple[str, Part]]:
+    """(such as "stage 0 of 8", sizes) of each process of a pipeline."""
+    found = stages_in(recipe, degrees)
+    for rank in range(degrees.pipeline):
+        numbers, own = found.of(rank), replace(recipe.model, layers=len(found.layers_of(rank)))
+        name = f"stage{'s' if len(numbers) > 1 else ''} {'+'.join(map(str, numbers))} of {len(found.layers)}"
+        layers, alone = tuple(found.layers[stage] for stage in numbers), replace(degrees, pipeline=1)
+        yield name, Part(replace(recipe, model=own), alone, layers, recipe, degrees.pipeline, rank)
+
+
+def stages_in(recipe: Recipe, degrees: MeshDegrees) -> Stages:
+    """The stages of a recipe's model."""
+    length = recipe.batch.sequence_length
+    return stages_of(recipe.model, recipe.pipeline, degree=degrees.pipeline, sequence_length=length)

@@ -1,0 +1,126 @@
+"""The predicted memory of the stages of a pipeline, against counted steps and the order of torch's schedules."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torch.distributed.pipelining import schedules as of_torch
+
+from parallel.config import MeshDegrees, PipelineConfig
+from parallel.dist import start, stop
+from recipes.plan.memory import outside_of_torch, predict
+from recipes.plan.stages import in_flight, parts
+from recipes.recipe.load import CONFIGS, load
+from recipes.recipe.schema import Recipe
+from tests.live_bytes import tracked_stage
+from tests.processes import run_processes
+
+SHORT = ["--run.device=cpu", "--compile.enabled=false", "--batch.sequence_length=64", "--fsdp.param_dtype=bfloat16"]
+ZERO_2 = "--fsdp.reshard_after_forward=false"
+
+
+def recipe_of(pipeline: int, *words: str, file: str = "llama3_debug.toml") -> Recipe:
+    return load(CONFIGS / file, [*SHORT, f"--mesh.pipeline={pipeline}", *words], rules=False)
+
+
+def counted(pipeline: int, words: list[str]) -> int:
+    """Runs in each process: bytes at the peak of a real step of its stages."""
+    from datetime import timedelta
+
+    world = start("cpu", seed=0, timeout=timedelta(seconds=60))
+    try:
+        return tracked_stage(recipe_of(pipeline, *words), world).peak
+    finally:
+        stop()
+
+
+def predicted(recipe: Recipe, degrees: MeshDegrees) -> list[int]:
+    """Bytes at the peak of each process."""
+    return [
+        max(sum((part.state | pieces).values()) for _, pieces in part.moments()) for _, part in parts(recipe, degrees)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pipeline", "words"),
+    [
+        (2, []),
+        (2, [ZERO_2]),
+        (2, ["--model.tied_embeddings=true", "--batch.loss_chunks=8"]),
+        (2, ["--mesh.shard=2", "--activation_checkpointing.mode=selective", "--batch.loss_chunks=8"]),
+        (2, ["--mesh.tensor=2", "--batch.loss_chunks=8"]),
+        (4, ["--activation_checkpointing.mode=full", "--batch.loss_chunks=8"]),
+    ],
+    ids=str,
+)
+def test_the_predicted_peak_of_each_stage_is_that_of_its_step(pipeline: int, words: list[str]) -> None:
+    recipe = recipe_of(pipeline, *words)
+    degrees = recipe.mesh.fit(pipeline * 2 ** any("mesh." in word for word in words))
+    seen = run_processes(degrees.processes, counted, pipeline, words)
+    assert predicted(recipe, degrees) == pytest.approx(seen[:: degrees.stage], rel=5e-3)
+
+
+@pytest.mark.slow
+def test_the_predicted_peak_of_interleaved_stages_is_that_of_their_step() -> None:
+    """Apart from what gloo keeps, unlike NCCL: all that an interleaved schedule has sent."""
+    words = ["--pipeline.schedule=interleaved", ZERO_2, "--batch.loss_chunks=8"]
+    recipe = recipe_of(2, *words)
+    degrees = recipe.mesh.fit(2)
+    seen = run_processes(2, counted, 2, words)
+    for (_, part), found, peak in zip(parts(recipe, degrees), predicted(recipe, degrees), seen, strict=True):
+        edges = 2 * len(part.layers) - int(part.begins) - int(part.ends)
+        assert found <= 1.005 * peak and peak <= found + edges * part.micro_batches * part.stream
+
+
+def order(schedule: str, degree: int, count: int, rank: int) -> list[Any]:
+    """What torch does on a process, action by action; None is waiting."""
+    config = PipelineConfig(schedule=cast(Any, schedule))
+    name = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+    kind: Any = of_torch.get_schedule_class(name.get(schedule, "InterleavedZeroBubble"))
+    self = SimpleNamespace(pp_group_size=degree, n_local_stages=config.runs, _n_microbatches=count)
+    self._num_stages = self.num_stages = degree * config.runs
+    self.number_of_rounds = max(1, count // degree)
+    self.microbatches_per_round = count // self.number_of_rounds
+    if config.runs == 1:
+        return list(kind._get_pipeline_order(self)[rank])
+    return list(kind._calculate_single_rank_operations(self, rank))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zbv", "interleaved_zero_bubble"])
+@pytest.mark.parametrize(("degree", "count"), [(2, 8), (4, 8), (4, 16), (4, 4)])
+def test_as_many_passes_are_in_flight_as_in_the_order_of_torch(schedule: str, degree: int, count: int) -> None:
+    config = PipelineConfig(schedule=cast(Any, schedule))
+    for rank in range(degree):
+        alive, most, ended = 0, 0, False
+        for action in filter(None, order(schedule, degree, count, rank)):
+            kind = action.computation_type.name
+            alive += kind == "FORWARD"
+            if kind in ("FULL_BACKWARD", "BACKWARD_INPUT"):
+                most, ended = max(most, alive if ended else 0), True
+            alive -= kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT")
+        # Gradients of weights that wait may be let go of one pass earlier than is said here.
+        later = (1 if count > degree else degree) if config.splits_backward else 0
+        assert most <= in_flight(config, degree=degree, rank=rank, count=count) <= most + later, rank
+
+
+def test_the_fullest_stage_is_named() -> None:
+    recipe = load(CONFIGS / "llama3_405b_128x8h100.toml", ["--mesh.pipeline=8", "--batch.micro_batch_size=1"])
+    found = predict(recipe, recipe.mesh.fit(1024))
+    assert found.where == ", on stage 0 of 8" and "received" in found.pieces
+    split = ["--pipeline.split", *["12"] * 7, "42"]
+    uneven = load(
+        CONFIGS / "llama3_405b_128x8h100.toml",
+        ["--mesh.pipeline=8", "--batch.micro_batch_size=1", *split],
+        rules=False,
+    )
+    assert predict(uneven, recipe.mesh.fit(1024)).where == ", on stage 7 of 8"
+
+
+def test_a_tied_embedding_on_two_stages_has_a_group_of_its_own() -> None:
+    tied, untied = recipe_of(4, file="smollm3_debug.toml"), recipe_of(4)
+    four = tied.mesh.fit(4)
+    pair = outside_of_torch(tied, four)["buffers of NCCL"] - outside_of_torch(untied, four)["buffers of NCCL"]
+    two = tied.mesh.fit(4), recipe_of(2, file="smollm3_debug.toml")
+    assert pair > 0 and two
+    assert outside_of_torch(two[1], two[1].mesh.fit(2)) == outside_of_torch(recipe_of(2), recipe_of(2).mesh.fit(2))
