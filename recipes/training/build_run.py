@@ -160,8 +160,7 @@ def _build_stage(
     weights = _weights_for(loaded, begin)
     starts_from = weights if recipe.model.weights and begin.checkpoint is None else None
     built = build(recipe, world, weights=starts_from, mesh=_mesh_of(recipe, world, after))
-    axis = built.mesh.pipeline
-    clock.part = f" (place {axis.get_local_rank() + 1} of {axis.size()} in its pipeline)" if axis is not None else ""
+    clock.part = _part_of_pipeline(built.mesh)
     throughput = surroundings.throughput(recipe, world)
     _log_header(stage, process, built=built, throughput=throughput, starts_from=starts_from)
     loader = _open_data(recipe, process, built.mesh, weights, begin, several=at_several_lengths(loaded.recipe))
@@ -199,6 +198,12 @@ def _build_stage(
         stage=stage,
         start=after.start if after else Start(clock.step, recorder.tokens(clock.step), time.perf_counter()),
     )
+
+
+def _part_of_pipeline(mesh: Mesh) -> str:
+    """Words for what this process has of the model; "" without a pipeline."""
+    axis = mesh.pipeline
+    return f" (place {axis.get_local_rank() + 1} of {axis.size()} in its pipeline)" if axis is not None else ""
 
 
 def _log_header(
