@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from parallel.float8 import Cast, casts_of_linears, gathered_as_float8, scale_for
 from parallel.fsdp import reshard
-from parallel.mesh import Mesh, sum_over_group
+from parallel.mesh import Mesh
+from parallel.passes import sum_over_group
 
 Row = dict[str, str | float]
 """{"linear", "tensor", "overflow", "underflow"}: overflow as a share of all elements, underflow of the nonzero ones."""

@@ -1,23 +1,20 @@
-"""The mesh of processes, what each of its axes is for, and sums over its groups.
+"""The mesh of processes, and what each of its axes is for.
 
 Processes along an axis that neither reads other data, nor sums losses, nor shards hold the same sequences, the same
 loss and the same shards. **Every reduction names its axes; nothing sums over the world by default.**
 """
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallel.config import MeshDegrees
-from parallel.dist import all_gather_single
 
 
 @dataclass(frozen=True)
@@ -178,37 +175,3 @@ def _group_of(devices: DeviceMesh, axes: tuple[str, ...]) -> ProcessGroup:
     if selected.size() == dist.get_world_size() and dist.group.WORLD is not None:
         return dist.group.WORLD
     return selected._flatten().get_group()
-
-
-def sum_over_group(value: Tensor, group: ProcessGroup) -> Tensor:
-    """`value` summed over the processes of the group, in place; the host does not wait for the device."""
-    if group.size() > 1:
-        dist.all_reduce(value, group=group)
-    return value
-
-
-def largest_in_groups(value: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
-    """The largest of the values that the processes of these groups have, infinite if any is NaN.
-
-    It is equal on all of them to the bit. (The order of a sum is NCCL's choice in each group.) The host does not wait.
-    """
-    largest = torch.where(value.isfinite(), value, math.inf)
-    for group in groups:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return largest
-
-
-def gather_loss_and_numbers(
-    loss: Tensor, numbers: Sequence[float], *, loss_group: ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """(the loss summed over `loss_group`, the numbers of every process in the world, (processes, numbers)).
-
-    One message for both; they stay on the device of the loss, in float64. loss: this process's part, a scalar.
-    """
-    group = dist.get_global_rank(loss_group, 0)
-    own = torch.tensor([0.0, group, *numbers], dtype=torch.float64).to(loss.device)
-    own[0] = loss
-    rows = own.new_empty(dist.get_world_size() * len(own))
-    all_gather_single(rows, own)
-    rows = rows.view(-1, len(own))
-    return torch.where(rows[:, 1] == group, rows[:, 0], 0.0).sum(), rows[:, 2:]

@@ -1,9 +1,10 @@
-"""The forward and backward passes of a step: micro-batches, one after the other, on a model that one process has whole.
+"""The forward and backward passes of a step: micro-batches, one after the other; norms of gradients, sums over groups.
 
-parallel/pipeline.py does the same for a model whose stages several processes have.
+parallel/pipeline.py does the same for a model whose stages are on several processes.
 """
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.profiler import record_function
 
+from parallel.dist import all_gather_single
 from parallel.fsdp import expect_micro_batch, units_of
 from parallel.mesh import Mesh
 
@@ -144,3 +146,37 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[DTensor]:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     assert all(isinstance(gradient, DTensor) for gradient in gradients), "gradients of a model that is not sharded"
     return gradients  # type: ignore[return-value]
+
+
+def sum_over_group(value: Tensor, group: ProcessGroup) -> Tensor:
+    """`value` summed over the processes of the group, in place; the host does not wait for the device."""
+    if group.size() > 1:
+        dist.all_reduce(value, group=group)
+    return value
+
+
+def largest_in_groups(value: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
+    """The largest of the values that the processes of these groups have, infinite if any is NaN.
+
+    It is equal on all of them to the bit. (The order of a sum is NCCL's choice in each group.) The host does not wait.
+    """
+    largest = torch.where(value.isfinite(), value, math.inf)
+    for group in groups:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
+
+
+def gather_loss_and_numbers(
+    loss: Tensor, numbers: Sequence[float], *, loss_group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """(the loss summed over `loss_group`, the numbers of every process in the world, (processes, numbers)).
+
+    One message for both; they stay on the device of the loss, in float64. loss: this process's part, a scalar.
+    """
+    group = dist.get_global_rank(loss_group, 0)
+    own = torch.tensor([0.0, group, *numbers], dtype=torch.float64).to(loss.device)
+    own[0] = loss
+    rows = own.new_empty(dist.get_world_size() * len(own))
+    all_gather_single(rows, own)
+    rows = rows.view(-1, len(own))
+    return torch.where(rows[:, 1] == group, rows[:, 0], 0.0).sum(), rows[:, 2:]

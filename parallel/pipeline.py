@@ -26,8 +26,8 @@ from models.interface import interface_of
 from parallel.dist import all_gather_single, wait_for
 from parallel.errors import UserError
 from parallel.fsdp import expect_micro_batch
-from parallel.mesh import Mesh, share_timeout, sum_over_group
-from parallel.passes import Batch, Passes, gradient_norm, one_or_nan
+from parallel.mesh import Mesh, share_timeout
+from parallel.passes import Batch, Passes, gradient_norm, one_or_nan, sum_over_group
 from parallel.stages import Stages
 
 SCHEDULES = {

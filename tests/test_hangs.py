@@ -215,7 +215,7 @@ def test_a_collective_left_out_on_one_rank_shows_where_each_process_waits(tmp_pa
     code, err = ill_run(tmp_path, corpus, "left_out", *SHORT)
     assert code == HUNG, err
     assert "the processes wait for each other in different places:\n" in err
-    assert "  rank 0 on " in err and ": phase step of step 5, at parallel/mesh.py:" in err
+    assert "  rank 0 on " in err and ": phase step of step 5, at parallel/passes.py:" in err
     assert "  rank 1 on " in err and ": phase step of step 5, at recipes/training/step.py:" in err
 
 

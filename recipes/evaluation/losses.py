@@ -11,7 +11,8 @@ from torch import nn
 from models.config import ModelConfig
 from models.loss import IGNORED
 from parallel.errors import UserError
-from parallel.mesh import Mesh, sum_over_group
+from parallel.mesh import Mesh
+from parallel.passes import sum_over_group
 from recipes.data.batches import MicroBatch
 
 

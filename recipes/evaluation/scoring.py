@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from models.cache import KeyValueCache
 from models.decoder import Decoder
-from parallel.mesh import Mesh, sum_over_group
+from parallel.mesh import Mesh
+from parallel.passes import sum_over_group
 from recipes.evaluation.generate import PREFILL_TOKENS
 from recipes.evaluation.losses import without_dropout
 from recipes.evaluation.sampling import Sampling, next_token

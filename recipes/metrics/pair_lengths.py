@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from models.counts import Lengths
 from models.encoder_decoder import EncoderDecoderInputs
 from models.loss import IGNORED
-from parallel.mesh import sum_over_group
+from parallel.passes import sum_over_group
 
 
 class PairLengths:

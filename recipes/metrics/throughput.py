@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from models.config import AttentionFlops, ModelConfig
 from parallel.errors import UserError
-from parallel.mesh import sum_over_group
+from parallel.passes import sum_over_group
 from recipes.metrics.hardware import bf16_peak
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.mesh import Mesh, largest_in_groups, sum_over_group
+from parallel.mesh import Mesh
+from parallel.passes import largest_in_groups, sum_over_group
 
 WINDOW = 64
 """A new loss is compared with this many losses of good steps."""

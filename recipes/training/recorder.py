@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.interface import interface_of
 from parallel.dist import World
-from parallel.mesh import gather_loss_and_numbers
+from parallel.passes import gather_loss_and_numbers
 from recipes.checkpoint.config import KEEP_BEST, VALIDATION
 from recipes.data.batches import MicroBatch
 from recipes.data.loader import DataLoader

@@ -12,8 +12,7 @@ from models.interface import interface_of
 from models.loss import IGNORED
 from parallel.dist import World
 from parallel.errors import CorruptState
-from parallel.mesh import sum_over_group
-from parallel.passes import clipping_divisor, share_gradients_of_copies
+from parallel.passes import clipping_divisor, share_gradients_of_copies, sum_over_group
 from recipes.data.batches import MicroBatch
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard

@@ -20,7 +20,8 @@ from models.documents import Documents
 from models.loss import IGNORED
 from parallel.dist import World, start, stop
 from parallel.errors import UserError
-from parallel.mesh import build_mesh, sum_over_group
+from parallel.mesh import build_mesh
+from parallel.passes import sum_over_group
 from recipes.evaluation.losses import mean_loss
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard

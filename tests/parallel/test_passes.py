@@ -13,8 +13,13 @@ from models.sizes import SIZES
 from parallel.config import MeshConfig
 from parallel.dist import SILENT, World, on_all, on_main, on_main_first, start, stop
 from parallel.errors import TemporaryError, UserError
-from parallel.mesh import largest_in_groups, sum_over_group
-from parallel.passes import clipping_divisor, gradient_norm, share_gradients_of_copies
+from parallel.passes import (
+    clipping_divisor,
+    gradient_norm,
+    largest_in_groups,
+    share_gradients_of_copies,
+    sum_over_group,
+)
 from recipes.training.interruption import Agreement
 from tests.build import build_model
 from tests.meshes import mesh_config

@@ -22,7 +22,8 @@ from parallel.dist import World, start, stop
 from parallel.errors import CorruptState, UserError
 from parallel.float8 import convert_linears
 from parallel.fsdp import plain_name
-from parallel.mesh import build_mesh, sum_over_group
+from parallel.mesh import build_mesh
+from parallel.passes import sum_over_group
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import load

@@ -30,7 +30,7 @@ from models.loss import IGNORED
 from parallel.config import MeshConfig
 from parallel.dist import World, keep_freed_memory, start
 from parallel.fsdp import materialize
-from parallel.mesh import sum_over_group
+from parallel.passes import sum_over_group
 from recipes.data.batches import MicroBatch
 from recipes.lab.bench.turns import MeasuredLoop, Turns
 from recipes.metrics.clock import RunClock

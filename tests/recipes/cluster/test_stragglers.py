@@ -17,8 +17,9 @@ from torch import nn
 
 from parallel.config import MeshDegrees
 from parallel.dist import World, start, stop
-from parallel.mesh import build_mesh, gather_loss_and_numbers
+from parallel.mesh import build_mesh
 from parallel.nodes import arrange
+from parallel.passes import gather_loss_and_numbers
 from recipes.cluster.stragglers import (
     COMPUTE,
     DATA,

@@ -20,7 +20,7 @@ from recipes.cluster.reports import Report, place_of, verdict
 from tests.build import build_model
 from tests.processes import run_processes
 
-WAITING = Report(0, "a", "step", 7, 61.0, "parallel/mesh.py:20 sum_over_group", waits=True, answers=True)
+WAITING = Report(0, "a", "step", 7, 61.0, "parallel/passes.py:20 sum_over_group", waits=True, answers=True)
 
 
 def reports(count: int, **odd: Report) -> list[Report]:

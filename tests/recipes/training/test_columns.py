@@ -12,7 +12,8 @@ import torch
 from models.loss import IGNORED
 from models.roles import parameters_by_role
 from parallel.dist import World, start, stop
-from parallel.mesh import build_mesh, sum_over_group
+from parallel.mesh import build_mesh
+from parallel.passes import sum_over_group
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import to_toml
