@@ -26,9 +26,8 @@ def in_flight(config: PipelineConfig, *, degree: int, rank: int, count: int) -> 
     after, runs = degree - 1 - rank, config.runs
     before = (runs - 1) * (count // max(1, count // degree))  # a round of each stage but the last
     most = {"gpipe": count, "1f1b": after + 1, "interleaved": before + 2 * after + 1, "zbv": 2 * degree}
-    return min(
-        count * runs - 1, most.get(config.schedule, before + degree)
-    )  # the last: with what waits for its weights
+    others = before + degree  # with those whose gradients of weights are still to come
+    return min(count * runs - int(not config.splits_backward), most.get(config.schedule, others))
 
 
 @dataclass(frozen=True)
