@@ -1,9 +1,9 @@
-"""The peak memory of each process of a pipeline. Imports no torch.
+"""The memory of each process of a pipeline.
 
 A process has the blocks of its stages, and activations of all micro-batches whose backward pass is still to come. Its
 gradients are added up whole, and reduced after the last pass. torch keeps memory for all that a stage receives in a
 step. NCCL lets go of what it has sent; gloo keeps it, with several stages on a process. Where gradients of weights come
-later, steps held up to 7% more than is counted here, and up to half as much again with recomputation.
+later, steps held up to 7% more than is counted here, and up to half as much again with recomputation. Imports no torch.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from functools import cached_property
 from models.activations import norm_per_token
 from parallel.config import MeshDegrees, PipelineConfig
 from parallel.stages import Stages, stages_of
-from recipes.plan import memory
+from recipes.plan import moments
 from recipes.plan.sizes import Pieces, Sizes, Unit
 from recipes.recipe.schema import Recipe
 
@@ -117,32 +117,23 @@ class Part(Sizes):
         if self.ends:
             new = self.living(blocks=0, tables=int(not self.tied))
             new |= {"last norm": round(self.tokens * norm_per_token(self.widths, self.kept[0]))}
-            yield "the loss", memory._loss(self, backward=False) | new
-            yield "the gradient of the logits", memory._loss(self, backward=True) | new
-            yield "the gradient of the head", memory._head(self) | new
+            yield "the loss", moments._loss(self, backward=False) | new
+            yield "the gradient of the logits", moments._loss(self, backward=True) | new
+            yield "the gradient of the head", moments._head(self) | new
         last = self.recipe.model.layers - 1
         for position in {last, *self.recomputed[-1:]}:
-            inside = memory._inside(self, position)
+            inside = moments._inside(self, position)
             if not self.ends:
                 inside["block"] -= self.stream  # the gradient of what it has returned is received
             yield f"the backward pass of block {self.layers[-1][-1] - last + position}", self.living() | inside
         if self.begins:
-            yield "the gradient of the embedding", memory._embedding(self) | self.living(minus=1)
+            yield "the gradient of the embedding", moments._embedding(self) | self.living(minus=1)
         unit = self.table if self.begins or self.tied else self.block
         gone = {"activations": 0, "gradients before those of weights": 0, "gathering": 0}
         yield "the reduction of the gradients", self.living(blocks=0) | gone | {"reduction": self.reduction(unit)}
         share = 0 if self.recipe.fsdp.cpu_offload else self.state["parameters"]  # as many bytes
         done = {"accumulated gradients": 0, "reduced gradients": share, "activations": 0}
-        yield "the optimizer", memory._optimizer(self) | done | {"received": self.living()["received"]}
-
-
-def fullest(recipe: Recipe, degrees: MeshDegrees, *, outside: Pieces) -> memory.Prediction:
-    """The memory of the process with the highest peak. outside: what torch's allocator does not know of."""
-    found = (
-        memory.Prediction({moment: part.state | own | outside for moment, own in part.moments()}, where=f", on {name}")
-        for name, part in parts(recipe, degrees)
-    )
-    return max(found, key=lambda prediction: prediction.peak)
+        yield "the optimizer", moments._optimizer(self) | done | {"received": self.living()["received"]}
 
 
 def parts(recipe: Recipe, degrees: MeshDegrees) -> Iterator[tuple[str, Part]]:

@@ -29,7 +29,8 @@ from recipes.lab.plan.search_space import (
     tuned,
 )
 from recipes.plan.hardware import Gpu
-from recipes.plan.memory import FULL, moments, outside_of_torch, predict
+from recipes.plan.memory import FULL, outside_of_torch, predict
+from recipes.plan.moments import moments
 from recipes.plan.rates import Rates
 from recipes.plan.sizes import Sizes
 from recipes.plan.stages import parts
