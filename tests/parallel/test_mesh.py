@@ -24,13 +24,12 @@ from parallel.mesh import (
     DATA_AXES,
     Mesh,
     build_mesh,
-    gather_loss_and_numbers,
     mesh_over,
     sharding_group,
-    sum_over_group,
     without_noise_of_splits,
 )
 from parallel.messages import host_group
+from parallel.passes import gather_loss_and_numbers, sum_over_group
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.plan.tracked import fake_processes
