@@ -84,6 +84,7 @@ class Pipeline(Passes):
         self._tied: nn.Parameter | None = None
         if self.copies is not None:
             self._tied = cast(nn.Parameter, model.get_submodule(cast(str, interface_of(model).embedding)).weight)
+        self._gradients_on = next(model.parameters()).device  # the host, if they are offloaded
         self._is_cold = compiled
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
         self._micro_batches: Sequence[Batch] = ()
@@ -154,7 +155,8 @@ class Pipeline(Passes):
                 # With these, torch asks no other process for shapes, and computes nothing to find them.
                 given = torch.zeros(1, dtype=torch.int64) if stage == 0 else hidden
                 made = torch.zeros_like(self._losses).requires_grad_() if stage == last else hidden
-                part = _Stage(self.model, partial(self._forward_stage, stage))
+                part: Any = nn.Module()  # with the parameters of the model, for schedules that split the backward pass
+                part.model, part.forward = self.model, partial(self._forward_stage, stage)
                 stages.append(
                     _PlannedStage(
                         part, stage, last + 1, tokens.device, input_args=given, output_args=made, group=self._group
@@ -173,7 +175,10 @@ class Pipeline(Passes):
         return torch.empty(shape, dtype=self._dtype, device=tokens.device)
 
     def _forward_stage(self, stage: int, hidden: Tensor, number: Tensor) -> Tensor:
-        """What a stage makes of a micro-batch, (B, P, D), or of the last stage its losses. hidden: (B, P, D)."""
+        """What a stage makes of a micro-batch, (B, P, D), or of the last stage its losses.
+
+        hidden: (B, P, D), or anything for the first stage; number: (1,), of the micro-batch.
+        """
         self._progressed()
         inputs, targets, documents = self._micro_batches[int(number)]
         given = None if stage == 0 else hidden
@@ -195,7 +200,7 @@ class Pipeline(Passes):
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """As of Passes, over the parameters of all stages; those given are of this process, or none."""
         own = self.counted(parameters)
-        norm = gradient_norm(own) if own else torch.zeros((), device=self._losses.device)
+        norm = gradient_norm(own) if own else torch.zeros((), device=self._gradients_on)
         norms = norm.new_empty(self._group.size())
         all_gather_single(norms, norm.view(1), group=self._group)  # not a sum, whose order a group may choose
         return norms.square().sum().sqrt()
@@ -234,18 +239,6 @@ class Pipeline(Passes):
         message = dist.P2POp(way, hidden, group=self._group, group_peer=self._stages.owners[stage])
         for work in dist.batch_isend_irecv([message]):
             wait_for(work)
-
-
-class _Stage(nn.Module):
-    """What torch's schedules call. It has the parameters of the model, for schedules that split the backward pass."""
-
-    def __init__(self, model: nn.Module, forward: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.model, self._forward_of_stage = model, forward
-
-    def forward(self, hidden: Tensor, number: Tensor) -> Tensor:
-        """hidden: (B, P, D), or anything for the first stage; number: (1,), of the micro-batch."""
-        return self._forward_of_stage(hidden, number)
 
 
 class _PlannedStage(PipelineStage):

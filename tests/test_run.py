@@ -158,6 +158,14 @@ def test_the_loss_of_a_run_falls(whole: str, folder: Path) -> None:
     assert found[STEPS] < 0.95 * found[1]
 
 
+def test_the_recipe_of_a_pipeline_follows_the_same_curve(whole: str, folder: Path, corpus: Path) -> None:
+    script, _, *options = command(corpus, "--run.name", "stages")
+    code, out, err = run(folder, [script, "configs/smollm3_debug_pipeline.toml", *options])
+    assert (code, err) == (0, "")  # no warnings
+    assert "pipeline parallelism: interleaved, blocks 0+2 | 1+3" in out
+    assert losses(folder / "runs/stages") == pytest.approx(losses(folder / "runs/whole"), abs=1e-5)
+
+
 def test_a_run_saves_checkpoints_when_due_and_after_the_last_step(whole: str, folder: Path) -> None:
     names = sorted(path.name for path in (folder / "runs/whole/checkpoints").iterdir())
     assert names == ["step-00000020", "step-00000030"]
