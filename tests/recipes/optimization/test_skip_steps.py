@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel import passes  # where a step finds gradient_norm
 from recipes.files.exit_codes import POISONED
 from recipes.recipe.schema import Recipe
-from recipes.training import step as step_module  # where a step finds gradient_norm
+from recipes.training import step as step_module
 from tests.meshes import mesh_degrees
 from tests.processes import run_processes
 from tests.training import change, take_step, training
@@ -62,7 +63,7 @@ def scales(trainer: Any) -> list[float]:
 
 def spoil(trainer: Any, kind: str) -> Callable[[], None]:
     """Make the next step bad in one of its micro-batches, on the last rank, or with "norm" on all. Returns the undo."""
-    whole = step_module.gradient_norm
+    whole = passes.gradient_norm
     micro_batches = []
 
     def spoil_output(module: Any, inputs: Any, output: Tensor) -> Tensor | None:
@@ -89,9 +90,9 @@ def spoil(trainer: Any, kind: str) -> Callable[[], None]:
     is_last = trainer.world.rank == trainer.world.size - 1
     handles = []
     if kind == "norm":
-        step_module.gradient_norm = spoil_norm  # type: ignore[assignment]
+        passes.gradient_norm = spoil_norm  # type: ignore[assignment]
     elif is_last and "shard" in kind:
-        step_module.gradient_norm = spoil_shard  # type: ignore[assignment]
+        passes.gradient_norm = spoil_shard  # type: ignore[assignment]
     elif is_last and "gradient" in kind:
         handles.append(trainer.built.model.norm.register_forward_hook(spoil_gradient))
     elif is_last:
@@ -99,7 +100,7 @@ def spoil(trainer: Any, kind: str) -> Callable[[], None]:
         handles.append(spoiled.register_forward_hook(spoil_output))
 
     def undo() -> None:
-        step_module.gradient_norm = whole  # type: ignore[assignment]
+        passes.gradient_norm = whole  # type: ignore[assignment]
         for handle in handles:
             handle.remove()
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.documents import Documents
+from parallel import passes
 from parallel.dist import World, start, stop
 from parallel.mesh import build_mesh
 from recipes.metrics.clock import RunClock
@@ -212,7 +213,7 @@ def waits_in_a_step(name: str, mesh: str, fields: dict[str, dict[str, Any]], rec
 def waits_with_an_item(recipe: Recipe, world: World) -> str:
     """The same for a step that reads the gradient norm."""
 
-    def norm_that_is_read(parameters: Any, original: Any = steps.gradient_norm) -> Tensor:
+    def norm_that_is_read(parameters: Any, original: Any = passes.gradient_norm) -> Tensor:
         norm: Tensor = original(parameters)
         norm.item()
         return norm
