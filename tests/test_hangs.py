@@ -216,7 +216,7 @@ def test_a_collective_left_out_on_one_rank_shows_where_each_process_waits(tmp_pa
     code, err = ill_run(tmp_path, corpus, "left_out", *SHORT)
     assert code == HUNG, err
     assert "the processes wait for each other in different places:\n" in err
-    for rank, place in enumerate(("sum_over_group", "backward")):
+    for rank, place in enumerate(("sum_over_group", "run")):
         assert re.search(rf"  rank {rank} on .*: phase step of step 5, at parallel/passes.py:\d+ {place}", err), err
 
 

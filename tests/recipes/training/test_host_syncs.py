@@ -218,7 +218,7 @@ def waits_with_an_item(recipe: Recipe, world: World) -> str:
         norm.item()
         return norm
 
-    with mock.patch.object(steps, "gradient_norm", norm_that_is_read):
+    with mock.patch.object(passes, "gradient_norm", norm_that_is_read):
         return waits_in_a_step("", "1.1.1.1", {}, recipe, world)
 
 
