@@ -69,7 +69,7 @@ class MeshConfig:
     replicate: Annotated[int, Ge(-1)] = 1
     """Replicas of the sharded model (hybrid sharding), with gradients all-reduced across them; -1 = the rest."""
     shard: Annotated[int, Ge(-1)] | Literal["node"] = -1
-    """Sharding degree of FSDP; 1 = none, -1 = the rest, "node" = the rest of a node, with one replica per node."""
+    """Sharding degree of FSDP; 1 = none, -1 = the rest, "node" = the rest of a node, one replica or stage each."""
     context: Annotated[int, Ge(1)] = 1
     """Context-parallel degree: processes that hold parts of the same sequences. For long sequences."""
     tensor: Annotated[int, Ge(1)] = 1

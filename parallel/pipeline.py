@@ -140,9 +140,7 @@ class Pipeline(Passes):
             given = None if stage == 0 else hidden.requires_grad_()
             layers = self._stages.layers[stage]
             made.append(self.model(inputs, targets, documents=documents, layers=layers, hidden=given))
-        for (
-            one
-        ) in made:  # FSDP looks at all blocks after the first backward pass: their weights must have been gathered
+        for one in made:  # after the first, FSDP looks at all blocks, whose weights must have been gathered
             one.backward(torch.zeros_like(one))
 
     def _planned(self) -> Any:

@@ -59,9 +59,8 @@ def _balanced(model: ModelConfig, count: int, sequence_length: int) -> tuple[int
     head = 6 * model.vocabulary * model.width
     layer = one.flops_per_token(sequence_length, "causal") - head
     costs = [layer * layers for layers in range(model.layers + 1)]
-    least: dict[int, tuple[int, tuple[int, ...]]] = {
-        0: (0, ())
-    }  # layers of the stages so far -> (squared costs, layers of each)
+    # Layers of the stages so far -> (their squared costs, the layers of each).
+    least: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(count):
         after, last = count - stage - 1, head if stage == count - 1 else 0
         least = {

@@ -13,9 +13,9 @@ from functools import cached_property
 
 from models.activations import norm_per_token
 from parallel.config import MeshDegrees, PipelineConfig
-from parallel.stages import Stages, stages_of
 from recipes.plan import moments as at
 from recipes.plan.sizes import Pieces, Sizes, Unit
+from recipes.recipe.rules_pipeline import stages_in
 from recipes.recipe.schema import Recipe
 
 
@@ -139,15 +139,9 @@ class Part(Sizes):
 
 def parts(recipe: Recipe, degrees: MeshDegrees) -> Iterator[tuple[str, Part]]:
     """(such as "stage 0 of 8", sizes) of each process of a pipeline."""
-    found = stages_in(recipe, degrees)
+    found = stages_in(recipe, degree=degrees.pipeline)
     for rank in range(degrees.pipeline):
         numbers, own = found.of(rank), replace(recipe.model, layers=len(found.layers_of(rank)))
         name = f"stage{'s' if len(numbers) > 1 else ''} {'+'.join(map(str, numbers))} of {len(found.layers)}"
         layers, alone = tuple(found.layers[stage] for stage in numbers), replace(degrees, pipeline=1)
         yield name, Part(replace(recipe, model=own), alone, layers, recipe, degrees.pipeline, rank)
-
-
-def stages_in(recipe: Recipe, degrees: MeshDegrees) -> Stages:
-    """The stages of a recipe's model."""
-    length = recipe.batch.sequence_length
-    return stages_of(recipe.model, recipe.pipeline, degree=degrees.pipeline, sequence_length=length)

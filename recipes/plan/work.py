@@ -171,10 +171,9 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
 
 def _stages(recipe: Recipe, degrees: MeshDegrees) -> tuple[int, int]:
     """As in Work."""
-    from parallel.stages import stages_of
+    from recipes.recipe.rules_pipeline import stages_in
 
-    config, length = recipe.pipeline, recipe.batch.sequence_length
-    stages = stages_of(recipe.model, config, degree=degrees.pipeline, sequence_length=length)
+    stages = stages_in(recipe, degree=degrees.pipeline)
     layers = [len(stages.layers_of(rank)) for rank in range(degrees.pipeline)]
     return max(layers[: stages.ends[1]] + layers[stages.ends[1] + 1 :]), layers[stages.ends[1]]
 

@@ -1,13 +1,19 @@
-"""Rules about the stages of a pipeline. Imports no torch."""
+"""The stages of a pipeline, and rules about them. Imports no torch."""
 
 from collections.abc import Iterator
 
 from parallel.config import MeshConfig, PipelineConfig
 from parallel.errors import UserError, listed
+from parallel.stages import Stages, stages_of
 from recipes.data.config import BatchConfig
 from recipes.recipe.fields import Violation
 from recipes.recipe.rules_mesh import fitted_mesh
 from recipes.recipe.schema import Recipe
+
+
+def stages_in(recipe: Recipe, *, degree: int) -> Stages:
+    """The stages of a recipe's model on so many processes."""
+    return stages_of(recipe.model, recipe.pipeline, degree=degree, sequence_length=recipe.batch.sequence_length)
 
 
 def stages_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:

@@ -36,6 +36,7 @@ SECTIONS = (
     "optimizer",
     "schedule",
     "mesh",
+    "pipeline",
     "attention",
     "float8",
     "activation_checkpointing",

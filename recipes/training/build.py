@@ -58,12 +58,16 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
         mesh = build_mesh(degrees, device_type=world.device.type)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
-    stages = _stages(recipe, mesh)
-    own = None if mesh.pipeline is None or stages is None else stages.layers_of(mesh.pipeline.get_local_rank())
+    stages = own = None
+    if mesh.pipeline is not None:
+        from recipes.recipe.rules_pipeline import stages_in
+
+        stages = stages_in(recipe, degree=mesh.pipeline.size())
+        own = stages.layers_of(mesh.pipeline.get_local_rank())
     model = _plain_model(recipe, own, device_type=world.device.type)
     report = [f"blocks: {model.about}"] if recipe.model.by_transformers else []
     report += placement(mesh.degrees, world.nodes)
-    report += [f"pipeline parallelism: {recipe.pipeline.schedule}, {stages}"] if stages else []
+    report += [f"pipeline parallelism: {recipe.pipeline.schedule}, {stages}; counts are of the first"] if stages else []
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
     report += _attention(recipe, world.device)
     report += advice(recipe.mesh, float8=recipe.float8, degrees=mesh.degrees)
@@ -100,16 +104,6 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
     )
-
-
-def _stages(recipe: Recipe, mesh: Mesh) -> "Stages | None":
-    """The stages of the model, if the mesh is one of a pipeline."""
-    if mesh.pipeline is None:
-        return None
-    from parallel.stages import stages_of
-
-    degree, length = mesh.pipeline.size(), recipe.batch.sequence_length
-    return stages_of(recipe.model, recipe.pipeline, degree=degree, sequence_length=length)
 
 
 def _passes(recipe: Recipe, model: nn.Module, mesh: Mesh, stages: "Stages | None", *, reshards: bool) -> Passes:

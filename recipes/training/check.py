@@ -20,10 +20,11 @@ from recipes.metrics.hardware import Hardware, hardware_of
 from recipes.plan.hardware import devices
 from recipes.plan.memory import FULL, Prediction, predict, summary
 from recipes.plan.muon import matrix_params
-from recipes.plan.stages import parts, stages_in
+from recipes.plan.stages import parts
 from recipes.recipe.fields import Problem, refusal, toml
 from recipes.recipe.load import LoadedRecipe, load_run, to_toml
 from recipes.recipe.rules_mesh import advice, batch_divides, fitted_mesh, micro_batches
+from recipes.recipe.rules_pipeline import stages_in
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage, stages_of, tokens_of
 from recipes.training.run_folder import check_output_folder
@@ -191,8 +192,8 @@ class Facts:
     @property
     def pipeline(self) -> list[str]:
         """A line about the stages of a pipeline; none without."""
-        recipe, cut = self.recipe, self.degrees.pipeline > 1
-        return [f"pipeline: {recipe.pipeline.schedule}, {stages_in(recipe, self.degrees)}"] if cut else []
+        recipe, degree = self.recipe, self.degrees.pipeline
+        return [f"pipeline: {recipe.pipeline.schedule}, {stages_in(recipe, degree=degree)}"] if degree > 1 else []
 
     @property
     def memory(self) -> list[str]:

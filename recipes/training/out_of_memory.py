@@ -139,12 +139,12 @@ def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
     checkpointing = recipe.activation_checkpointing
     if len(checkpointing.recomputed(recipe.model.layers)) in range(1, recipe.model.layers):
         yield "activation_checkpointing.blocks", "all", "recomputes activations of every block in the backward pass"
+    degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
+    splits = degrees.pipeline > 1 and recipe.pipeline.splits_backward  # needs gathered weights, and no "selective"
     same = recipe.compile.enabled and recipe.float8.recipe != "none"  # "selective" keeps what "none" does
-    modes = ("none", "full") if same and checkpointing.mode == "none" else ("none", "selective", "full")
+    modes = ("none", "full") if splits or (same and checkpointing.mode == "none") else ("none", "selective", "full")
     if later := modes[modes.index(checkpointing.mode) + 1 :]:
         yield "activation_checkpointing.mode", later[0], "recomputes activations in the backward pass"
-    degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
-    splits = degrees.pipeline > 1 and recipe.pipeline.splits_backward  # which needs gathered weights
     if not (fsdp.reshard_after_forward or splits) and Sizes(recipe, degrees).gathered_block:  # else shards compute
         yield "fsdp.reshard_after_forward", True, "frees the gathered weights after the forward pass"
     if fsdp.prefetch > 1:

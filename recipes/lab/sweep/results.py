@@ -92,7 +92,7 @@ def measure(row: Row, folder: Path) -> Result:
         "tflops_per_device": rate * flops / 1e12,
         "mfu": rate * flops / peak if peak else None,
         "mfu_full": rate * flops_full / peak if peak else None,
-        "peak_memory_gib": max(logged["peak_memory_gib"] for logged in rows.values()),
+        "peak_memory_gib": max(row.get("peak_memory_gib_most", row["peak_memory_gib"]) for row in rows.values()),
         "final_loss": rows[max(rows)]["loss"],
         "curve": [[step, logged["tokens"], logged["loss"]] for step, logged in sorted(rows.items())],
         "grad_norms": [[step, logged.get("grad_norm")] for step, logged in sorted(rows.items())],
