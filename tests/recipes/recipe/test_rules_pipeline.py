@@ -21,6 +21,7 @@ from recipes.recipe.load import load
 from recipes.recipe.rules import violations
 from recipes.recipe.rules_mesh import micro_batches
 from recipes.recipe.schema import Recipe
+from recipes.recipe.stages import stages_of
 from recipes.weights.locate import InitialWeights
 from tests.training import DEBUG
 
@@ -193,3 +194,10 @@ def test_a_micro_batch_is_shared_by_all_stages() -> None:
 def test_without_a_pipeline_its_section_is_not_judged() -> None:
     unread = PipelineConfig("zbv", stages_per_rank=3, split=(7,))
     assert not broken_by(piped(degree=1, pipeline=unread, fsdp=FSDPConfig(), compile=CompileConfig(enabled=True)))
+
+
+def test_a_stage_of_a_run_may_have_a_pipeline_of_its_own() -> None:
+    own = ["--stages.web.mesh.pipeline", "4", "--stages.web.pipeline.split", "1", "1", "1", "1"]
+    words = ["--mesh.pipeline", "2", "--pipeline.split", "3", "1", *own]
+    recipe = load(DEBUG.with_name("smollm3_debug_stages.toml"), words)
+    assert [stage.recipe.pipeline.split for stage in stages_of(recipe)] == [(1, 1, 1, 1), (3, 1), (3, 1)]

@@ -158,8 +158,9 @@ def test_remedies_for_a_pipeline_are_those_that_its_schedule_can_run() -> None:
         pipeline={"schedule": "zbv", "stages_per_rank": 2},
         fsdp={"reshard_after_forward": False},
     )
-    found = [key for key, _, _ in remedies(recipe, world("cuda", 4))]
+    found = {key: value for key, value, _ in remedies(recipe, world("cuda", 4))}
     assert "batch.micro_batch_size" in found and "fsdp.reshard_after_forward" not in found
+    assert found["activation_checkpointing.mode"] == "full"
     recipe = change(
         recipe,
         mesh={"pipeline": 4},
