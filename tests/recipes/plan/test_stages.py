@@ -138,10 +138,13 @@ def test_a_tied_embedding_on_two_stages_has_a_group_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "count"),
-    [("1f1b", 8), ("gpipe", 8), ("interleaved", 8), ("interleaved", 16), ("zbv", 16), ("interleaved_zero_bubble", 16)],
+    [("gpipe", 8), ("interleaved", 8), ("interleaved", 16), ("zbv", 16), ("interleaved_zero_bubble", 16)],
 )
 def test_the_bubble_is_that_of_the_order_of_torch(schedule: str, count: int) -> None:
-    """Each action begins when its process is free and what it needs has been computed."""
+    """Each action begins when its process is free and what it needs has been computed.
+
+    1F1B has the bubble of GPipe; torch's list of its order lacks the first forward pass of the last process.
+    """
     degree, config = 4, PipelineConfig(schedule=cast(Any, schedule))
     last, took = degree * config.runs - 1, {"FORWARD": 1, "FULL_BACKWARD": 2, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1}
     orders = {
@@ -150,7 +153,7 @@ def test_the_bubble_is_that_of_the_order_of_torch(schedule: str, count: int) -> 
     }
     done: dict[tuple[str, int, int], int] = {}
     free = dict.fromkeys(orders, 0)
-    while any(orders.values()):
+    while left := sum(map(len, orders.values())):
         for rank, actions in orders.items():
             while actions:
                 stage, kind, number = actions[0][0], actions[0][1].name, actions[0][2]
@@ -164,6 +167,7 @@ def test_the_bubble_is_that_of_the_order_of_torch(schedule: str, count: int) -> 
                 if kind != "BACKWARD_WEIGHT":
                     done["forward" if kind == "FORWARD" else "backward", stage, number] = free[rank]
                 actions.pop(0)
+        assert sum(map(len, orders.values())) < left, "processes that wait for each other"
     words = [f"--pipeline.schedule={schedule}", f"--batch.global_batch_size={count}", "--batch.micro_batch_size=1"]
     recipe = recipe_of(degree, *words, "--model.layers=64", "--model.vocabulary=64")
     time = time_of(work_of(recipe, recipe.mesh.fit(degree)), gpu=GPUS["H100"])
@@ -185,9 +189,9 @@ def seconds(*words: str, processes: int = 1024) -> dict[str, float]:
 def test_a_process_with_more_blocks_makes_the_others_wait() -> None:
     equal = seconds("--mesh.pipeline=2", "--pipeline.schedule=1f1b", "--pipeline.split", "64", "62")
     uneven = seconds("--mesh.pipeline=2", "--pipeline.schedule=1f1b", "--pipeline.split", "84", "42")
-    computing = sum(equal[name] for name in PER_MICRO_BATCH)
+    busy = sum(equal[name] for name in (*PER_MICRO_BATCH, "messages: tensor, inside nodes"))
     more = uneven["unequal stages"] - equal["unequal stages"]
-    assert more == pytest.approx(20 / 63 * computing, rel=0.1)
+    assert more == pytest.approx(20 / 63 * busy, rel=0.1)
 
 
 def test_messages_between_stages_go_over_the_adapters_of_nodes_and_are_waited_for_with_1f1b() -> None:
