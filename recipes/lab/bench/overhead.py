@@ -21,7 +21,7 @@ from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.state_check import named_state, require_sound
 from recipes.files.layout import METRICS
-from recipes.lab.bench.peers import KINDS, STAGES, peers, table
+from recipes.lab.bench.peers import KINDS, STAGES, bubbles, peers, table
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
@@ -41,7 +41,9 @@ WINDOW = 10
 PARTS = ("loop", "peers", "ddp", "pipeline", "starts")
 PEERS = {"peers": 1, "ddp": 2, "pipeline": 2}
 """Parts that compare with other loops, and their processes."""
-SUMMARY = ("ours", "barest", "ratio", "replica_check", "replica_check_share", "starts")
+FEW = ("--batch.micro_batch_size", "1")
+"""Rows at a time, so that a pipeline has enough micro-batches."""
+SUMMARY = ("ours", "barest", "ratio", "replica_check", "replica_check_share", "starts", "bubbles")
 CHECKS = 5
 """Checks of the state after each run."""
 
@@ -85,11 +87,11 @@ def _measure(options: argparse.Namespace, overrides: list[str], found: dict[str,
     for name, processes in PEERS.items():
         for kind in options.kinds if name in options.parts else ():
             others = [*STAGES] if name == "pipeline" else None
-            few = ["--batch.micro_batch_size", "1"] if others else []  # whole micro-batches are on their way
-            measured = peers(
-                [kind], [*few, *overrides], processes=processes, windows=options.windows, steps=1, others=others
-            )
+            words = [*(FEW if others else ()), *overrides]
+            measured = peers([kind], words, processes=processes, windows=options.windows, steps=1, others=others)
             found[name] = found.get(name, {}) | measured
+    if "pipeline" in options.parts:
+        found["bubbles"] = bubbles([*FEW, *overrides], processes=PEERS["pipeline"])
     if "starts" in options.parts:
         found["starts"] = starts(overrides)
 

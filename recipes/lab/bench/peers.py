@@ -11,6 +11,7 @@ import math
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -37,6 +38,7 @@ from recipes.metrics.clock import RunClock
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import CONFIGS, load
+from recipes.recipe.rules_pipeline import stages_in
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
@@ -150,10 +152,8 @@ def _work(turns: Turns, rank: int, processes: int, *, name: str, kind: str, over
     batch = _batch(ours, rank, processes)
     if name == TRAINER:
         return _trainer(ours, batch, turns, steps=steps)
-    if schedule := STAGES.get(name):
-        config = replace(ours.pipeline, schedule=cast(Any, schedule))
-        stages = replace(ours, mesh=MeshConfig(shard=1, pipeline=processes), pipeline=config)
-        step = _ours(stages, start("cpu", seed=0), _batch(ours, 0, 1))
+    if name in STAGES:
+        step = _ours(_in_stages(ours, name, processes), start("cpu", seed=0), _batch(ours, 0, 1))
     elif name in (OURS, SHARDED):
         mesh = ours.mesh if name == SHARDED else MeshConfig(replicate=processes, shard=1)
         step = _ours(replace(ours, mesh=mesh), start("cpu", seed=0), batch)
@@ -171,6 +171,42 @@ def _work(turns: Turns, rank: int, processes: int, *, name: str, kind: str, over
         for _ in range(steps):
             step()
         turns.end()
+
+
+def _in_stages(ours: Recipe, name: str, processes: int) -> Recipe:
+    config = replace(ours.pipeline, schedule=cast(Any, STAGES[name]))
+    return replace(ours, mesh=MeshConfig(shard=1, pipeline=processes), pipeline=config)
+
+
+def bubbles(overrides: list[str], *, processes: int) -> dict[str, dict[str, float]]:
+    """Loop -> the share of a step in which the first process of a pipeline computes nothing: seen, and predicted."""
+    found = {}
+    for name in STAGES:
+        loop = MeasuredLoop(name, _idle, {"name": name, "overrides": overrides}, processes=processes)
+        ours = _in_stages(recipe("float32", overrides), name, processes)
+        stages, model, count = stages_in(ours, degree=processes), ours.model, ours.batch.global_batch_size
+        head = 6 * model.vocabulary * model.width
+        layer = (model.flops_per_token(ours.batch.sequence_length, "causal") - head) / model.layers
+        loads = [layer * len(stages.layers_of(rank)) + head * (rank == stages.ends[1]) for rank in range(processes)]
+        count //= ours.batch.micro_batch_size
+        slots = count + (processes - 1) / ours.pipeline.runs
+        found[name] = {"seen": loop.first_loss() or 0.0, "predicted": 1 - count * loads[0] / (slots * max(loads))}
+        loop.close()
+    return found
+
+
+def _idle(turns: Turns, rank: int, processes: int, *, name: str, overrides: list[str]) -> None:
+    """Say the median of a few steps: the share of the time in which this process's thread had no processor."""
+    torch.set_num_threads(1)  # others would compute unseen
+    ours = recipe("float32", overrides)
+    step = _ours(_in_stages(ours, name, processes), start("cpu", seed=0), _batch(ours, 0, 1))
+    shares = []
+    for _ in range(9):
+        dist.barrier()
+        begin, busy = time.perf_counter(), time.thread_time()
+        step()
+        shares.append(1 - (time.thread_time() - busy) / (time.perf_counter() - begin))
+    turns.ready(statistics.median(shares[2:]))
 
 
 def _batch(recipe: Recipe, rank: int, processes: int) -> list[MicroBatch]:
