@@ -126,14 +126,14 @@ def on_two_processes(recipes: list[Recipe], without_data: Recipe) -> str:
 @pytest.fixture(scope="module")
 def on_two(recipe: Recipe) -> tuple[list[Recipe], Recipe, list[str]]:
     """Runs on a mesh of two processes each, one without the data of its task, and what that says on each of them."""
-    meshes = [on_mesh(mesh, recipe) for mesh in ("1.1.1.2", "1.1.2.1")]
+    meshes = [on_mesh(mesh, recipe) for mesh in ("1.1.1.2", "1.1.2.1", "2.1.1.1.1")]
     tasks = write_tasks(Path(recipe.run.output) / "without")
     (tasks / "questions.jsonl").unlink()
     without_data = change(recipe, run={"name": "without data"}, validation={"tasks": (str(tasks),)})
     return meshes, without_data, run_processes(2, on_two_processes, meshes, without_data)
 
 
-def test_rows_with_tensor_and_context_parallelism_are_those_of_one_process(
+def test_rows_with_tensor_context_and_pipeline_parallelism_are_those_of_one_process(
     whole: list[dict[str, float]], on_two: tuple[list[Recipe], Recipe, list[str]]
 ) -> None:
     assert len(whole) == 2 and {*whole[0]} == {"step", "tokens", *ROWS}
