@@ -1,7 +1,7 @@
 """What lives at the moments at which a training step can be the fullest, from the dimensions of the model.
 
-What lives at once was read off FSDP2, and tests compare it with real steps whose storages are counted. Imports no
-torch.
+What lives at once was read off FSDP2, and tests compare it with real steps whose storages are counted.
+Imports no torch.
 """
 
 from collections.abc import Collection, Iterator

@@ -26,8 +26,6 @@ def require_fits_world(
         *batch_divides(batch, mesh=mesh, processes=processes, nodes=len(nodes)),
     ]
     if pipeline is not None and mesh.pipeline > 1:
-        from recipes.recipe.rules_pipeline import enough_micro_batches
-
         found += enough_micro_batches(pipeline, mesh=mesh, batch=batch, processes=processes, nodes=len(nodes))
     if found:
         problems = [Problem(key, message) for key, message in found]
@@ -277,6 +275,27 @@ def batch_divides(
         nearest = sorted(sorted(divisors, key=lambda size: abs(size - micro))[:4])
         message += f", or a micro_batch_size of {listed(nearest, last='or')}"
     yield "batch.global_batch_size", message
+
+
+def enough_micro_batches(
+    pipeline: PipelineConfig, *, mesh: MeshConfig, batch: BatchConfig, processes: int | None, nodes: int | None
+) -> Iterator[Violation]:
+    """Every stage has something to do, and interleaved schedules have equal rounds of micro-batches."""
+    degree, schedule = mesh.pipeline, pipeline.schedule
+    try:
+        share = fitted_mesh(mesh, processes, nodes).data_parallel * batch.micro_batch_size
+    except UserError:  # mesh_fits reports it
+        return
+    if batch.global_batch_size % share:  # batch_divides reports it
+        return
+    count = batch.global_batch_size // share
+    key, has = "batch.global_batch_size", f"is {count} micro-batches for each data-parallel process"
+    if count < degree:
+        yield key, f"{has}, but mesh.pipeline {degree} needs {degree} or more; write {degree * share} or more"
+    elif schedule.startswith("interleaved") and count % (count // degree):
+        sizes = [number * share for number in (count // degree * degree, (count // degree + 1) * degree)]
+        rule = f'{has}, which "{schedule}" cannot divide into {count // degree} equal rounds'
+        yield key, f"{rule}; write {listed(sizes, last='or')}"
 
 
 def fitted_mesh(mesh: MeshConfig, processes: int | None, nodes: int | None) -> MeshDegrees:

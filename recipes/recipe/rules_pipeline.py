@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 
-from parallel.config import MeshConfig, PipelineConfig
-from parallel.errors import UserError, listed
+from parallel.config import PipelineConfig
 from parallel.stages import Stages, stages_of
-from recipes.data.config import BatchConfig
 from recipes.recipe.fields import Violation
-from recipes.recipe.rules_mesh import fitted_mesh
+from recipes.recipe.rules_mesh import enough_micro_batches
 from recipes.recipe.schema import Recipe
 
 
@@ -70,24 +68,3 @@ def backward_can_split(recipe: Recipe) -> Iterator[Violation]:
     if recipe.activation_checkpointing.mode == "selective":
         rule = f"recomputes blocks once, but {name} needs that twice"
         yield "activation_checkpointing.mode", f'"selective" {rule}; write "none" or "full", {remedy}'
-
-
-def enough_micro_batches(
-    pipeline: PipelineConfig, *, mesh: MeshConfig, batch: BatchConfig, processes: int | None, nodes: int | None
-) -> Iterator[Violation]:
-    """Every stage has something to do, and interleaved schedules have equal rounds of micro-batches."""
-    degree, schedule = mesh.pipeline, pipeline.schedule
-    try:
-        share = fitted_mesh(mesh, processes, nodes).data_parallel * batch.micro_batch_size
-    except UserError:  # mesh_fits reports it
-        return
-    if batch.global_batch_size % share:  # batch_divides reports it
-        return
-    count = batch.global_batch_size // share
-    key, has = "batch.global_batch_size", f"is {count} micro-batches for each data-parallel process"
-    if count < degree:
-        yield key, f"{has}, but mesh.pipeline {degree} needs {degree} or more; write {degree * share} or more"
-    elif schedule.startswith("interleaved") and count % (count // degree):
-        sizes = [number * share for number in (count // degree * degree, (count // degree + 1) * degree)]
-        rule = f'{has}, which "{schedule}" cannot divide into {count // degree} equal rounds'
-        yield key, f"{rule}; write {listed(sizes, last='or')}"

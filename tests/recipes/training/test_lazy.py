@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 MOST_MODULES = 78
-MOST_LINES = 9_230
+MOST_LINES = 9_250
 """Lines of code."""
 MOST_FILES_OF_A_STEP = 15
 NOT_ASKED_FOR = {
