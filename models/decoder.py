@@ -112,8 +112,9 @@ class TiedHead(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, final norm and output projection. A tied model has no `lm_head`: it uses the embedding.
 
-    A part of a model has some of the blocks, under their names in the whole one, and of the others what these need: the
-    first one the embedding, the last one norm and output projection, if they are tied with an embedding of its own.
+    A part of a model has some of the blocks, under their names in the whole model. The part with the first block also
+    has the embedding, and the part with the last block the norm and the output projection; a tied one needs the
+    embedding, too.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class Passes:
         Args:
             micro_batches: this data rank's share of the global batch.
             target_tokens: the number of targets in the global batch.
-            step: the number of the step, of which dropout depends.
+            step: the number of the step, on which dropout depends.
             progressed: called before each micro-batch.
         """
         losses = torch.zeros(2 if self.has_z_loss else (), device=target_tokens.device)
@@ -80,7 +80,7 @@ class Passes:
         return losses
 
     def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of these parameters that no earlier stage has, too."""
+        """The given parameters without those that an earlier stage has as well."""
         return [*parameters]
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -11,9 +11,12 @@ from parallel.nodes import Node, require_like_nodes, require_neighbours
 from recipes.data.config import BatchConfig
 from recipes.recipe.fields import Problem, Violation, refusal
 
+ONE_STAGE_EACH = PipelineConfig()
+"""1F1B, the default order of a pipeline."""
+
 
 def require_fits_world(
-    mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[Node], pipeline: PipelineConfig | None = None
+    mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[Node], pipeline: PipelineConfig = ONE_STAGE_EACH
 ) -> None:
     """Raises one UserError with everything about the layout that does not fit the processes of these nodes."""
     if mesh.shard == "node":
@@ -25,7 +28,7 @@ def require_fits_world(
         *tensor_groups_fit_nodes(mesh, nodes=nodes),
         *batch_divides(batch, mesh=mesh, processes=processes, nodes=len(nodes)),
     ]
-    if pipeline is not None and mesh.pipeline > 1:
+    if mesh.pipeline > 1:
         found += enough_micro_batches(pipeline, mesh=mesh, batch=batch, processes=processes, nodes=len(nodes))
     if found:
         problems = [Problem(key, message) for key, message in found]

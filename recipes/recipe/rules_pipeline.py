@@ -54,7 +54,8 @@ def stages_fit(pipeline: PipelineConfig, *, degree: int, layers: int) -> Iterato
 def backward_can_split(recipe: Recipe) -> Iterator[Violation]:
     """Schedules that compute gradients of weights later need the weights and the graph then.
 
-    torch 2.11 to 2.13 would lose gradients in silence otherwise.
+    With resharding, torch 2.11 to 2.13 has lost gradients in silence; with selective checkpointing it fails in the
+    first step. Its schedules do not support compiled modules, and do not see that blocks are.
     """
     if not recipe.pipeline.splits_backward:
         return

@@ -67,7 +67,8 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     model = _plain_model(recipe, own, device_type=world.device.type)
     report = [f"blocks: {model.about}"] if recipe.model.by_transformers else []
     report += placement(mesh.degrees, world.nodes)
-    report += [f"pipeline parallelism: {recipe.pipeline.schedule}, {stages}; counts are of the first"] if stages else []
+    cut = f"pipeline parallelism: {recipe.pipeline.schedule}, {stages}; the counts below are rank 0's"
+    report += [cut] if stages else []
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
     report += _attention(recipe, world.device)
     report += advice(recipe.mesh, float8=recipe.float8, degrees=mesh.degrees)

@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count
@@ -32,6 +32,7 @@ from parallel.config import MeshConfig
 from parallel.dist import World, keep_freed_memory, start
 from parallel.fsdp import materialize
 from parallel.passes import sum_over_group
+from parallel.stages import costs_of
 from recipes.data.batches import MicroBatch
 from recipes.lab.bench.turns import MeasuredLoop, Turns
 from recipes.metrics.clock import RunClock
@@ -182,16 +183,15 @@ def bubbles(overrides: list[str], *, processes: int) -> dict[str, dict[str, floa
     """Loop -> the share of a step in which the first process of a pipeline computes nothing: seen, and predicted."""
     found = {}
     for name in STAGES:
-        loop = MeasuredLoop(name, _idle, {"name": name, "overrides": overrides}, processes=processes)
         ours = _in_stages(recipe("float32", overrides), name, processes)
-        stages, model, count = stages_in(ours, degree=processes), ours.model, ours.batch.global_batch_size
-        head = 6 * model.vocabulary * model.width
-        layer = (model.flops_per_token(ours.batch.sequence_length, "causal") - head) / model.layers
+        stages, count = stages_in(ours, degree=processes), ours.batch.global_batch_size // ours.batch.micro_batch_size
+        layer, head = costs_of(ours.model, ours.batch.sequence_length)
         loads = [layer * len(stages.layers_of(rank)) + head * (rank == stages.ends[1]) for rank in range(processes)]
-        count //= ours.batch.micro_batch_size
         slots = count + (processes - 1) / ours.pipeline.runs
-        found[name] = {"seen": loop.first_loss() or 0.0, "predicted": 1 - count * loads[0] / (slots * max(loads))}
-        loop.close()
+        found[name] = {"predicted": 1 - count * loads[0] / (slots * max(loads))}
+        settings = {"name": name, "overrides": overrides}
+        with closing(MeasuredLoop(name, _idle, settings, processes=processes)) as loop:
+            found[name]["seen"] = cast(float, loop.first_loss())  # what it says when it is ready
     return found
 
 
