@@ -79,7 +79,7 @@ def multiply(recipe: Recipe, degrees: MeshDegrees, *, tokens: int | None = None)
     tokens: compute only the logits of so many.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=degrees.context * degrees.tensor)
-    mesh = build_mesh(replace(degrees, replicate=1, shard=1), device_type="cpu")
+    mesh = build_mesh(replace(degrees, pipeline=1, replicate=1, shard=1), device_type="cpu")
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = Decoder(replace(recipe.model, layers=1), loss_chunks=recipe.batch.loss_chunks)
         for module in model.modules():

@@ -73,6 +73,7 @@ def test_a_clone_has_no_commit_where_git_is_not_installed(checkout: Path, monkey
     assert facts(checkout) == (None, None)
 
 
-def test_changelog_begins_with_this_version() -> None:
+def test_changelog_begins_with_this_version_or_the_next() -> None:
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert headings[0] == NUMBER
+    assert [name for name in headings if name != "Next"][0] == NUMBER
+    assert "Next" not in headings[1:]

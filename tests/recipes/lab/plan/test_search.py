@@ -56,7 +56,7 @@ def layouts(recipe: Recipe, processes: int, nodes: int, fixed: tuple[str, ...]) 
         if replicate * shard * context * tensor != processes:
             continue
         for by, micro in product(("heads", "gather"), range(1, recipe.batch.global_batch_size + 1)):
-            mesh = MeshConfig(replicate, shard, context, tensor, by)
+            mesh = MeshConfig(replicate, shard, context, tensor, context_by=by)
             candidate = replace(recipe, mesh=mesh, batch=replace(recipe.batch, micro_batch_size=micro))
             if (context > 1 or by == "heads") and accepted(candidate, processes, nodes):
                 yield candidate
