@@ -302,6 +302,8 @@ def attention_has_a_kernel(recipe: Recipe) -> Iterator[Violation]:
         where = "on pairs, which use their" if packs_pairs else "with document_mask = true, which uses its"
         rule = f"has no effect {where} own kernels"
         yield "attention.backend", f'{rule}; write "auto", or "flash3" for GPUs that have it'
+    elif recipe.model.window and attention.backend == "cudnn":
+        yield "attention.backend", f'"cudnn" has no kernel for model.window = {recipe.model.window}; write "auto"'
     elif device == "cpu" and attention.backend in ("cudnn", "flash3"):
         other = '"auto"' if data.document_mask or packs_pairs else '"auto", "flash" or "math"'
         yield "attention.backend", f'needs CUDA, but run.device = "cpu"; write {other}'

@@ -18,6 +18,7 @@ UNCHECKED = ("name", "init_std", "weights", "config", "dropout")
 IMMATERIAL = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Keys of a config.json that may differ likewise."""
 LLAMA3_ROPE = ("rope_factor", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length")
+YARN = ("rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_scaled_layers")
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,17 @@ def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, 
         keys = (key for key in {**theirs, **ours} if key not in IMMATERIAL)
         yield from ((key, theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key))
         return
-    skipped = {*UNCHECKED, "no_rope_every", "no_rope_layers"}
+    # Which layers have rotary embeddings and windows counts, not how that is said.
+    patterns = {"uses_rope": ("no_rope_every", "no_rope_layers"), "window_of": ("window", "full_attention_every")}
+    skipped = {*UNCHECKED, *patterns["uses_rope"], *patterns["window_of"]}
     if model.rope_scaling == "none" or stored.rope_scaling == "none":
-        skipped |= set(LLAMA3_ROPE)
+        skipped |= {*LLAMA3_ROPE, *YARN}
     for name in (one.name for one in fields(ModelConfig)):
         if name not in skipped and getattr(model, name) != (theirs := getattr(stored, name)):
             yield name, theirs
     layers = range(min(model.layers, stored.layers))
-    if [model.uses_rope(layer) for layer in layers] != [stored.uses_rope(layer) for layer in layers]:
-        for name in ("no_rope_every", "no_rope_layers"):
+    for pattern, names in patterns.items():
+        ours, theirs = (list(map(getattr(one, pattern), layers)) for one in (model, stored))
+        for name in names if ours != theirs else ():
             if getattr(model, name) != (theirs := getattr(stored, name)):
                 yield name, theirs
