@@ -96,7 +96,7 @@ def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, 
             yield name, theirs
     layers = range(min(model.layers, stored.layers))
     for pattern, names in patterns.items():
-        ours, theirs = (list(map(getattr(one, pattern), layers)) for one in (model, stored))
-        for name in names if ours != theirs else ():
+        both = [[getattr(one, pattern)(layer) for layer in layers] for one in (model, stored)]
+        for name in names if both[0] != both[1] else ():
             if getattr(model, name) != (theirs := getattr(stored, name)):
                 yield name, theirs
