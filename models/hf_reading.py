@@ -1,6 +1,6 @@
-"""Reads the config.json of a model that our decoder computes (models/hf_families.py). Imports no torch.
+"""Reads the config.json of a model that our decoder computes (models/hf_families.py).
 
-The classes of transformers are the reference for what its keys mean.
+The classes of transformers are the reference for what its keys mean. Imports no torch.
 """
 
 import sys

@@ -68,32 +68,15 @@ SMOLLM2_135M = ModelConfig(
     norm_eps=1e-5,
     rope_theta=100_000.0,
 )
-QWEN3_8B = ModelConfig(
+QWEN3_8B = replace(
+    replace(LLAMA3_8B, layers=36, feed_forward_width=12288, vocabulary=151936, norm_eps=1e-6),
     name="qwen3_8b",
-    layers=36,
-    width=4096,
-    feed_forward_width=12288,
-    heads=32,
-    key_value_heads=8,
-    head_width=128,
-    vocabulary=151936,
-    tied_embeddings=False,
-    norm_eps=1e-6,
     rope_theta=1_000_000.0,
     qk_norm="head",
 )
-OLMO3_7B = ModelConfig(
+OLMO3_7B = replace(
+    replace(LLAMA2_7B, vocabulary=100278, norm_eps=1e-6, rope_theta=500_000.0),
     name="olmo3_7b",
-    layers=32,
-    width=4096,
-    feed_forward_width=11008,
-    heads=32,
-    key_value_heads=32,
-    head_width=128,
-    vocabulary=100278,
-    tied_embeddings=False,
-    norm_eps=1e-6,
-    rope_theta=500_000.0,
     window=4096,
     full_attention_every=4,
     qk_norm="all",
@@ -208,24 +191,12 @@ SIZES: dict[str, ModelConfig] = {
         _qwen3("32b", 64, 5120, 25600, 64, tied=False),
         OLMO3_7B,
         replace(
-            OLMO3_7B,
-            name="olmo3_32b",
-            layers=64,
-            width=5120,
-            feed_forward_width=27648,
-            heads=40,
-            key_value_heads=8,
+            OLMO3_7B, name="olmo3_32b", layers=64, width=5120, feed_forward_width=27648, heads=40, key_value_heads=8
         ),
         GEMMA3_1B,
         GEMMA3_4B,
         replace(
-            GEMMA3_4B,
-            name="gemma3_12b",
-            layers=48,
-            width=3840,
-            feed_forward_width=15360,
-            heads=16,
-            key_value_heads=8,
+            GEMMA3_4B, name="gemma3_12b", layers=48, width=3840, feed_forward_width=15360, heads=16, key_value_heads=8
         ),
         replace(
             GEMMA3_4B,

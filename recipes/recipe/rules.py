@@ -154,7 +154,7 @@ def violations(
         ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
         ("mesh compile.enabled run.device", tensor_can_overlap(mesh, compile=recipe.compile, device=run.device)),
         ("mesh pipeline model batch fsdp compile activation_checkpointing float8", pipeline_fits(recipe, **world)),
-        ("mesh attention.backend", gather_has_a_kernel(mesh, attention=recipe.attention)),
+        ("mesh attention.backend model", gather_has_a_kernel(mesh, attention=recipe.attention, model=recipe.model)),
         ("batch.global_batch_size batch.micro_batch_size mesh", batch_divides(recipe.batch, mesh=mesh, **world)),
         ("attention data.document_mask run.device", attention_has_a_kernel(recipe)),
         ("attention fsdp.param_dtype model", flash3_fits(recipe.attention, recipe.fsdp, model=model)),
@@ -302,8 +302,6 @@ def attention_has_a_kernel(recipe: Recipe) -> Iterator[Violation]:
         where = "on pairs, which use their" if packs_pairs else "with document_mask = true, which uses its"
         rule = f"has no effect {where} own kernels"
         yield "attention.backend", f'{rule}; write "auto", or "flash3" for GPUs that have it'
-    elif recipe.model.window and attention.backend == "cudnn":
-        yield "attention.backend", f'"cudnn" has no kernel for model.window = {recipe.model.window}; write "auto"'
     elif device == "cpu" and attention.backend in ("cudnn", "flash3"):
         other = '"auto"' if data.document_mask or packs_pairs else '"auto", "flash" or "math"'
         yield "attention.backend", f'needs CUDA, but run.device = "cpu"; write {other}'

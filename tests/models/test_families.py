@@ -1,5 +1,6 @@
 """Qwen3, Mistral, OLMo 2 and 3 and Gemma 3 on our decoder, against transformers' own: as test_parity.py has it."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,10 @@ from models.decoder import Decoder
 from models.documents import Documents
 from models.hf import config_to_hf, hf_name, parameter_shapes
 from models.hf_families import FAMILIES
-from models.hf_reading import config_from_hf
+from models.hf_reading import Unsupported, config_from_hf
+from parallel.errors import UserError
+from recipes.recipe.load import load
+from tests.training import DEBUG
 
 LENGTH = 96  # beyond every window, and beyond the original length of YaRN
 END = 0
@@ -148,3 +152,37 @@ def test_a_config_goes_through_hugging_face_and_back(case: str) -> None:
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**written))
     names = {name.replace("model.", "", 1) for name in theirs.state_dict()}
     assert names >= {hf_name(name, norms=model.norms).replace("model.", "", 1) for name, _ in parameter_shapes(model)}
+
+
+@pytest.mark.parametrize(
+    ("case", "keys", "said"),
+    [
+        ("OLMo 3", {"layer_types": ["full_attention", *["sliding_attention"] * 4]}, "only every n-th layer"),
+        ("Qwen3", {"attention_bias": True}, "biases in the attention projections"),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 7}, "use_sliding_window = True"),
+        ("Gemma 3", {"attn_logit_softcapping": 50.0}, "soft-capped attention"),
+        ("Gemma 3", {"use_bidirectional_attention": True}, "attention to later tokens"),
+        (
+            "OLMo 3, as transformers 4 wrote it",
+            {"rope_theta": 1e4, "rope_scaling": None},
+            "transformers 5 takes it for a part",
+        ),
+    ],
+)
+def test_what_our_decoder_lacks_stays_with_transformers_and_says_why(
+    case: str, keys: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(Unsupported, match=said):
+        config_from_hf(settings_of(case) | keys)
+
+
+@pytest.mark.parametrize(("field", "value"), [("window", 8), ("qk_norm", "all"), ("norms", "both")])
+def test_a_mixture_of_families_cannot_be_exported(field: str, value: Any) -> None:
+    model = replace(config_from_hf(settings_of("OLMo 2")), norms="before", qk_norm="none", logit_softcap=2.0)
+    with pytest.raises(ValueError, match="logit_softcap"):
+        config_to_hf(replace(model, **{field: value}), TextFacts(256))
+
+
+def test_windows_refuse_cudnn_which_has_none() -> None:
+    with pytest.raises(UserError, match=r'(?s)attention\.backend.*"cudnn" has no kernel for model\.window = 64'):
+        load(DEBUG, ["--model.name=gemma3_debug", "--attention.backend=cudnn"])

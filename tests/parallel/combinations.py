@@ -110,7 +110,7 @@ _CASES = """
 1.1.1.2  tensorwise,gather_activations
 1.1.1.2  compile,rope,selective,documents compile,rope,full,half,untied compile,rope,tensorwise
 1.1.1.2  gemma,documents gemma,compile,selective gemma,tensorwise,gather_activations,full
-1.1.1.2  olmo,full olmo,compile,documents olmo,tensorwise,documents olmo,bf16,chunks
+1.1.1.2  olmo,full olmo,compile,documents olmo,rowwise,documents olmo,bf16,chunks
 1.1.2.1  gemma gemma,gather,documents gemma,compile,gather,full olmo,documents olmo,gather,selective
 1.1.2.1  plain untied,documents,chunks accumulate,zero2,offload full,half selective,documents masked,llama3,documents
 1.1.2.1  last bf16 tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp rowwise,accumulate,documents
