@@ -67,11 +67,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.width, config.feed_forward_width, bias=False)
-        self.up_proj = nn.Linear(config.width, config.feed_forward_width, bias=False)
-        self.down_proj = nn.Linear(config.feed_forward_width, config.width, bias=False)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, T, D) -> (B, T, D)."""
@@ -81,12 +81,24 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer: attention, then feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, feed_forward: nn.Module | None = None) -> None:
+        """feed_forward: None = a dense one."""
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.attention = Attention(config, rope=config.uses_rope(layer))
         self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = feed_forward or FeedForward(config.width, config.feed_forward_width)
+
+    def attend(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: "LayerCache | None" = None,
+        documents: "Restriction | None" = None,
+    ) -> Tensor:
+        """The first half of forward()."""
+        return x + self.attention(self.attention_norm(x), cos, sin, cache, documents)
 
     def forward(
         self,
@@ -97,7 +109,7 @@ class Block(nn.Module):
         documents: "Restriction | None" = None,
     ) -> Tensor:
         """x: (B, T, D); cos, sin from rope_tables -> (B, T, D)."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, cache, documents)
+        x = self.attend(x, cos, sin, cache, documents)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -127,8 +139,15 @@ class Decoder(nn.Module):
         begins, ends, tied = 0 in self.layers, config.layers - 1 in self.layers, config.tied_embeddings
         self.embedding = nn.Embedding(config.vocabulary, config.width) if begins or (ends and tied) else None
         self.blocks = nn.ModuleList()
+        sparse, kind_of_sparse = tuple(layer for layer in self.layers if config.is_sparse(layer)), Block
+        self.routers = None
+        if sparse:  # most models have no experts
+            from models.experts import Routers, SparseBlock
+
+            self.routers, kind_of_sparse = Routers(config, sparse), SparseBlock
         for layer in self.layers:
-            self.blocks.add_module(str(layer), Block(config, layer))
+            block = kind_of_sparse(config, layer) if layer in sparse else Block(config, layer)
+            self.blocks.add_module(str(layer), block)
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps) if ends else None
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False) if ends and not tied else None
         self.tied_head = TiedHead() if ends and tied else None
@@ -146,16 +165,20 @@ class Decoder(nn.Module):
             loss="loss",
             inside_block=BlockInterface(
                 norms=("attention_norm", "feed_forward_norm"),
-                parts=("attention", "feed_forward"),
+                parts=("attention", "feed_forward", "feed_forward.shared_experts"),
                 inner_attention="attention.inner",
                 column=(
                     *("attention.q_proj", "attention.k_proj", "attention.v_proj"),
                     *("feed_forward.gate_proj", "feed_forward.up_proj"),
+                    *("feed_forward.shared_experts.gate_proj", "feed_forward.shared_experts.up_proj"),
                 ),
-                row=("attention.o_proj", "feed_forward.down_proj"),
+                row=("attention.o_proj", "feed_forward.down_proj", "feed_forward.shared_experts.down_proj"),
+                experts="feed_forward.experts",
+                exchange="feed_forward.exchange",
             ),
             layers=self.layers,
             all_layers=self.config.layers,
+            routers=None if self.routers is None else "routers",
         )
 
     def forward(
@@ -190,9 +213,15 @@ class Decoder(nn.Module):
         x = cast(nn.Embedding, self.embedding)(tokens) if hidden is None else hidden  # (B, T, D)
         inside = None if documents is None else documents.for_attention_in(x.dtype)  # once for all layers
         layers = layers or range(self.config.layers)
+        routers = {} if self.routers is None else self.routers()
         for layer, block in zip(self.layers, self.blocks, strict=True):
-            if layer in layers:
-                x = block(x, cos, sin, None if cache is None else cache.layers[layer], inside)
+            if layer not in layers:
+                continue
+            given = x, cos, sin, None if cache is None else cache.layers[layer], inside
+            if self.routers is not None and layer in routers:
+                x = self.routers.noted(layer, *block(*given, *routers[layer]))
+            else:
+                x = block(*given)
         if layers.stop < self.config.layers:
             return x
         x = cast(nn.RMSNorm, self.norm)(x)
@@ -220,12 +249,12 @@ class Decoder(nn.Module):
         """Fill `values`, the whole parameter of this fully qualified name, with its initial values.
 
         Normal with `init_std`; the projections that add to the residual stream are scaled by 1 / sqrt(2 x layers), so
-        that its variance does not grow with depth (GPT-2, section 2.3). Norm weights start at 1.
+        that its variance does not grow with depth (GPT-2, section 2.3). Norm weights start at 1, biases at 0.
         """
         if values.dim() == 1:
-            values.fill_(1.0)
+            values.fill_(0.0 if name.endswith(".bias") else 1.0)
             return
-        into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
         scale = 1 / math.sqrt(2 * self.config.layers) if into_residual else 1.0
         values.normal_(0.0, self.config.init_std * scale, generator=generator)
 

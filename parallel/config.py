@@ -18,6 +18,8 @@ class MeshDegrees:
     shard: int
     context: int = 1
     tensor: int = 1
+    expert: int = 1
+    """Borrowed from the three axes before it: no factor of the number of processes."""
 
     @property
     def data_parallel(self) -> int:
@@ -48,7 +50,7 @@ class MeshDegrees:
 
         of_copies: with the one of a whole copy of the model, for Muon. A group of all processes is the first one.
         """
-        wide = {axis: degree for axis, degree in vars(self).items() if degree > 1}
+        wide = {axis: degree for axis, degree in vars(self).items() if degree > 1 and axis != "expert"}
         alone = {(axis,) for axis in ("replicate", "shard", *wide)}
         together = [("shard", "context"), ("replicate", "shard"), ("pipeline", "replicate", "shard", "context")]
         together += [("shard", "context", "tensor")] if of_copies else []

@@ -57,6 +57,10 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     if mesh is None:
         degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
         mesh = build_mesh(degrees, device_type=world.device.type)
+    if recipe.model.experts:
+        from parallel.experts import with_experts
+
+        mesh = with_experts(mesh)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
     stages = own = None
     if mesh.pipeline is not None:
