@@ -25,6 +25,7 @@ from recipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from parallel.stages import Stages
+    from recipes.optimization.balance import Balance
     from recipes.weights.locate import Weights
 
 
@@ -41,6 +42,8 @@ class Built:
     """The parameters of the model, as sharding left them."""
     roles: Mapping[str, tuple[nn.Parameter, ...]]
     """Role -> the parameters that have it; empty unless the recipe asks for their gradient norms."""
+    balance: "Balance | None"
+    """Keeps the loads of experts equal; None for a model without experts."""
     # The next two are as in the recipe.
     grad_clip: float
     float8_all_gather: bool
@@ -105,6 +108,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         optimizer=optimizer,
         parameters=tuple(model.parameters()),
         roles=_roles(model, recipe.model if stages else None) if recipe.metrics.grad_norms else {},
+        balance=_balance(recipe, model, mesh),
         grad_clip=recipe.optimizer.grad_clip,
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
@@ -128,6 +132,14 @@ def _passes(recipe: Recipe, model: nn.Module, mesh: Mesh, stages: "Stages | None
         compiled=recipe.compile.enabled,
         **options,
     )
+
+
+def _balance(recipe: Recipe, model: nn.Module, mesh: Mesh) -> "Balance | None":
+    if interface_of(model).routers is None:
+        return None
+    from recipes.optimization.balance import Balance
+
+    return Balance(model, mesh, recipe.experts)
 
 
 def _attention(recipe: Recipe, device: torch.device) -> list[str]:
