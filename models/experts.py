@@ -167,16 +167,15 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(count, inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
 
+    def matrices(self, whole: Tensor) -> Tensor:
+        """Those of the experts that are here, (E', ...): expert parallelism replaces this."""
+        return whole
+
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: (R, D), those of one expert after those of another; counts: (E,), how many of each. Returns (R, D)."""
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up, down = (_local(matrices) for matrices in (self.gate_proj, self.up_proj, self.down_proj))
+        gate, up, down = (self.matrices(whole) for whole in (self.gate_proj, self.up_proj, self.down_proj))
         return by_experts(silu(by_experts(rows, gate, ends)) * by_experts(rows, up, ends), down, ends)
-
-
-def _local(matrices: Tensor) -> Tensor:
-    """Those of the experts of this process."""
-    return matrices.to_local() if hasattr(matrices, "to_local") else matrices
 
 
 class Exchange(nn.Module):

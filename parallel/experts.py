@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from models.experts import Compute, Routers, inverted, permuted
 from models.interface import blocks_of, has_part, interface_of
@@ -61,8 +61,13 @@ def split_over(model: nn.Module, mesh: ExpertMesh) -> str:
         for name, parameter in list(experts.named_parameters()):
             own = distribute_tensor(parameter.data, mesh.axis, [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(own))
+        experts.matrices = _own  # type: ignore[assignment]
         block.set_submodule(inside.exchange, AllToAll(mesh.axis.get_group()))
     return f"expert parallelism: experts divided over {mesh.axis.size()} processes"
+
+
+def _own(whole: DTensor) -> Tensor:
+    return whole.to_local()
 
 
 class _Sum:
