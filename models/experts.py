@@ -93,7 +93,7 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
-        return x.view_as(x)
+        return x.clone()  # not a view, which a pipeline that splits its backward pass cannot detach
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
