@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 
 AttentionFlops = Literal["causal", "full"]
+Activation = Literal["silu", "gelu_tanh"]
 FROM_WEIGHTS = "from_weights"
 """The value of model.name for the model of model.weights, and of data.tokenizer for their tokenizer."""
 FROM_CONFIG = "from_config"
@@ -39,7 +40,7 @@ class ModelConfig:
     width: Annotated[int, Ge(1)]
     """Width of the residual stream (hidden size)."""
     feed_forward_width: Annotated[int, Ge(1)]
-    """Inner width of the SwiGLU feed-forward."""
+    """Inner width of the gated feed-forward."""
     heads: Annotated[int, Ge(1)]
     """Query heads per layer."""
     key_value_heads: Annotated[int, Ge(1)]
@@ -68,6 +69,8 @@ class ModelConfig:
     """Every n-th layer has no rotary embedding (SmolLM3: 4, so layers 3, 7, 11, ...); 0 = all layers have one."""
     no_rope_layers: tuple[Annotated[int, Ge(0)], ...] = ()
     """Indices (from 0) of further layers without rotary embedding, for irregular patterns."""
+    activation: Activation = "silu"
+    """Of the feed-forward's gate: "silu" (SwiGLU), or "gelu_tanh", GELU by tanh (Gemma)."""
     logit_softcap: Annotated[float, Ge(0)] = 0.0
     """Cap logits to this x tanh(logits / this) (Gemma 2: 30); 0 = off. No Hugging Face format of ours has it."""
     init_std: Annotated[float, Gt(0)] = 0.02

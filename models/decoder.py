@@ -8,21 +8,27 @@ B batch, T tokens, D model width, F feed-forward width, N query heads, K key/val
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
 
 from models.attention import InnerAttention, attention_to_cached, rope_tables, rotate
-from models.config import ModelConfig
+from models.config import Activation, ModelConfig
 from models.interface import BlockInterface, ModelInterface
 from models.loss import SummedLoss
 
 if TYPE_CHECKING:
     from models.cache import KeyValueCache, LayerCache
     from models.documents import Documents, Restriction
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+}
 
 
 class Attention(nn.Module):
@@ -65,17 +71,19 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+    """A gated linear unit, with silu SwiGLU (Shazeer 2020): down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width: int, inner: int, activation: Activation) -> None:
+        """width: D; inner: F."""
         super().__init__()
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, T, D) -> (B, T, D)."""
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))  # (B, T, F) inside
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))  # (B, T, F) inside
 
 
 class Block(nn.Module):
@@ -87,7 +95,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.attention = Attention(config, rope=config.uses_rope(layer))
         self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.feed_forward = feed_forward or FeedForward(config.width, config.feed_forward_width)
+        self.feed_forward = feed_forward or FeedForward(config.width, config.feed_forward_width, config.activation)
 
     def attend(
         self,
