@@ -112,7 +112,7 @@ class SparseBlock(Block):
         *of_block, weight, bias = arguments
         x = self.attend(*of_block)
         out, routed = self.feed_forward(self.feed_forward_norm(x), weight, bias)
-        return x + out, routed
+        return x + self.feed_forward_post_norm(out), routed
 
 
 class SparseFeedForward(nn.Module):
