@@ -236,10 +236,10 @@ class Decoder(nn.Module):
                     *("feed_forward.shared_experts.gate_proj", "feed_forward.shared_experts.up_proj"),
                 ),
                 row=("attention.o_proj", "feed_forward.down_proj", "feed_forward.shared_experts.down_proj"),
-                inner_norms=("attention.q_norm", "attention.k_norm") if config.qk_norm == "head" else (),
-                feature_norms=("attention.q_norm", "attention.k_norm") if config.qk_norm == "all" else (),
                 experts="feed_forward.experts",
                 exchange="feed_forward.exchange",
+                inner_norms=("attention.q_norm", "attention.k_norm") if config.qk_norm == "head" else (),
+                feature_norms=("attention.q_norm", "attention.k_norm") if config.qk_norm == "all" else (),
             ),
             layers=self.layers,
             all_layers=self.config.layers,
@@ -314,12 +314,12 @@ class Decoder(nn.Module):
         """Fill `values`, the whole parameter of this fully qualified name, with its initial values.
 
         Normal with `init_std`; the projections that add to the residual stream are scaled by 1 / sqrt(2 x layers), so
-        that its variance does not grow with depth (GPT-2, section 2.3). Norms start as ones, which some
-        store as 0; biases start as 0.
+        that its variance does not grow with depth (GPT-2, section 2.3). Norms start as ones, which some store as 0;
+        biases start at 0.
         """
         if values.dim() == 1:
-            is_zero = self.config.norm_offset and self.config.qk_norm != "all"
-            values.fill_(0.0 if is_zero or name.endswith(".bias") else 1.0)
+            is_zero = name.endswith(".bias") or (self.config.norm_offset and self.config.qk_norm != "all")
+            values.fill_(0.0 if is_zero else 1.0)
             return
         into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
         scale = 1 / math.sqrt(2 * self.config.layers) if into_residual else 1.0

@@ -32,14 +32,14 @@ class BlockInterface:
     """Parts that look at all features between their column and row linears, for which these must be gathered."""
     inner_norms: tuple[str, ...] = ()
     """Norms inside parts, of what column linears produce: of each head by itself, or, in whole parts, of all."""
-    post_norms: tuple[str, ...] = ()
-    """Norms of what parts return, before it is added to the residual stream."""
-    feature_norms: tuple[str, ...] = ()
-    """Norms inside parts over all features that a column linear produces, by whose mean square they divide."""
     experts: str | None = None
     """What holds routed experts, one after the other along the first axis of its parameters."""
     exchange: str | None = None
     """The module without parameters that brings rows of tokens to these experts and back."""
+    post_norms: tuple[str, ...] = ()
+    """Norms of what parts return, before it is added to the residual stream."""
+    feature_norms: tuple[str, ...] = ()
+    """Norms inside parts over all features that a column linear produces, by whose mean square they divide."""
     whole_rows: bool = False
     """Whether what is between the embedding and the first block must see all tokens of a row."""
 

@@ -1,6 +1,6 @@
 """Tests over meshes of different sizes, which are written as replicate.shard.context.tensor, such as "1.2.1.2".
 
-With five numbers, the first is the pipeline degree; with six, the last is the expert degree.
+With five or six numbers, the first is the pipeline degree; a sixth is that of experts, which is borrowed from others.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ def degrees(mesh: str) -> list[int]:
 def mesh_degrees(mesh: str | Sequence[int]) -> MeshDegrees:
     """Missing degrees at the end are 1."""
     numbers = degrees(mesh) if isinstance(mesh, str) else list(mesh)
-    axes = ("pipeline", "replicate", "shard", "context", "tensor", "expert")[0 if len(numbers) > 4 else 1 :]
+    axes = ("pipeline", "replicate", "shard", "context", "tensor", "expert")[0 if len(numbers) >= 5 else 1 :]
     return MeshDegrees(**dict(zip(axes, numbers, strict=False)))
 
 
