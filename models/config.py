@@ -165,14 +165,16 @@ class ModelConfig:
         """Whether this layer (index from 0) has routed experts."""
         return self.experts > 0 and layer >= self.dense_layers
 
-    def matmul_params(self, *, experts: int | None = None) -> int:
+    def matmul_params(self) -> int:
         """Parameters in matrix products of a token: linears of the blocks and output projection, not the embedding
-        look-up. experts: how many routed ones of each layer to count; None = those that compute a token."""
+        look-up; of routed experts those that compute the token."""
+        return self._matmul_params(self.experts_per_token)
+
+    def _matmul_params(self, experts: int) -> int:
         query_and_output = 2 * self.width * self.heads * self.head_width
         key_and_value = 2 * self.width * self.key_value_heads * self.head_width
         dense = 3 * self.width * self.feed_forward_width
-        count = (self.experts_per_token if experts is None else experts) + self.shared_experts
-        sparse = self.width * (3 * self.expert_width * count + self.experts)
+        sparse = self.width * (3 * self.expert_width * (experts + self.shared_experts) + self.experts)
         feed_forward = sum(sparse if self.is_sparse(layer) else dense for layer in range(self.layers))
         return self.layers * (query_and_output + key_and_value) + feed_forward + self.vocabulary * self.width
 
@@ -180,7 +182,7 @@ class ModelConfig:
         """Total number of parameters; a tied embedding counts once."""
         norms = (2 * self.layers + 1) * self.width
         embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
-        return self.matmul_params(experts=self.experts) + norms + embedding
+        return self._matmul_params(self.experts) + norms + embedding
 
     def flops_per_token(self, sequence_length: float, attention: AttentionFlops) -> int:
         """Floating-point operations per token of one training step, forward and backward, without recomputation.

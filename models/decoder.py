@@ -139,15 +139,15 @@ class Decoder(nn.Module):
         begins, ends, tied = 0 in self.layers, config.layers - 1 in self.layers, config.tied_embeddings
         self.embedding = nn.Embedding(config.vocabulary, config.width) if begins or (ends and tied) else None
         self.blocks = nn.ModuleList()
-        sparse, kind_of_sparse = tuple(layer for layer in self.layers if config.is_sparse(layer)), Block
+        sparse = [layer for layer in self.layers if config.is_sparse(layer)]
+        kinds: dict[int, type[Block]] = {}
         self.routers = None
         if sparse:  # most models have no experts
             from models.experts import Routers, SparseBlock
 
-            self.routers, kind_of_sparse = Routers(config, sparse), SparseBlock
+            self.routers, kinds = Routers(config, sparse), dict.fromkeys(sparse, SparseBlock)
         for layer in self.layers:
-            block = kind_of_sparse(config, layer) if layer in sparse else Block(config, layer)
-            self.blocks.add_module(str(layer), block)
+            self.blocks.add_module(str(layer), kinds.get(layer, Block)(config, layer))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps) if ends else None
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False) if ends and not tied else None
         self.tied_head = TiedHead() if ends and tied else None

@@ -7,7 +7,7 @@ B batch, T tokens of a row, N = B T, D model width, F width of an expert, E expe
 """
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 Routed = tuple[Tensor, Tensor, Tensor]
-"""What balancing reads: how many tokens of each row an expert computes, (B, E); sums over the tokens of each row of
-every expert's share of the scores, (B, E); the sum over all tokens of log(sum of exponentials of their logits)^2, ()."""
+"""What balancing reads: how many tokens of each row an expert computes, (B, E); sums over these tokens of every
+expert's share of the scores, (B, E); the sum over all tokens of log(sum of exponentials of their logits)^2, ()."""
 
 
 class Router(nn.Module):
@@ -31,6 +31,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
+        self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(config.experts) if config.router_bias else None)
 
 
@@ -54,8 +55,7 @@ class Routers(nn.Module):
 
     def bias_of(self, layer: int) -> Tensor | None:
         """The bias of a layer's router, (E,), if it has one."""
-        bias: Tensor | None = self.get_submodule(str(layer)).bias
-        return bias
+        return cast(Router, self.get_submodule(str(layer))).bias
 
     def begin(self, target_tokens: Tensor) -> None:
         """Count anew, for a step with so many targets."""
@@ -93,7 +93,7 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
-        return x.view_as(x)
+        return x.clone()  # not a view, which a pipeline that splits its backward pass cannot detach
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -108,9 +108,9 @@ class SparseBlock(Block):
         super().__init__(config, layer, feed_forward=SparseFeedForward(config))
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Routed]:  # type: ignore[override]
-        """What a Block takes, then the weight and the bias of its router. Returns (B, T, D), and what balancing reads."""
-        *arguments, weight, bias = arguments
-        x = self.attend(*arguments)
+        """What a Block takes, then weight and bias of its router. Returns (B, T, D), and what balancing reads."""
+        *of_block, weight, bias = arguments
+        x = self.attend(*of_block)
         out, routed = self.feed_forward(self.feed_forward_norm(x), weight, bias)
         return x + out, routed
 
@@ -167,16 +167,15 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(count, inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
 
+    def matrices(self, whole: Tensor) -> Tensor:
+        """Those of the experts that are here, (E', ...): expert parallelism replaces this."""
+        return whole
+
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: (R, D), those of one expert after those of another; counts: (E,), how many of each. Returns (R, D)."""
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up, down = (_local(matrices) for matrices in (self.gate_proj, self.up_proj, self.down_proj))
+        gate, up, down = (self.matrices(whole) for whole in (self.gate_proj, self.up_proj, self.down_proj))
         return by_experts(silu(by_experts(rows, gate, ends)) * by_experts(rows, up, ends), down, ends)
-
-
-def _local(matrices: Tensor) -> Tensor:
-    """Those of the experts of this process."""
-    return matrices.to_local() if hasattr(matrices, "to_local") else matrices  # type: ignore[no-any-return]
 
 
 class Exchange(nn.Module):

@@ -1,7 +1,7 @@
-"""Expert parallelism: each process of a group holds 1 / degree of the experts, and computes everyone's tokens for them.
+"""Expert parallelism: each process of a group holds 1 / degree of the experts, and computes everyone's tokens there.
 
-The axis is borrowed from shard x context x tensor, whose processes have different tokens at the routers. Tokens are sent
-in the order of their experts, without padding, so that sums have the same order on any mesh.
+The axis is borrowed from shard x context x tensor, whose processes have different tokens at the routers. Tokens are
+sent in the order of their experts, without padding, so that sums have the same order on any mesh.
 
 R degree, E experts, D model width, P rows: one for each token and expert of it.
 """
@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from models.experts import Compute, Routers, inverted, permuted
 from models.interface import blocks_of, has_part, interface_of
-from parallel.errors import UserError
 from parallel.mesh import ExpertMesh, Mesh, group_of, share_timeout, without_noise_of_splits
 
 GROUPS: dict[str, ProcessGroup] = {}
@@ -30,7 +29,7 @@ def with_experts(mesh: Mesh) -> Mesh:
     degrees, names = mesh.degrees, mesh.devices.mesh_dim_names or ()
     tokens = group_of(mesh.devices, tuple(name for name in names if name != "pipeline"))
     cut = tuple(axis for axis in ("context", "tensor") if getattr(degrees, axis) > 1)
-    rows = group_of(mesh.devices, cut) if cut else None
+    rows = [group_of(mesh.devices, cut)] if cut else []
     axis = fsdp = None
     if degrees.expert > 1 or degrees.tensor > 1:  # tensor groups have all of a row's tokens, but at routers only parts
         shape = (degrees.pipeline, degrees.replicate, degrees.stage // degrees.expert, degrees.expert)
@@ -42,8 +41,8 @@ def with_experts(mesh: Mesh) -> Mesh:
         fsdp = others["replicate", "shard"] if degrees.replicate > 1 else others["shard"]
         axis = others["expert"] if degrees.expert > 1 else None
         share_timeout(others.get_all_groups())
-    share_timeout([tokens, *[rows] * bool(rows)])
-    return replace(mesh, experts=ExpertMesh(axis, fsdp, tokens, rows))
+    share_timeout([tokens, *rows])
+    return replace(mesh, experts=ExpertMesh(axis, fsdp, tokens, rows[0] if rows else None))
 
 
 def split_over(model: nn.Module, mesh: ExpertMesh) -> str:
@@ -62,8 +61,13 @@ def split_over(model: nn.Module, mesh: ExpertMesh) -> str:
         for name, parameter in list(experts.named_parameters()):
             own = distribute_tensor(parameter.data, mesh.axis, [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(own))
+        experts.matrices = _own  # type: ignore[assignment]
         block.set_submodule(inside.exchange, AllToAll(mesh.axis.get_group()))
     return f"expert parallelism: experts divided over {mesh.axis.size()} processes"
+
+
+def _own(whole: DTensor) -> Tensor:
+    return whole.to_local()
 
 
 class _Sum:
@@ -150,3 +154,7 @@ def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, Non
 
 
 exchange.register_autograd(_gradient, setup_context=_keep)
+
+_OURS = torch.ops.shardwright
+OPERATORS = (_OURS.by_experts.default, _OURS.exchange_counts.default, _OURS.exchange.default)
+"""What selective checkpointing keeps the results of: products, and messages."""

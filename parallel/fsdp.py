@@ -137,7 +137,8 @@ def _placement_of_experts(model: nn.Module, mesh: ExpertMesh) -> Callable[[nn.Pa
             "mesh.expert and mesh.tensor of a model with experts need torch 2.13 or later, and this is"
             f" {torch.__version__}; write 1 for both"
         ) from error
-    info, shards = _get_mesh_info(mesh.fsdp), mesh.fsdp.size(-1)
+    info: Any = _get_mesh_info(mesh.fsdp)
+    shards = mesh.fsdp.size(-1)
     inside = interface_of(model).inside_block
     assert inside is not None and inside.experts is not None
     experts = set()

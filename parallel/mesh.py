@@ -7,7 +7,7 @@ loss and the same shards. **Every reduction names its axes; nothing sums over th
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallel.config import MeshDegrees
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def mesh_over(devices: DeviceMesh) -> Mesh:
     return mesh
 
 
-def without_noise_of_splits(make: Callable[[], Mesh]) -> Mesh:
+def without_noise_of_splits(make: Callable[[], Made]) -> Made:
     """What `make` returns, without a warning on every process's screen.
 
     On CUDA, torch 2.11 to 2.13 split the default group, and hand NCCL's options to its gloo part, which warns that they
@@ -135,8 +137,8 @@ def without_noise_of_splits(make: Callable[[], Mesh]) -> Mesh:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Tried to pass options to ProcessGroupGloo::split")
-        mesh: Mesh = _AsOperator.apply(make)
-    return mesh
+        made: Made = _AsOperator.apply(make)
+    return made
 
 
 class _AsOperator(torch.autograd.Function):
