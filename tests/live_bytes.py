@@ -22,6 +22,7 @@ from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 from parallel.passes import Passes
 from recipes.metrics.clock import RunClock
+from recipes.optimization.balance import Balance
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.skip_steps import StepGuard
 from recipes.plan.tracked import CPU, LiveBytes, fake_processes
@@ -56,6 +57,7 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
         optimizer=build_optimizer(model, recipe.optimizer, mesh, dtype=getattr(torch, fsdp.param_dtype)),
         parameters=tuple(model.parameters()),
         roles={},
+        balance=Balance(model, mesh, recipe.experts) if recipe.model.experts else None,
         grad_clip=recipe.optimizer.grad_clip,
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),

@@ -75,17 +75,78 @@ class SparseSizes(Sizes):
         model, element, own = self.recipe.model, kept.element, 1 / self.degrees.tensor
         chosen = model.experts_per_token
         per_row = element * (model.width + 4 * model.expert_width) + (16 if self.degrees.expert > 1 else 0)
-        routed = 4 * model.width + 4 * 2 * model.experts + 12 + chosen * (8 * 3 + 4 + element * (model.width + 1))
+        # Routers read float32, and nothing else what the norm returns.
+        read = (4 - (0 if model.shared_experts else element)) * model.width if element == 2 else 0
+        routed = read + 4 * 2 * model.experts + 12 + chosen * (8 * 3 + 4 + element * (model.width + 1))
         return per_row, own * routed
 
     def _saved(self, kept: Kept) -> float:
         """Bytes per token that a sparse block saves."""
         if kept.mode == "full":
             return saved_per_token(self.widths, kept)
+        dense = saved_per_token(self._shared, kept)
+        if kept.mode == "selective":
+            model = self.recipe.model
+            last = 0 if model.shared_experts or kept.compiled else kept.element * self.widths.stream
+            own = self.rows * kept.element * 2 * model.expert_width + 4 * model.experts / self.degrees.tensor
+            return dense - last + own + self._results
         per_row, routed = self._of_rows(kept)
-        return saved_per_token(self._shared, kept) + self.rows * per_row + routed
+        return dense + self.rows * per_row + routed
+
+    @cached_property
+    def _results(self) -> float:
+        """Bytes per token of results that selective checkpointing keeps although nothing reads them: what experts
+        return, and what is sent."""
+        there = self.rows * self.element * self.recipe.model.width
+        return there if self.degrees.expert == 1 else 2 * there + self._choice
 
     @cached_property
     def saved(self) -> tuple[float, float]:
         plain, recomputing = self.kept
         return self._saved(plain), self._saved(recomputing)
+
+    @cached_property
+    def beside_saved(self) -> tuple[float, float]:
+        """Of a dense block, which comes before all sparse ones."""
+        plain, recomputing = self.kept
+        return at_swiglu_per_token(self.widths, plain), at_swiglu_per_token(self.widths, recomputing)
+
+    def saved_before(self, layer: int) -> float:
+        """Also what routers give to all blocks, in float32, and keep gathered so."""
+        few = self.recipe.model.dense_layers
+        dense = Sizes.saved.func(self)  # type: ignore[attr-defined]
+        again = {*self.recomputed}
+        blocks = sum((dense if at < few else self.saved)[at in again] for at in range(layer))
+        return blocks + (8 - self.gathered) * self.routers.whole / self.tokens
+
+    @cached_property
+    def _choice(self) -> float:
+        """Bytes per token of the rows that experts return for it."""
+        model = self.recipe.model
+        return self.element * model.experts_per_token * model.width / self.degrees.tensor
+
+    def inside(self, layer: int) -> tuple[int, int]:
+        if layer < self.recipe.model.dense_layers:
+            return super().inside(layer)
+        model, (plain, kept), element = self.recipe.model, self.kept, self.element
+        whole, before = self._saved(plain), 0.0
+        if kept.mode != "none" and layer in self.recomputed:
+            whole += element * self.widths.stream + (self._results if kept.mode == "selective" else 0)
+            # Computed again, a block is left in its middle, and what it has returned to itself is still there.
+            before = self._choice + 2 * element * self.widths.stream if kept.mode == "full" else 0
+        inner, width = self.rows * element * model.expert_width, self.rows * element * model.width
+        weights = element * self.experts.whole // 3
+        moments = (
+            (whole + before + 2 * self._choice, 0),  # the gradient of what experts have returned, twice
+            (whole - self._choice + 2 * inner, weights),  # the derivative of SwiGLU
+            (whole - self._choice - 3 * inner + 3 * width, 3 * weights),  # gradients of what both products have read
+        )
+        saved = self.saved[layer in self.recomputed]
+        fullest, new = max(moments, key=lambda moment: self.tokens * moment[0] + moment[1])
+        return round(self.tokens * (fullest - saved)) + self.stream, new
+
+    @cached_property
+    def in_forward(self) -> int:
+        if self.recomputed[-1:] == (self.recipe.model.layers - 1,):
+            return 0
+        return round(2 * self.tokens * self._choice) + (1 if self.kept[0].compiled else 4) * self.stream
