@@ -58,9 +58,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     weights: trained weights to start from; None = random ones from the recipe's seed. mesh: None makes the recipe's.
     Raises UserError, on all processes, for weights that cannot be read and for what this device does not have.
     """
-    if mesh is None:
-        degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
-        mesh = build_mesh(degrees, device_type=world.device.type)
+    mesh = mesh_of(recipe, world) if mesh is None else mesh
     if recipe.model.experts:
         from parallel.experts import with_experts
 
@@ -115,6 +113,12 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
     )
+
+
+def mesh_of(recipe: Recipe, world: World) -> Mesh:
+    """The mesh of a recipe over all processes."""
+    degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
+    return build_mesh(degrees, device_type=world.device.type)
 
 
 def _passes(recipe: Recipe, model: nn.Module, mesh: Mesh, stages: "Stages | None", *, reshards: bool) -> Passes:
