@@ -105,6 +105,28 @@ class ModelConfig:
     """A config.json of Hugging Face, or a folder with one, whose model is trained from random weights."""
     dropout: bool = False
     """Apply the dropout that config.json asks for, in models of transformers; false = none."""
+    experts: Annotated[int, Ge(0)] = 0
+    """Routed experts of each feed-forward; 0 = dense ones."""
+    experts_per_token: Annotated[int, Ge(1)] = 1
+    """How many of them compute a token."""
+    expert_width: Annotated[int, Ge(1)] = 1
+    """Inner width of each expert."""
+    shared_experts: Annotated[int, Ge(0)] = 0
+    """Experts that compute every token, as one feed-forward of their summed width."""
+    dense_layers: Annotated[int, Ge(0)] = 0
+    """The first so many layers have a dense feed-forward."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of experts: softmax (Qwen3), or sigmoid (DeepSeek-V3)."""
+    router_bias: bool = False
+    """A bias of each expert, for the choice only, which experts.balance = "bias" moves (DeepSeek-V3)."""
+    normalize_scores: bool = True
+    """Divide the scores of a token's experts by their sum."""
+    router_scale: Annotated[float, Gt(0)] = 1.0
+    """Factor of the scores."""
+    expert_groups: Annotated[int, Ge(1)] = 1
+    """Groups of neighbouring experts; those with the best two scores are chosen first (DeepSeek-V3)."""
+    groups_per_token: Annotated[int, Ge(1)] = 1
+    """How many groups a token's experts come from; expert_groups = any."""
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -140,6 +162,7 @@ class ModelConfig:
             found["head_width"] = f"must be even for rotary embeddings; write {self.head_width + 1}"
         if beyond := [layer for layer in self.no_rope_layers if layer >= self.layers]:
             found["no_rope_layers"] = f"names layers {beyond}, but the last layer is {self.layers - 1}"
+        found |= self._problems_of_experts() if self.experts else {}
         if self.rope_scaling == "llama3" and self.rope_high_frequency_factor <= low:
             found["rope_high_frequency_factor"] = f"must exceed rope_low_frequency_factor = {low}"
         if self.rope_scaling == "yarn" and self.rope_beta_fast <= self.rope_beta_slow:
@@ -154,10 +177,30 @@ class ModelConfig:
             found["norm_offset"] = 'is not for qk_norm = "all"; write false, or qk_norm = "head"'
         return list(found.items())
 
+    def _problems_of_experts(self) -> dict[str, str]:
+        found = {}
+        if self.experts_per_token > self.experts:
+            found["experts_per_token"] = f"is more than experts = {self.experts}; write {self.experts} at most"
+        if self.dense_layers >= self.layers:
+            found["dense_layers"] = f"leaves none of the {self.layers} layers to experts; write less, or experts = 0"
+        if self.experts % self.expert_groups:
+            found["expert_groups"] = f"must divide experts = {self.experts}"
+        elif self.groups_per_token > self.expert_groups:
+            found["groups_per_token"] = f"is more than expert_groups = {self.expert_groups}"
+        elif self.groups_per_token < self.expert_groups and self.experts < 2 * self.expert_groups:
+            found["expert_groups"] = f"leaves fewer than two of {self.experts} experts to a group"
+        elif self.groups_per_token * self.experts // self.expert_groups < min(self.experts_per_token, self.experts):
+            found["groups_per_token"] = f"has fewer experts than experts_per_token = {self.experts_per_token}"
+        return found
+
     def uses_rope(self, layer: int) -> bool:
         """Whether this layer (index from 0) applies rotary embeddings."""
         by_interval = self.no_rope_every > 0 and (layer + 1) % self.no_rope_every == 0
         return not by_interval and layer not in self.no_rope_layers
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer (index from 0) has routed experts."""
+        return self.experts > 0 and layer >= self.dense_layers
 
     def window_of(self, layer: int) -> int:
         """Tokens that a token of this layer (index from 0) sees; 0 = all."""
@@ -180,18 +223,24 @@ class ModelConfig:
         return 1 - windows * (1 - seen) ** 2
 
     def matmul_params(self) -> int:
-        """Parameters in matrix products: linears of the blocks and output projection, not the embedding look-up."""
+        """Parameters in matrix products of a token: linears of the blocks and output projection, not the embedding
+        look-up; of routed experts those that compute the token."""
+        return self._matmul_params(self.experts_per_token)
+
+    def _matmul_params(self, experts: int) -> int:
         query_and_output = 2 * self.width * self.heads * self.head_width
         key_and_value = 2 * self.width * self.key_value_heads * self.head_width
-        feed_forward = 3 * self.width * self.feed_forward_width
-        return self.layers * (query_and_output + key_and_value + feed_forward) + self.vocabulary * self.width
+        dense = 3 * self.width * self.feed_forward_width
+        sparse = self.width * (3 * self.expert_width * (experts + self.shared_experts) + self.experts)
+        feed_forward = sum(sparse if self.is_sparse(layer) else dense for layer in range(self.layers))
+        return self.layers * (query_and_output + key_and_value) + feed_forward + self.vocabulary * self.width
 
     def num_params(self) -> int:
         """Total number of parameters; a tied embedding counts once."""
         of_heads = {"none": 0, "head": 2, "all": self.heads + self.key_value_heads}[self.qk_norm] * self.head_width
         norms = self.width + self.layers * ((4 if self.norms == "both" else 2) * self.width + of_heads)
         embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
-        return self.matmul_params() + norms + embedding
+        return self._matmul_params(self.experts) + norms + embedding
 
     def flops_per_token(self, sequence_length: float, attention: AttentionFlops) -> int:
         """Floating-point operations per token of one training step, forward and backward, without recomputation.

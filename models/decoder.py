@@ -96,15 +96,27 @@ class Block(nn.Module):
     """One layer: attention, then feed-forward, each with a norm before it, after it or both, and each added to the
     residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, feed_forward: nn.Module | None = None) -> None:
+        """feed_forward: None = a dense one."""
         super().__init__()
         before, after = (config.norms in (place, "both") for place in ("before", "after"))
         self.attention_norm = _norm(config, before)
         self.attention = Attention(config, layer)
         self.attention_post_norm = _norm(config, after)
         self.feed_forward_norm = _norm(config, before)
-        self.feed_forward = FeedForward(config.width, config.feed_forward_width, config.activation)
+        self.feed_forward = feed_forward or FeedForward(config.width, config.feed_forward_width, config.activation)
         self.feed_forward_post_norm = _norm(config, after)
+
+    def attend(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: "LayerCache | None" = None,
+        documents: "Restriction | None" = None,
+    ) -> Tensor:
+        """The first half of forward()."""
+        return x + self.attention_post_norm(self.attention(self.attention_norm(x), cos, sin, cache, documents))
 
     def forward(
         self,
@@ -115,7 +127,7 @@ class Block(nn.Module):
         documents: "Restriction | None" = None,
     ) -> Tensor:
         """x: (B, T, D); cos, sin from rope_tables -> (B, T, D)."""
-        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), cos, sin, cache, documents))
+        x = self.attend(x, cos, sin, cache, documents)
         return x + self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
 
 
@@ -186,8 +198,15 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary, config.width) if begins or (ends and tied) else None
         self.scale = Scale() if config.embedding_scale else nn.Identity()
         self.blocks = nn.ModuleList()
+        sparse = [layer for layer in self.layers if config.is_sparse(layer)]
+        kinds: dict[int, type[Block]] = {}
+        self.routers = None
+        if sparse:  # most models have no experts
+            from models.experts import Routers, SparseBlock
+
+            self.routers, kinds = Routers(config, sparse), dict.fromkeys(sparse, SparseBlock)
         for layer in self.layers:
-            self.blocks.add_module(str(layer), Block(config, layer))
+            self.blocks.add_module(str(layer), kinds.get(layer, Block)(config, layer))
         self.norm = _norm(config) if ends else None
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False) if ends and not tied else None
         self.tied_head = TiedHead() if ends and tied else None
@@ -209,18 +228,22 @@ class Decoder(nn.Module):
             inside_block=BlockInterface(
                 norms=tuple(f"{place}_norm" for place in places if config.norms != "after"),
                 post_norms=tuple(f"{place}_post_norm" for place in places if config.norms != "before"),
-                parts=places,
+                parts=(*places, "feed_forward.shared_experts"),
                 inner_attention="attention.inner",
                 column=(
                     *("attention.q_proj", "attention.k_proj", "attention.v_proj"),
                     *("feed_forward.gate_proj", "feed_forward.up_proj"),
+                    *("feed_forward.shared_experts.gate_proj", "feed_forward.shared_experts.up_proj"),
                 ),
-                row=("attention.o_proj", "feed_forward.down_proj"),
+                row=("attention.o_proj", "feed_forward.down_proj", "feed_forward.shared_experts.down_proj"),
+                experts="feed_forward.experts",
+                exchange="feed_forward.exchange",
                 inner_norms=("attention.q_norm", "attention.k_norm") if config.qk_norm == "head" else (),
                 feature_norms=("attention.q_norm", "attention.k_norm") if config.qk_norm == "all" else (),
             ),
             layers=self.layers,
             all_layers=self.config.layers,
+            routers=None if self.routers is None else "routers",
         )
 
     def forward(
@@ -255,9 +278,15 @@ class Decoder(nn.Module):
         x = self.scale(cast(nn.Embedding, self.embedding)(tokens)) if hidden is None else hidden  # (B, T, D)
         inside = None if documents is None else documents.for_attention_in(x.dtype)  # once for all layers
         layers = layers or range(self.config.layers)
+        routers = {} if self.routers is None else self.routers()
         for layer, block in zip(self.layers, self.blocks, strict=True):
-            if layer in layers:
-                x = block(x, *tables[self.rope_of[layer]], None if cache is None else cache.layers[layer], inside)
+            if layer not in layers:
+                continue
+            given = x, *tables[self.rope_of[layer]], None if cache is None else cache.layers[layer], inside
+            if self.routers is not None and layer in routers:
+                x = self.routers.noted(layer, *block(*given, *routers[layer]))
+            else:
+                x = block(*given)
         if layers.stop < self.config.layers:
             return x
         x = cast(nn.RMSNorm, self.norm)(x)
@@ -285,12 +314,14 @@ class Decoder(nn.Module):
         """Fill `values`, the whole parameter of this fully qualified name, with its initial values.
 
         Normal with `init_std`; the projections that add to the residual stream are scaled by 1 / sqrt(2 x layers), so
-        that its variance does not grow with depth (GPT-2, section 2.3). Norms start as ones, which some store as 0.
+        that its variance does not grow with depth (GPT-2, section 2.3). Norms start as ones, which some store as 0;
+        biases start at 0.
         """
         if values.dim() == 1:
-            values.fill_(0.0 if self.config.norm_offset and self.config.qk_norm != "all" else 1.0)
+            is_zero = name.endswith(".bias") or (self.config.norm_offset and self.config.qk_norm != "all")
+            values.fill_(0.0 if is_zero else 1.0)
             return
-        into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
         scale = 1 / math.sqrt(2 * self.config.layers) if into_residual else 1.0
         values.normal_(0.0, self.config.init_std * scale, generator=generator)
 

@@ -4,7 +4,7 @@ A model says so in its `interface`; everything else about it stays its own busin
 hold before and after parallelization. Imports no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockInterface:
-    """The parts of a repeated block, by name inside it: what tensor and context parallelism cut, and how."""
+    """The parts of repeated blocks, by name inside them: what tensor and context parallelism cut, and how.
+
+    Blocks may differ: inside_of() leaves out what one does not have.
+    """
 
     norms: tuple[str, ...]
     """Norms of the residual stream: each token by itself."""
@@ -29,6 +32,10 @@ class BlockInterface:
     """Parts that look at all features between their column and row linears, for which these must be gathered."""
     inner_norms: tuple[str, ...] = ()
     """Norms inside parts, of what column linears produce: of each head by itself, or, in whole parts, of all."""
+    experts: str | None = None
+    """What holds routed experts, one after the other along the first axis of its parameters."""
+    exchange: str | None = None
+    """The module without parameters that brings rows of tokens to these experts and back."""
     post_norms: tuple[str, ...] = ()
     """Norms of what parts return, before it is added to the residual stream."""
     feature_norms: tuple[str, ...] = ()
@@ -64,6 +71,8 @@ class ModelInterface:
     """Indexes of the blocks in the whole model, where this is a part of one; () = all of them."""
     all_layers: int = 0
     """Number of blocks of that whole model."""
+    routers: str | None = None
+    """What chooses experts, in float32 and outside the blocks; None where all blocks are dense."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -84,3 +93,21 @@ def interface_of(model: "nn.Module") -> ModelInterface:
 def blocks_of(model: "nn.Module") -> "list[nn.Module]":
     """The repeated blocks, or what wraps them by now, in the order of the forward pass."""
     return [model.get_submodule(name) for name in interface_of(model).blocks]
+
+
+def has_part(block: "nn.Module", name: str | None) -> bool:
+    """Whether the block has a module of this name."""
+    try:
+        return name is not None and block.get_submodule(name) is not None
+    except AttributeError:
+        return False
+
+
+def inside_of(block: "nn.Module", inside: BlockInterface) -> BlockInterface:
+    """What this block has of the parts, their linears and norms."""
+    column, row, norms = (
+        tuple(name for name in names if has_part(block, name))
+        for names in (inside.column, inside.row, inside.inner_norms)
+    )
+    parts = tuple(part for part in inside.parts if any(name.rpartition(".")[0] == part for name in row))
+    return replace(inside, column=column, row=row, inner_norms=norms, parts=parts)

@@ -1,6 +1,6 @@
 """The sections of a recipe that parallel/ reads. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Annotated, Literal
 
@@ -18,6 +18,8 @@ class MeshDegrees:
     shard: int
     context: int = 1
     tensor: int = 1
+    expert: int = 1
+    """Borrowed from the three axes before it: no factor of the number of processes."""
 
     @property
     def data_parallel(self) -> int:
@@ -48,7 +50,7 @@ class MeshDegrees:
 
         of_copies: with the one of a whole copy of the model, for Muon. A group of all processes is the first one.
         """
-        wide = {axis: degree for axis, degree in vars(self).items() if degree > 1}
+        wide = {axis: degree for axis, degree in vars(self).items() if degree > 1 and axis != "expert"}
         alone = {(axis,) for axis in ("replicate", "shard", *wide)}
         together = [("shard", "context"), ("replicate", "shard"), ("pipeline", "replicate", "shard", "context")]
         together += [("shard", "context", "tensor")] if of_copies else []
@@ -59,7 +61,9 @@ class MeshDegrees:
     def __str__(self) -> str:
         """Text such as "replicate 2 x shard 4 x tensor 8"."""
         always = ("replicate", "shard")
-        return " x ".join(f"{axis} {degree}" for axis, degree in vars(self).items() if degree > 1 or axis in always)
+        axes = {axis: degree for axis, degree in vars(self).items() if axis != "expert"}
+        text = " x ".join(f"{axis} {degree}" for axis, degree in axes.items() if degree > 1 or axis in always)
+        return f"{text}, of which expert {self.expert}" if self.expert > 1 else text
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class MeshConfig:
     """How parts of a sequence see each other: exchange tokens for heads (Ulysses), or gather all keys and values."""
     overlap_tensor: bool = False
     """Exchange tensor-parallel activations during the products beside them (async tensor parallelism); GPUs only."""
+    expert: Annotated[int, Ge(1)] = 1
+    """Expert-parallel degree: neighbours among shard x context x tensor that hold some of the experts each."""
 
     @property
     def gathers_tokens(self) -> bool:
@@ -87,11 +93,20 @@ class MeshConfig:
         return self.context > 1 and self.context_by == "gather"
 
     def fit(self, world_size: int, *, nodes: int | None = None) -> MeshDegrees:
-        """The degrees with -1 and "node" replaced, so that their product is `world_size`.
+        """The degrees with -1 and "node" replaced, so that their product, without `expert`, is `world_size`.
 
         nodes: the number of nodes, required for shard = "node". Raises UserError, with the arithmetic and one line for
         each problem, if the processes cannot be laid out like that.
         """
+        degrees = self._fit(world_size, nodes)
+        if degrees.stage % self.expert:
+            raise UserError(
+                f"mesh.expert = {self.expert}: must divide shard {degrees.shard} x context {self.context} x tensor"
+                f" {self.tensor} = {degrees.stage}, from which it is borrowed; write one of its divisors"
+            )
+        return replace(degrees, expert=self.expert)
+
+    def _fit(self, world_size: int, nodes: int | None) -> MeshDegrees:
         inner = {"pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
         asked = f"replicate {self.replicate} x shard {self.shard} x context {self.context} x tensor {self.tensor}"
         asked = f"pipeline {self.pipeline} x {asked}" if self.pipeline > 1 else asked

@@ -44,13 +44,14 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         ),
     }
     reshard = config.reshard_after_forward
-    _shard_parts(model, reshard_after_forward=reshard, **options)
+    _shard_parts(model, mesh, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
     for unit in units_of(model):
         # Else a factor of one still takes NCCL's slower pre-multiplied sum, which gloo does not have.
         unit.set_force_sum_reduction_for_comms(True)
-        if mesh.fsdp.size() > 1:  # one process has nothing to divide by
+        # One process has nothing to divide by; experts may be of several nevertheless.
+        if mesh.fsdp.size() > 1 or (mesh.experts is not None and mesh.experts.fsdp is not None):
             unit.set_gradient_divide_factor(1.0)
         if config.reduce_dtype == "bfloat16":
             unit.set_custom_reduce_scatter(cast(Any, Bfloat16ReduceScatter()))
@@ -101,10 +102,19 @@ class Bfloat16ReduceScatter:
         return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
-def _shard_parts(model: nn.Module, *, reshard_after_forward: bool, **options: Any) -> None:
+def _shard_parts(model: nn.Module, whole: Mesh, *, reshard_after_forward: bool, **options: Any) -> None:
     interface, shared = interface_of(model), _shared_parameters(model)
+    of_experts = None
+    if whole.experts is not None:
+        from parallel.experts import shards_of_experts
+
+        of_experts = shards_of_experts(model, whole)
     for block in blocks_of(model):
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+        fully_shard(block, reshard_after_forward=reshard_after_forward, shard_placement_fn=of_experts, **options)
+    if interface.routers is not None:
+        # A rounded weight would send some tokens to other experts, and these are small.
+        in_float32 = options | {"mp_policy": replace(options["mp_policy"], param_dtype=torch.float32)}
+        fully_shard(model.get_submodule(interface.routers), reshard_after_forward=False, **in_float32)
     # Untied: two large matrices that are never needed at the same time. The backward pass starts with the head.
     if interface.embedding is not None and interface.tied_head is None:
         embedding = model.get_submodule(interface.embedding)

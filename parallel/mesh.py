@@ -6,8 +6,8 @@ loss and the same shards. **Every reduction names its axes; nothing sums over th
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallel.config import MeshDegrees
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,20 @@ FSDP_AXES = tuple(axis.name for axis in AXES if axis.shards)
 
 
 @dataclass(frozen=True)
+class ExpertMesh:
+    """Which processes have which experts, and who has other tokens for them."""
+
+    axis: DeviceMesh | None
+    """The processes that hold the other experts, neighbours; None where each process computes all."""
+    fsdp: DeviceMesh | None
+    """What fully_shard takes for experts; None: what it takes for the rest of the model."""
+    tokens: ProcessGroup
+    """The processes that hold different tokens of the global batch."""
+    rows: ProcessGroup | None
+    """The processes that hold other parts of the same rows; None if no other does."""
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The layout of all processes, as this one sees it."""
 
@@ -69,6 +85,8 @@ class Mesh:
     """The processes that hold the other parts of the same rows; None without context parallelism."""
     tensor: DeviceMesh | None
     """The processes that hold the other parts of the same matrices; None without tensor parallelism."""
+    experts: ExpertMesh | None = None
+    """Of a model with experts; see parallel/experts.py."""
 
 
 def build_mesh(degrees: MeshDegrees, *, device_type: str) -> Mesh:
@@ -79,7 +97,8 @@ def build_mesh(degrees: MeshDegrees, *, device_type: str) -> Mesh:
     sizes = {axis: getattr(degrees, axis) for axis in NAMES}
     axes = tuple(axis for axis, size in sizes.items() if size > 1 or axis in DATA_AXES)
     shape = tuple(sizes[axis] for axis in axes)
-    return without_noise_of_splits(lambda: mesh_over(init_device_mesh(device_type, shape, mesh_dim_names=axes)))
+    mesh = without_noise_of_splits(lambda: mesh_over(init_device_mesh(device_type, shape, mesh_dim_names=axes)))
+    return replace(mesh, degrees=degrees)
 
 
 def mesh_over(devices: DeviceMesh) -> Mesh:
@@ -99,8 +118,8 @@ def mesh_over(devices: DeviceMesh) -> Mesh:
         fsdp=_fsdp_mesh(devices, size),
         data_rank=data_rank,
         data_ranks=data_ranks,
-        data_group=_group_of(devices, DATA_AXES),
-        loss_group=_group_of(devices, tuple(axis for axis in LOSS_AXES if axis in names)),
+        data_group=group_of(devices, DATA_AXES),
+        loss_group=group_of(devices, tuple(axis for axis in LOSS_AXES if axis in names)),
         replicate_group=devices.get_group("replicate"),
         pipeline=devices["pipeline"] if size["pipeline"] > 1 else None,
         context=devices["context"] if size["context"] > 1 else None,
@@ -110,7 +129,7 @@ def mesh_over(devices: DeviceMesh) -> Mesh:
     return mesh
 
 
-def without_noise_of_splits(make: Callable[[], Mesh]) -> Mesh:
+def without_noise_of_splits(make: Callable[[], Made]) -> Made:
     """What `make` returns, without a warning on every process's screen.
 
     On CUDA, torch 2.11 to 2.13 split the default group, and hand NCCL's options to its gloo part, which warns that they
@@ -118,8 +137,8 @@ def without_noise_of_splits(make: Callable[[], Mesh]) -> Mesh:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Tried to pass options to ProcessGroupGloo::split")
-        mesh: Mesh = _AsOperator.apply(make)
-    return mesh
+        made: Made = _AsOperator.apply(make)
+    return made
 
 
 class _AsOperator(torch.autograd.Function):
@@ -161,12 +180,12 @@ def _fsdp_mesh(devices: DeviceMesh, size: Mapping[str, int]) -> DeviceMesh:
 def sharding_group(mesh: Mesh) -> ProcessGroup:
     """The processes that hold the parts of one copy of the model, cut by FSDP and by tensor parallelism."""
     names = mesh.devices.mesh_dim_names or ()
-    group = _group_of(mesh.devices, tuple(axis for axis in (*FSDP_AXES, "tensor") if axis in names))
+    group = group_of(mesh.devices, tuple(axis for axis in (*FSDP_AXES, "tensor") if axis in names))
     share_timeout([group])
     return group
 
 
-def _group_of(devices: DeviceMesh, axes: tuple[str, ...]) -> ProcessGroup:
+def group_of(devices: DeviceMesh, axes: tuple[str, ...]) -> ProcessGroup:
     """The process group over several axes; one that exists already where there is one, so no communicator is added."""
     wide = [axis for axis in axes if devices[axis].size() > 1]
     if len(wide) <= 1:

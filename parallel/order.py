@@ -38,6 +38,15 @@ def split_rows(model: nn.Module, mesh: Mesh, *, context_by: str) -> list[str]:
     return [split_over(model, mesh.context, by=context_by)]
 
 
+def split_experts(model: nn.Module, mesh: Mesh) -> list[str]:
+    """Expert parallelism, where the model has experts."""
+    if mesh.experts is None:
+        return []
+    from parallel.experts import split_over
+
+    return [split_over(model, mesh.experts)]
+
+
 def parallelize(
     model: nn.Module,
     mesh: Mesh,
@@ -66,6 +75,8 @@ def parallelize(
         *split_matrices(model, mesh, float8_gathers=float8.gather_activations, overlapped=layout.overlap_tensor),
         # After it, on the heads that it has left each process.
         *split_rows(model, mesh, context_by=layout.context_by),
+        # Before FSDP, which shards what is left of them, over other processes than the rest.
+        *split_experts(model, mesh),
         # Each block in place: repeated blocks share one compilation, and fully qualified names stay as they are.
         *([compiled(), checkpointed()] if outside else [checkpointed(), compiled()]),
         # Last and always, also on one device: its hooks stay outside the compiled graphs, and one GPU and a

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.profiler import record_function
 
+from models.interface import interface_of
 from parallel.dist import all_gather_single
 from parallel.fsdp import expect_micro_batch, units_of
 from parallel.mesh import Mesh
@@ -55,6 +56,8 @@ class Passes:
             dropout_seed: seed of the random numbers that the model draws in a step; None if it draws none.
         """
         self.model, self.mesh, self.units = model, mesh, units_of(model)
+        routers = interface_of(model).routers
+        self._routers: Any = model.get_submodule(routers) if routers else None
         self.reshards, self.has_z_loss, self._dropout_seed = reshards, has_z_loss, dropout_seed
 
     def run(
@@ -69,6 +72,7 @@ class Passes:
             progressed: called before each micro-batch.
         """
         losses = torch.zeros(2 if self.has_z_loss else (), device=target_tokens.device)
+        self._begin(target_tokens)
         for index, (inputs, targets, documents) in enumerate(micro_batches):
             progressed()
             expect_micro_batch(self.units, is_last=index == len(micro_batches) - 1, reshards=self.reshards)
@@ -78,6 +82,11 @@ class Passes:
             backward(micro_losses.sum() if self.has_z_loss else micro_losses)  # in the last, FSDP sums the gradients
             losses += micro_losses.detach()
         return losses
+
+    def _begin(self, target_tokens: Tensor) -> None:
+        """Count the loads of experts anew."""
+        if self._routers is not None:
+            self._routers.begin(target_tokens)
 
     def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The given parameters without those that an earlier stage has as well."""
@@ -127,7 +136,7 @@ def share_gradients_of_copies(parameters: Iterable[nn.Parameter], axis: DeviceMe
     copies = []
     for gradient in _gradients(parameters):
         names = gradient.device_mesh.mesh_dim_names or ()
-        if gradient.placements[names.index(name)].is_replicate():
+        if name in names and gradient.placements[names.index(name)].is_replicate():  # experts have another mesh
             copies.append(gradient.to_local())
     together = torch.cat([copy.flatten() for copy in copies])
     if len(together):  # FSDP leaves some processes no part of small parameters

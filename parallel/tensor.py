@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models.interface import BlockInterface, ModelInterface, blocks_of, interface_of
+from models.interface import BlockInterface, ModelInterface, blocks_of, has_part, inside_of, interface_of
 from models.loss import EAGER, IGNORED, SummedLoss, Targets, capped, loss_in_chunks
 from parallel.errors import UserError
 from parallel.float8 import Move, float8_gather, float8_scatter
@@ -45,15 +45,20 @@ def split_over(model: nn.Module, axis: DeviceMesh, *, float8_gathers: bool = Fal
     if inside is None:
         raise UserError("mesh.tensor: this model does not say where its blocks can be cut; write tensor = 1")
     moving: Callable[[Move], Move] = _without_single_rows if overlapped else lambda move: move
-    gathers = sum(_cut_block(block, axis, inside, float8_gathers, moving) for block in blocks_of(model))
+    gathers = sum(
+        _cut_block(block, axis, inside_of(block, inside), float8_gathers, moving) for block in blocks_of(model)
+    )
     if float8_gathers and not gathers:
         raise UserError(
             "float8.gather_activations: float8.exclude leaves no linear that reads gathered ones; write false"
         )
     _cut_ends(model, axis, interface, whole_rows=inside.whole_rows)
+    if interface.routers is not None:
+        _keep_whole(model.get_submodule(interface.routers), axis)
     loss = cast(SummedLoss, model.get_submodule(interface.loss))
     model.set_submodule(interface.loss, VocabularyParallelLoss(loss, axis.get_group()))
-    if missed := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
+    experts = f".{inside.experts}."  # parallel/experts.py cuts them
+    if missed := [n for n, p in model.named_parameters() if not isinstance(p, DTensor) and experts not in n]:
         raise UserError(f"mesh.tensor: nothing says how {missed[0]} is cut; write tensor = 1")
     how = f"; {gathers} gathers per forward pass are in float8" if gathers else ""
     parts = f"{axis.size()} parts of every matrix, of the tokens between them, and of the vocabulary"
@@ -78,6 +83,8 @@ def _cut_block(
         )
         plan |= dict.fromkeys(norms, _InnerNorm(features))
     parallelize_module(block, axis, plan)
+    if inside.experts and has_part(block, inside.experts):  # each process brings its own tokens to experts
+        _before(block.get_submodule(inside.experts.rpartition(".")[0]), _local)
     for linear in map(block.get_submodule, inside.row):
         scatter = float8_scatter(linear) if float8_gathers else None
         _scatter_tokens(linear, moving(scatter or _redistributed))
@@ -158,6 +165,19 @@ def _cut_ends(model: nn.Module, axis: DeviceMesh, interface: ModelInterface, *, 
     # A compiled block takes the embedding's output, a tensor that still waits for its communication, and hands back a
     # wrong gradient (torch 2.13, pytorch #179849): a copy is an ordinary tensor.
     embedding.register_forward_hook(lambda module, inputs, output: output.clone())
+
+
+def _keep_whole(routers: nn.Module, axis: DeviceMesh) -> None:
+    """Give every process all of their weights, whose gradients are the sums of those for each process's tokens."""
+    for router in routers.children():
+        whole = distribute_tensor(router.get_parameter("weight").data, axis, [Replicate()], src_data_rank=None)
+        router.register_parameter("weight", nn.Parameter(whole))
+    routers.register_forward_hook(
+        lambda module, arguments, found: {
+            layer: (cast(DTensor, weight).to_local(grad_placements=(Partial(),)), bias)
+            for layer, (weight, bias) in found.items()
+        }
+    )
 
 
 def _cut_rows(block: nn.Module, axis: DeviceMesh) -> None:

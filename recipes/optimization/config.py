@@ -1,4 +1,4 @@
-"""The [optimizer] and [schedule] sections. Imports no torch."""
+"""The [optimizer], [experts] and [schedule] sections. Imports no torch."""
 
 import math
 from dataclasses import dataclass
@@ -44,6 +44,20 @@ class OptimizerConfig:
     def matrix_share(self) -> float:
         """The learning rate of Muon's matrices, as a share of lr."""
         return self.matrix_lr / self.lr if self.matrix_lr else 1.0
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """What keeps the loads of routed experts equal; a model without experts does not read it."""
+
+    balance: Literal["none", "loss", "bias"] = "none"
+    """"loss" adds a loss per row; "bias" moves a bias of each expert, for the choice only (DeepSeek-V3)."""
+    loss_weight: Annotated[float, Ge(0)] = 0.001
+    """balance = "loss": weight of that loss, which is 1 where loads are equal."""
+    bias_rate: Annotated[float, Gt(0)] = 0.001
+    """balance = "bias": by how much each step moves a bias, up where the load is below the mean, else down."""
+    z_loss: Annotated[float, Ge(0)] = 0.0
+    """Add this x log(Z)^2 of every token's router to the loss that is trained on (ST-MoE: 1e-3); 0 = off."""
 
 
 Phase = Annotated[int, Ge(0)] | Annotated[float, Interval(gt=0, lt=1)]

@@ -25,7 +25,7 @@ from recipes.data.config import BatchConfig, DataConfig
 from recipes.evaluation.config import ValidationConfig
 from recipes.files.reading import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
-from recipes.optimization.config import OptimizerConfig, ScheduleConfig
+from recipes.optimization.config import ExpertsConfig, OptimizerConfig, ScheduleConfig
 
 ONE_OR_SEVERAL = (("data.source", "data.mixture"), ("validation.source", "validation.sources"))
 """Fields that exclude each other: one source, and several."""
@@ -91,6 +91,7 @@ class Recipe:
     compile: CompileConfig = field(default_factory=CompileConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ from recipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from parallel.stages import Stages
+    from recipes.optimization.balance import Balance
     from recipes.weights.locate import Weights
 
 
@@ -41,6 +43,8 @@ class Built:
     """The parameters of the model, as sharding left them."""
     roles: Mapping[str, tuple[nn.Parameter, ...]]
     """Role -> the parameters that have it; empty unless the recipe asks for their gradient norms."""
+    balance: "Balance | None"
+    """Keeps the loads of experts equal; None for a model without experts."""
     # The next two are as in the recipe.
     grad_clip: float
     float8_all_gather: bool
@@ -54,9 +58,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     weights: trained weights to start from; None = random ones from the recipe's seed. mesh: None makes the recipe's.
     Raises UserError, on all processes, for weights that cannot be read and for what this device does not have.
     """
-    if mesh is None:
-        degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
-        mesh = build_mesh(degrees, device_type=world.device.type)
+    mesh = _whole_mesh(recipe, world, mesh)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
     stages = own = None
     if mesh.pipeline is not None:
@@ -93,7 +95,8 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         on_all(world, lambda: load_weights(model, weights))
     optimizer = build_optimizer(model, recipe.optimizer, mesh, dtype=getattr(torch, fsdp.param_dtype))
     if matrices := matrices_of(optimizer):
-        report.append(f"muon: {len(matrices)} matrices of the blocks, {fsdp.param_dtype} products")
+        count = sum(prod(matrix.shape[:-2]) for matrix in matrices)
+        report.append(f"muon: {count} matrices of the blocks, {fsdp.param_dtype} products")
     return Built(
         mesh,
         model,
@@ -101,10 +104,23 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         optimizer=optimizer,
         parameters=tuple(model.parameters()),
         roles=_roles(model, recipe.model if stages else None) if recipe.metrics.grad_norms else {},
+        balance=_balance(recipe, model, mesh),
         grad_clip=recipe.optimizer.grad_clip,
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
     )
+
+
+def _whole_mesh(recipe: Recipe, world: World, mesh: Mesh | None) -> Mesh:
+    """The mesh, or without one that of the recipe, with the groups that experts need."""
+    if mesh is None:
+        degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
+        mesh = build_mesh(degrees, device_type=world.device.type)
+    if not recipe.model.experts or mesh.experts is not None:
+        return mesh
+    from parallel.experts import with_experts
+
+    return with_experts(mesh)
 
 
 def _passes(recipe: Recipe, model: nn.Module, mesh: Mesh, stages: "Stages | None", *, reshards: bool) -> Passes:
@@ -126,6 +142,14 @@ def _passes(recipe: Recipe, model: nn.Module, mesh: Mesh, stages: "Stages | None
     )
 
 
+def _balance(recipe: Recipe, model: nn.Module, mesh: Mesh) -> "Balance | None":
+    if interface_of(model).routers is None:
+        return None
+    from recipes.optimization.balance import Balance
+
+    return Balance(model, mesh, recipe.experts, whole=recipe.model)
+
+
 def _attention(recipe: Recipe, device: torch.device) -> list[str]:
     model, batch, dtype = recipe.model, recipe.batch, getattr(torch, recipe.fsdp.param_dtype)
     lines = choose_attention(recipe.attention, device_type=device.type, dtype=dtype)
@@ -145,7 +169,8 @@ def _roles(model: nn.Module, whole: ModelConfig | None) -> dict[str, tuple[nn.Pa
     if whole is None:
         return own
     with torch.device("meta"):
-        return {role: own.get(role, ()) for role in parameters_by_role(build_model(replace(whole, layers=1)))}
+        one_block = build_model(replace(whole, layers=1, dense_layers=0))
+    return {role: own.get(role, ()) for role in parameters_by_role(one_block)}
 
 
 def _plain_model(recipe: Recipe, layers: Collection[int] | None, *, device_type: str) -> nn.Module:

@@ -66,10 +66,13 @@ def train_step(
     # Two inputs of torch's fused kernels, made for GradScaler. Where found_inf is 1 they leave parameters, moments and
     # step counters alone. They divide gradients by grad_scale, so that clipping needs no pass of its own.
     device, scaled = parameters[0].device, cast(Any, optimizer)
-    scaled.found_inf = guard.should_skip(step, loss=loss, norm=norm).to(device)
+    skip = guard.should_skip(step, loss=loss, norm=norm)
+    scaled.found_inf = skip.to(device)
     scaled.grad_scale = clipping_divisor(norm, max_norm=built.grad_clip).to(device) if built.grad_clip > 0 else None
     optimizer.step()
     optimizer.zero_grad()
+    if built.balance is not None:
+        columns |= built.balance.move(skip, is_logged=is_logged)
     if built.float8_all_gather:
         from parallel.float8 import precompute_scales
 
@@ -96,7 +99,10 @@ def require_sound_state(built: Built, world: World) -> None:
     if built.passes.copies is not None:
         tied = f".{interface_of(built.model).embedding}.weight"
         copies.append((built.passes.copies, [name for name in state if tied in name]))
-    require_sound(state, world, copies=copies)
+    biases = {f"model.{name}": buffer for name, buffer in built.model.named_buffers()} if mesh.experts else {}
+    if mesh.experts is not None and biases:  # of routers: all processes with the same layers move them alike
+        copies.append((mesh.experts.tokens, list(biases)))
+    require_sound(state | biases, world, copies=copies)
 
 
 def corruption(built: Built, world: World) -> CorruptState | None:

@@ -75,5 +75,5 @@ def test_a_clone_has_no_commit_where_git_is_not_installed(checkout: Path, monkey
 
 def test_changelog_begins_with_this_version_or_the_next() -> None:
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert [name for name in headings if name != "Next"][0] == NUMBER
+    assert next(name for name in headings if name != "Next") == NUMBER
     assert "Next" not in headings[1:]

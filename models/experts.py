@@ -1,0 +1,253 @@
+"""Feed-forwards of routed experts: each token is computed by a few of them, and none is dropped.
+
+Routers are outside the blocks: their float32 weights are a unit of their own, and what balances loads is counted once
+although a block may be computed again.
+
+B batch, T tokens of a row, N = B T, D model width, F width of an expert, E experts, K experts of a token, R = N K rows.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, linear
+
+from models.config import ModelConfig
+from models.decoder import ACTIVATIONS, Block, FeedForward
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""From rows (R, D), those of one expert after those of another, and the number of rows of each, to as many rows."""
+
+
+Routed = tuple[Tensor, Tensor, Tensor]
+"""What balancing reads: how many tokens of each row an expert computes, (B, E); sums over these tokens of every
+expert's share of the scores, (B, E); the sum over all tokens of log(sum of exponentials of their logits)^2, ()."""
+
+
+class Router(nn.Module):
+    """The parameters that choose experts."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.experts, config.width))
+        self.bias: Tensor | None
+        self.register_buffer("bias", torch.zeros(config.experts) if config.router_bias else None)
+
+
+class Routers(nn.Module):
+    """The routers of all sparse layers, by their layer, and what a step has counted of them."""
+
+    def __init__(self, config: ModelConfig, layers: Collection[int]) -> None:
+        super().__init__()
+        self.count = config.experts
+        self.places = {layer: place for place, layer in enumerate(layers)}
+        for layer in layers:
+            self.add_module(str(layer), Router(config))
+        self.balance_weight = self.z_weight = 0.0
+        self._scale: Tensor | None = None
+        self.found = torch.zeros(0)
+        """(layers, E + 2): tokens of each expert, balance loss and router z-loss, both summed over tokens."""
+
+    def forward(self) -> dict[int, tuple[Tensor, Tensor | None]]:
+        """Layer -> weight (E, D) in float32, bias (E,) or None."""
+        return {layer: (self.get_parameter(f"{layer}.weight").clone(), self.bias_of(layer)) for layer in self.places}
+
+    def bias_of(self, layer: int) -> Tensor | None:
+        """The bias of a layer's router, (E,), if it has one."""
+        return cast(Router, self.get_submodule(str(layer))).bias
+
+    def begin(self, target_tokens: Tensor) -> None:
+        """Count anew, for a step with so many targets."""
+        self._scale = 1 / target_tokens
+        self.found = torch.zeros(len(self.places), self.count + 2, device=target_tokens.device)
+
+    def sum_of_rows(self, hits: Tensor) -> Tensor:
+        """The hits of whole rows, (B, E): where a process has a part of their tokens, this is replaced."""
+        return hits
+
+    def noted(self, layer: int, x: Tensor, routed: Routed) -> Tensor:
+        """What a sparse block has returned, without what balancing reads: that is counted, and its losses are added.
+
+        The balance loss is one of each row by itself (DeepSeek-V3, section 2.1.2), E / (K T) x hits x mean share,
+        summed over experts, times T: so it adds up to the same on any mesh and with any number of micro-batches.
+        """
+        hits, probabilities, squares = routed
+        if self._scale is None or not torch.is_grad_enabled():
+            return x
+        whole = self.sum_of_rows(hits)
+        shares = whole * self.count / whole.sum(1, keepdim=True)  # (B, E); 1 each if loads are equal
+        balance = (shares * probabilities).sum()
+        of_step = [hits.sum(0), torch.stack([balance.detach(), squares.detach()])]
+        self.found[self.places[layer]] += torch.cat(of_step)
+        if not (self.balance_weight or self.z_weight):
+            return x
+        loss = self.balance_weight * balance + self.z_weight * squares
+        with_loss: Tensor = _WithLoss.apply(x, loss, self._scale)
+        return with_loss
+
+
+class _WithLoss(torch.autograd.Function):
+    """Its first argument, and a loss that is added to that of the model: its gradient begins here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return x.clone()  # not a view, which a pipeline that splits its backward pass cannot detach
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        [scale] = ctx.saved_tensors
+        return gradient, scale, None
+
+
+class SparseBlock(Block):
+    """A block whose feed-forward is of routed experts."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer, feed_forward=SparseFeedForward(config))
+
+    def forward(self, *arguments: Any) -> tuple[Tensor, Routed]:  # type: ignore[override]
+        """What a Block takes, then weight and bias of its router. Returns (B, T, D), and what balancing reads."""
+        *of_block, weight, bias = arguments
+        x = self.attend(*of_block)
+        out, routed = self.feed_forward(self.feed_forward_norm(x), weight, bias)
+        return x + self.feed_forward_post_norm(out), routed
+
+
+class SparseFeedForward(nn.Module):
+    """Routed experts and, perhaps, experts that compute all tokens."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.experts, self.exchange = Experts(config), Exchange()
+        shared = config.shared_experts * config.expert_width
+        self.shared_experts = FeedForward(config.width, shared, config.activation) if shared else None
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Routed]:
+        """x: (B, T, D); weight: (E, D) and bias: (E,) of the router. Returns (B, T, D), and what balancing reads."""
+        tokens, chosen = x.flatten(0, 1), self.config.experts_per_token
+        logits = linear(tokens.float(), weight)  # (N, E)
+        scores = logits.sigmoid() if self.config.router == "sigmoid" else logits.softmax(-1)
+        experts = self._best(scores.detach() if bias is None else scores.detach() + bias)  # (N, K)
+        weights = scores.gather(1, experts)
+        if self.config.normalize_scores:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+        hits = scores.new_zeros(len(x), self.config.experts)
+        hits.scatter_add_(1, experts.view(len(x), -1), torch.ones_like(hits[:, :1]).expand(-1, x.shape[1] * chosen))
+        order = experts.flatten().argsort(stable=True)  # (R,)
+        inverse = inverted(order)
+        rows = self.exchange(_Copied.apply(tokens, order, inverse, chosen), hits.sum(0).long(), self.experts)
+        out = permuted(rows, inverse, order).unflatten(0, (-1, chosen))  # (N, K, D)
+        # In the order of the choice, which is the same on any mesh.
+        y = (out * (weights * self.config.router_scale).to(out.dtype)[..., None]).sum(1).view_as(x)
+        shares = scores / scores.sum(-1, keepdim=True)
+        routed = hits, shares.view(len(x), -1, self.config.experts).sum(1), logits.logsumexp(-1).square().sum()
+        return y if self.shared_experts is None else y + self.shared_experts(x), routed
+
+    def _best(self, scores: Tensor) -> Tensor:
+        """The experts of each token, (N, K), of those groups of experts whose two best scores add up to most."""
+        groups, kept = self.config.expert_groups, self.config.groups_per_token
+        if kept < groups:
+            by_group = scores.unflatten(1, (groups, -1))  # (N, groups, E / groups)
+            best = by_group.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+            outside = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
+            scores = by_group.masked_fill(outside[..., None], -torch.inf).flatten(1)
+        return scores.topk(self.config.experts_per_token, dim=-1).indices
+
+
+class Experts(nn.Module):
+    """A gated linear unit by each expert, of the rows that are its own."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        count, width, inner = config.experts, config.width, config.expert_width
+        self.gate_proj = nn.Parameter(torch.empty(count, inner, width))
+        self.up_proj = nn.Parameter(torch.empty(count, inner, width))
+        self.down_proj = nn.Parameter(torch.empty(count, width, inner))
+        self.activation = ACTIVATIONS[config.activation]
+
+    def matrices(self, whole: Tensor) -> Tensor:
+        """Those of the experts that are here, (E', ...): expert parallelism replaces this."""
+        return whole
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows: (R, D), those of one expert after those of another; counts: (E,), how many of each. Returns (R, D)."""
+        ends = counts.cumsum(0).to(torch.int32)
+        gate, up, down = (self.matrices(whole) for whole in (self.gate_proj, self.up_proj, self.down_proj))
+        return by_experts(self.activation(by_experts(rows, gate, ends)) * by_experts(rows, up, ends), down, ends)
+
+
+class Exchange(nn.Module):
+    """Brings rows to the experts and back. Here they are in one place; expert parallelism replaces this."""
+
+    def forward(self, rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:
+        """rows: (R, D), sorted by expert; counts: (E,). Returns what their experts make of them, (R, D)."""
+        return compute(rows, counts)
+
+
+def inverted(order: Tensor) -> Tensor:
+    """The permutation that undoes this one."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """rows[order]; the gradient is a permutation, too, not a sum in an order that a device chooses."""
+    result: Tensor = _Copied.apply(rows, order, inverse, 1)
+    return result
+
+
+class _Copied(torch.autograd.Function):
+    """As many copies of each row as `copies`, in the order of their indexes among all copies."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return rows[order // copies]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        [inverse] = ctx.saved_tensors
+        copies = gradient[inverse]
+        return copies if ctx.copies == 1 else copies.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+
+
+# Operators, so that torch.compile neither looks into them nor asks for sizes that follow from routing. (torch's own
+# grouped product has a fake kernel for bfloat16 only, up to 2.13.)
+
+
+@torch.library.custom_op("shardwright::by_experts", mutates_args=())
+def by_experts(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Each row by the matrix of its expert: (R, in), (E, out, in) -> (R, out). ends: (E,), where their rows end."""
+    return grouped_mm(rows, matrices.mT, offs=ends)
+
+
+@by_experts.register_fake
+def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], matrices.shape[1])
+
+
+@torch.library.custom_op("shardwright::gradient_of_experts", mutates_args=())
+def gradient_of_experts(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of by_experts() for its matrices: (R, out), (R, in) -> (E, out, in)."""
+    return grouped_mm(gradient.mT, rows, offs=ends)
+
+
+@gradient_of_experts.register_fake
+def _(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, matrices, ends = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    return by_experts(gradient, matrices.mT, ends), gradient_of_experts(gradient, rows, ends), None
+
+
+by_experts.register_autograd(_gradients, setup_context=_keep)

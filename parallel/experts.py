@@ -1,0 +1,202 @@
+"""Expert parallelism: each process of a group holds 1 / degree of the experts, and computes everyone's tokens there.
+
+The axis is borrowed from shard x context x tensor, whose processes have different tokens at the routers. Tokens are
+sent in the order of their experts, without padding, so that sums have the same order on any mesh.
+
+R degree, E experts, D model width, P rows: one for each token and expert of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from models.experts import Compute, Routers, inverted, permuted
+from models.interface import blocks_of, has_part, interface_of
+from parallel.errors import UserError
+from parallel.mesh import ExpertMesh, Mesh, group_of, share_timeout, without_noise_of_splits
+
+GROUPS: dict[str, ProcessGroup] = {}
+"""By name: operators of torch.compile take names only."""
+
+
+def with_experts(mesh: Mesh) -> Mesh:
+    """The mesh, with the groups of processes that a model with experts needs."""
+    degrees, names = mesh.degrees, mesh.devices.mesh_dim_names or ()
+    tokens = group_of(mesh.devices, tuple(name for name in names if name != "pipeline"))
+    cut = tuple(axis for axis in ("context", "tensor") if getattr(degrees, axis) > 1)
+    rows = [group_of(mesh.devices, cut)] if cut else []
+    axis = fsdp = None
+    if degrees.expert > 1 or degrees.tensor > 1:  # tensor groups have all of a row's tokens, but at routers only parts
+        shape = (degrees.pipeline, degrees.replicate, degrees.stage // degrees.expert, degrees.expert)
+        others = without_noise_of_splits(
+            lambda: init_device_mesh(
+                mesh.devices.device_type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "expert")
+            )
+        )
+        fsdp = others["replicate", "shard"] if degrees.replicate > 1 else others["shard"]
+        axis = others["expert"] if degrees.expert > 1 else None
+        share_timeout(others.get_all_groups())
+    share_timeout([tokens, *rows])
+    return replace(mesh, experts=ExpertMesh(axis, fsdp, tokens, rows[0] if rows else None))
+
+
+def split_over(model: nn.Module, mesh: ExpertMesh) -> str:
+    """Divide the experts of every block, in place, on the meta device. Returns a line for the log."""
+    interface = interface_of(model)
+    inside = interface.inside_block
+    if interface.routers is None:
+        return "expert parallelism: off, these blocks have no experts"  # a stage whose layers are dense
+    assert inside is not None and inside.experts and inside.exchange
+    if mesh.rows is not None:
+        cast(Routers, model.get_submodule(interface.routers)).sum_of_rows = _Sum(mesh.rows)  # type: ignore[method-assign]
+    if mesh.axis is None:
+        return "expert parallelism: off, each process computes its own tokens"
+    for block in blocks_of(model):
+        if not has_part(block, inside.experts):
+            continue
+        experts = block.get_submodule(inside.experts)
+        for name, parameter in list(experts.named_parameters()):
+            own = distribute_tensor(parameter.data, mesh.axis, [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(own))
+        experts.matrices = _own  # type: ignore[assignment]
+        block.set_submodule(inside.exchange, AllToAll(mesh.axis.get_group()))
+    return f"expert parallelism: experts divided over {mesh.axis.size()} processes"
+
+
+def shards_of_experts(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
+    """What fully_shard asks for each parameter of a block: along which axis it is cut, and over which mesh.
+
+    Experts are no unit of their own: FSDP's hooks inside a block can neither be compiled nor recomputed (torch 2.13).
+    Raises UserError for torch 2.11, which has no mesh for each parameter.
+    """
+    assert mesh.experts is not None
+    over = mesh.experts.fsdp or mesh.fsdp
+    cut: Callable[[int], Any] = Shard if mesh.experts.fsdp is None else _cut_over(mesh.experts.fsdp)
+    inside = interface_of(model).inside_block
+    assert inside is not None and inside.experts is not None
+    having = [block.get_submodule(inside.experts) for block in blocks_of(model) if has_part(block, inside.experts)]
+    experts = {parameter for one in having for parameter in one.parameters()}
+
+    def place(parameter: nn.Parameter) -> Any:
+        if parameter not in experts:
+            return None
+        count, rows, _ = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+        # Fewer experts than processes would leave some of them padding only: then each process has parts of all.
+        return cut(1 if count % over.size(-1) and not rows % over.size(-1) else 0)
+
+    return place
+
+
+def _cut_over(mesh: DeviceMesh) -> Callable[[int], Any]:
+    """Axis -> what tells FSDP to cut a parameter along it over another mesh than the rest of its unit."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+        from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+    except ImportError as error:
+        raise UserError(
+            "mesh.expert and mesh.tensor of a model with experts need torch 2.12 or later, and this is"
+            f" {torch.__version__}; write 1 for both"
+        ) from error
+    info: Any = _get_mesh_info(mesh)
+    return lambda axis: ShardPlacementResult(Shard(axis), info)
+
+
+def _own(whole: DTensor) -> Tensor:
+    return whole.to_local()
+
+
+class _Sum:
+    """Sums hits over the processes that have other parts of the same rows."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, hits: Tensor) -> Tensor:
+        whole = hits.detach().clone()
+        dist.all_reduce(whole, group=self.group)  # whole numbers, exact in any order
+        return whole
+
+
+class AllToAll(nn.Module):
+    """Sends each row to the process of its expert, and what that makes of it back."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.name, self.degree = group.group_name, group.size()
+        GROUPS[self.name] = group
+
+    def forward(self, rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:
+        """rows: (P, D), sorted by expert; counts: (E,). Returns what their experts make of them, (P, D)."""
+        received, sizes = exchange_counts(counts, self.name)  # (R, E / R), (2, R)
+        got = exchange(rows, sizes, False, -1, self.name)  # (P', D), by process, then by expert
+        experts = torch.arange(received.shape[1], device=rows.device).repeat(self.degree)
+        order = experts.repeat_interleave(received.flatten(), output_size=got.shape[0]).argsort(stable=True)
+        inverse = inverted(order)
+        made = permuted(compute(permuted(got, order, inverse), received.sum(0)), inverse, order)
+        return exchange(made, sizes, True, rows.shape[0], self.name)
+
+
+# Operators, so that a compiled block is one graph: what they return has a size that follows from routing.
+
+
+@torch.library.custom_op("shardwright::exchange_counts", mutates_args=())
+def exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """From the rows that this process has for each expert, (E,), those that each process has for this one's experts.
+
+    Returns (R, E / R), and on the host, which waits for it, how many rows to send to each process and to receive,
+    (2, R).
+    """
+    processes = GROUPS[group]
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=processes)
+    both = torch.stack([counts, received]).unflatten(1, (processes.size(), -1))  # (2, R, E / R)
+    return received.view(both.shape[1:]), both.sum(2).cpu()
+
+
+@exchange_counts.register_fake
+def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    degree = GROUPS[group].size()
+    return counts.new_empty(degree, counts.shape[0] // degree), counts.new_empty(2, degree, device="cpu")
+
+
+@torch.library.custom_op("shardwright::exchange", mutates_args=())
+def exchange(rows: Tensor, sizes: Tensor, back: bool, count: int, group: str) -> Tensor:
+    """Send rows to the processes of their experts, or back again. sizes: as of exchange_counts().
+
+    count: the number of rows that come, if the caller knows it, or -1.
+    """
+    sent, got = reversed(sizes.tolist()) if back else sizes.tolist()
+    received = rows.new_empty(sum(got), rows.shape[1])
+    dist.all_to_all_single(received, rows.contiguous(), got, sent, group=GROUPS[group])
+    return received
+
+
+@exchange.register_fake
+def _(rows: Tensor, sizes: Tensor, back: bool, count: int, group: str) -> Tensor:
+    unknown = isinstance(count, int) and count < 0
+    return rows.new_empty(torch.library.get_ctx().new_dynamic_size() if unknown else count, rows.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, bool, int, str], output: Tensor) -> None:
+    rows, sizes, back, _, group = inputs
+    ctx.save_for_backward(sizes)
+    ctx.count, ctx.back, ctx.group = rows.shape[0], back, group
+
+
+def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    [sizes] = ctx.saved_tensors
+    return exchange(gradient, sizes, not ctx.back, ctx.count, ctx.group), None, None, None, None
+
+
+exchange.register_autograd(_gradient, setup_context=_keep)
+
+_OURS = torch.ops.shardwright
+OPERATORS = (_OURS.by_experts.default, _OURS.exchange_counts.default, _OURS.exchange.default)
+"""What selective checkpointing keeps the results of: products, and messages."""
