@@ -181,6 +181,8 @@ class ModelConfig:
         found = {}
         if self.experts_per_token > self.experts:
             found["experts_per_token"] = f"is more than experts = {self.experts}; write {self.experts} at most"
+        if self.activation != "silu":
+            found["activation"] = 'is not for experts, which compute with "silu"; write that'
         if self.dense_layers >= self.layers:
             found["dense_layers"] = f"leaves none of the {self.layers} layers to experts; write less, or experts = 0"
         if self.experts % self.expert_groups:

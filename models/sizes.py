@@ -68,6 +68,23 @@ SMOLLM2_135M = ModelConfig(
     norm_eps=1e-5,
     rope_theta=100_000.0,
 )
+QWEN3_30B_A3B = ModelConfig(
+    name="qwen3_30b_a3b",
+    layers=48,
+    width=2048,
+    feed_forward_width=6144,
+    heads=32,
+    key_value_heads=4,
+    head_width=128,
+    vocabulary=151936,
+    tied_embeddings=False,
+    norm_eps=1e-6,
+    rope_theta=1_000_000.0,
+    qk_norm="head",
+    experts=128,
+    experts_per_token=8,
+    expert_width=768,
+)
 
 
 def _debug(size: ModelConfig, name: str) -> ModelConfig:
@@ -90,6 +107,7 @@ SIZES: dict[str, ModelConfig] = {
     for size in (
         _debug(SMOLLM3_3B, "smollm3_debug"),
         _debug(LLAMA3_8B, "llama3_debug"),
+        replace(_debug(QWEN3_30B_A3B, "moe_debug"), experts=8, experts_per_token=2, expert_width=192),
         SMOLLM2_135M,
         replace(
             SMOLLM2_135M,
@@ -130,6 +148,16 @@ SIZES: dict[str, ModelConfig] = {
             feed_forward_width=53248,
             heads=128,
             rope_scaling="llama3",
+        ),
+        QWEN3_30B_A3B,
+        replace(
+            QWEN3_30B_A3B,
+            name="qwen3_235b_a22b",
+            layers=94,
+            width=4096,
+            feed_forward_width=12288,
+            heads=64,
+            expert_width=1536,
         ),
     )
 }

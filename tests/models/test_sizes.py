@@ -25,6 +25,8 @@ PUBLISHED = {
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
 }
 
 
@@ -34,7 +36,7 @@ def on_meta(config: ModelConfig) -> Decoder:
 
 
 def test_all_published_sizes_and_two_debug_sizes_exist() -> None:
-    assert set(SIZES) == {*PUBLISHED, "smollm3_debug", "llama3_debug"}
+    assert set(SIZES) == {*PUBLISHED, "smollm3_debug", "llama3_debug", "moe_debug"}
 
 
 @pytest.mark.parametrize("name", SIZES)
