@@ -72,7 +72,7 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad()
     if built.balance is not None:
-        columns |= built.balance.move(skip, target_tokens, is_logged=is_logged)
+        columns |= built.balance.move(skip, is_logged=is_logged)
     if built.float8_all_gather:
         from parallel.float8 import precompute_scales
 
