@@ -105,6 +105,8 @@ class ModelConfig:
     """A config.json of Hugging Face, or a folder with one, whose model is trained from random weights."""
     dropout: bool = False
     """Apply the dropout that config.json asks for, in models of transformers; false = none."""
+    upcycle: bool = False
+    """Start each expert as the feed-forward of the dense model in `weights`, and routers at random."""
     experts: Annotated[int, Ge(0)] = 0
     """Routed experts of each feed-forward; 0 = dense ones."""
     experts_per_token: Annotated[int, Ge(1)] = 1

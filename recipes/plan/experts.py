@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from models.activations import Kept, Widths, at_swiglu_per_token, saved_per_token
-from recipes.plan.sizes import Pieces, Sizes, Unit
+from recipes.plan.sizes import Sizes, Unit
 
 IMBALANCE = 1.5
 """Rows of the experts of the fullest process, relative to the mean, beside which a plan shows its numbers. Assumed."""

@@ -57,9 +57,7 @@ class Prediction:
         return sum(self.pieces.values())
 
 
-def predict(
-    recipe: Recipe, degrees: MeshDegrees, *, context: bool = True, imbalance: float = 1.0
-) -> Prediction:
+def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True, imbalance: float = 1.0) -> Prediction:
     """The memory of one process of a mesh of these degrees, or of the fullest. context: with what CUDA itself takes.
 
     A model of transformers has only the fullest moment: a step is taken on tensors without values, which needs seconds

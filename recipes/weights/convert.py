@@ -35,14 +35,22 @@ PIECE = 16_000_000
 def load_weights(model: nn.Module, weights: Weights) -> None:
     """Fill a model, plain or sharded, with weights of its shape; each process reads only its own part.
 
+    Where the model has experts and the weights have none, each begins as their feed-forward, and routers stay as they
+    are (model.upcycle).
+
     The model must be on its device, with its final parameter types. Raises UserError with everything that is missing
     or damaged, before it reads any tensor.
     """
+    tensors = {plain_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    if not weights.model.experts and any(".feed_forward.experts." in name for name in tensors):
+        from recipes.weights.upcycle import start_experts
+
+        start_experts(tensors, weights)
+        return
     if weights.is_checkpoint:
         StoredParameters(weights.path, weights.model).read_into(model)
         return
     stored, layout = weights.stored_tensors, layout_of(weights.model)
-    tensors = {plain_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for name, index, how in layout.pieces():
         if name in tensors:  # a stage of a pipeline has some of them
             _fill(tensors[name], *stored[key_of(name, index)], how, index)
