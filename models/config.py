@@ -193,7 +193,7 @@ class ModelConfig:
             found["groups_per_token"] = f"is more than expert_groups = {self.expert_groups}"
         elif self.groups_per_token < self.expert_groups and self.experts < 2 * self.expert_groups:
             found["expert_groups"] = f"leaves fewer than two of {self.experts} experts to a group"
-        elif self.groups_per_token * self.experts // self.expert_groups < self.experts_per_token:
+        elif self.groups_per_token * self.experts // self.expert_groups < min(self.experts_per_token, self.experts):
             found["groups_per_token"] = f"has fewer experts than experts_per_token = {self.experts_per_token}"
         return found
 
