@@ -1,5 +1,6 @@
 """Moves weights into models, checkpoints, Hugging Face folders: one tensor at a time, so hosts need little memory."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -43,9 +44,7 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
     """
     tensors = {plain_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     if not weights.model.experts and any(".feed_forward.experts." in name for name in tensors):
-        from recipes.weights.upcycle import start_experts
-
-        start_experts(tensors, weights)
+        _upcycle(tensors, weights)
         return
     if weights.is_checkpoint:
         StoredParameters(weights.path, weights.model).read_into(model)
@@ -56,13 +55,28 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
             _fill(tensors[name], *stored[key_of(name, index)], how, index)
     for name, copy in layout.copies.items():
         if name in stored and copy.of in tensors:
-            _require_equal(stored[copy.of], stored[name], box=own_box(tensors[copy.of]))
+            _require_equal(stored[copy.of], stored[name], box=_own_box(tensors[copy.of]))
+
+
+@torch.no_grad()
+def _upcycle(tensors: Mapping[str, Tensor], weights: Weights) -> None:
+    """Fill each expert with a dense feed-forward (Komatsuzaki et al. 2022), and all else but routers as it is.
+
+    tensors: by their names in the plain model.
+    """
+    read = StoredParameters(weights.path, weights.model).read if weights.is_checkpoint else None
+    read = read or partial(_read_stored, weights.stored_tensors, layout_of(weights.model))
+    for name, tensor in tensors.items():
+        if not name.startswith("routers."):
+            values = read(dense := re.sub(r"\.experts\.(\w+)$", r".\1.weight", name))
+            own, box = tensor.to_local() if isinstance(tensor, DTensor) else tensor, _own_box(tensor)
+            own.copy_(values[box] if dense == name else values[box[1:] or ...].expand_as(own))
 
 
 @torch.no_grad()
 def _fill(tensor: Tensor, file: Path, entry: Entry, how: Stored, index: int | None = None) -> None:
     """Read the part of one tensor, or of what it has at this index, that belongs to this process."""
-    box = own_box(tensor)
+    box = _own_box(tensor)
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if index is not None:
         first, *rest = box
@@ -74,7 +88,7 @@ def _fill(tensor: Tensor, file: Path, entry: Entry, how: Stored, index: int | No
     own.copy_(values)
 
 
-def own_box(parameter: Tensor) -> Box:
+def _own_box(parameter: Tensor) -> Box:
     """The part of a parameter that this process holds. Tensor parallelism and FSDP both leave neighbouring rows."""
     if not isinstance(parameter, DTensor):
         return WHOLE
@@ -101,7 +115,7 @@ def _read(file: Path, entry: Entry, box: Box = WHOLE) -> Tensor:
         return tensors.get_slice(entry.name)[box] if entry.shape else tensors.get_tensor(entry.name)
 
 
-def read_stored(stored: StoredTensors, layout: Layout, name: str) -> Tensor:
+def _read_stored(stored: StoredTensors, layout: Layout, name: str) -> Tensor:
     """The values of one of our tensors, from the files of a Hugging Face folder."""
     how = layout.tensors[name]
     if how.parts:
@@ -121,7 +135,7 @@ def import_folder(folder: Path, checkpoint: Path) -> None:
     _ = weights.tokenizer  # raises UserError if our programs cannot use it
     description = replace(weights.description, facts=weights.facts_of_text, begins=False)
     with hf_folder.new_folder(checkpoint) as place:
-        read = partial(read_stored, stored, layout)
+        read = partial(_read_stored, stored, layout)
         types: dict[str, torch.dtype] = {}
         for name, index, _ in layout.pieces():
             dtype = DTYPES[stored[key_of(name, index)][1].dtype]
