@@ -105,6 +105,8 @@ class ModelConfig:
     """A config.json of Hugging Face, or a folder with one, whose model is trained from random weights."""
     dropout: bool = False
     """Apply the dropout that config.json asks for, in models of transformers; false = none."""
+    upcycle: bool = False
+    """Start each expert as the feed-forward of the dense model in `weights`, and routers at random."""
     experts: Annotated[int, Ge(0)] = 0
     """Routed experts of each feed-forward; 0 = dense ones."""
     experts_per_token: Annotated[int, Ge(1)] = 1
@@ -181,6 +183,8 @@ class ModelConfig:
         found = {}
         if self.experts_per_token > self.experts:
             found["experts_per_token"] = f"is more than experts = {self.experts}; write {self.experts} at most"
+        if self.activation != "silu":
+            found["activation"] = 'is not for experts, which compute with "silu"; write that'
         if self.dense_layers >= self.layers:
             found["dense_layers"] = f"leaves none of the {self.layers} layers to experts; write less, or experts = 0"
         if self.experts % self.expert_groups:

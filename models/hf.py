@@ -33,6 +33,10 @@ POST_NORMS = {
 def hf_name(name: str, *, norms: str = "before") -> str:
     """blocks.3.attention.q_proj.weight -> model.layers.3.self_attn.q_proj.weight. norms: as in ModelConfig. Raises
     KeyError."""
+    if "experts." in name or name.startswith("routers."):
+        from models.hf_experts import name_in_files
+
+        return name_in_files(name)
     if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
         inside = IN_BLOCK if norms == "before" else IN_BLOCK | POST_NORMS
         return f"model.layers.{match[1]}.{inside[match[2]]}"
@@ -40,7 +44,8 @@ def hf_name(name: str, *, norms: str = "before") -> str:
 
 
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(our name, shape) of every parameter of models.decoder.Decoder, in the order of the model."""
+    """(our name, shape) of every parameter of models.decoder.Decoder and of every buffer that is saved, in the order
+    of the model."""
     width, inner = config.width, config.feed_forward_width
     query, key_value = config.heads * config.head_width, config.key_value_heads * config.head_width
     before, after = (config.norms in (place, "both") for place in ("before", "after"))
@@ -60,12 +65,27 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
         **({"feed_forward_post_norm": (width,)} if after else {}),
     }
     yield "embedding.weight", (config.vocabulary, width)
+    dense = {f"{part}.weight": shape for part, shape in shapes.items()}
+    sparse = _with_experts(dense, config) if config.experts else dense
     for layer in range(config.layers):
-        for part, shape in shapes.items():
-            yield f"blocks.{layer}.{part}.weight", shape
+        for part, shape in (sparse if config.is_sparse(layer) else dense).items():
+            yield f"blocks.{layer}.{part}", shape
+    if config.experts:
+        from models.hf_experts import router_shapes
+
+        yield from router_shapes(config)
     yield "norm.weight", (width,)
     if not config.tied_embeddings:
         yield "lm_head.weight", (config.vocabulary, width)
+
+
+def _with_experts(dense: dict[str, tuple[int, ...]], config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The parameters of a block whose feed-forward has routed experts, from those of a dense one."""
+    from models.hf_experts import feed_forward_shapes
+
+    after = {name: shape for name, shape in dense.items() if name.startswith("feed_forward_post_norm")}
+    kept = {name: shape for name, shape in dense.items() if not name.startswith("feed_forward.") and name not in after}
+    return kept | dict(feed_forward_shapes(config)) | after
 
 
 def beyond_hf(model: ModelConfig) -> str | None:
@@ -93,6 +113,11 @@ def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32"
         raise ValueError(beyond_hf(model))
     family = FAMILIES[name]
     ends = facts.eos_token_id
+    of_experts = {}
+    if model.experts:
+        from models.hf_experts import keys_of_experts
+
+        of_experts = keys_of_experts(model)
     return {
         "architectures": [family.head],
         "model_type": name,
@@ -109,6 +134,7 @@ def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32"
         "max_position_embeddings": facts.context_length,
         **_rope(model, family),
         **_windows(model, family),
+        **of_experts,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,

@@ -54,6 +54,8 @@ class Family:
     """Without layer_types, every n-th layer has no window."""
     says: frozenset[str] = frozenset()
     """Further fields of ours that its config.json can say."""
+    experts: Mapping[str, Any] | None = None
+    """Of a family with routed experts, the fields of theirs that it fixes."""
     whole_heads: bool = False
     """Whether transformers refuses widths that are not a multiple of the heads."""
 
@@ -88,6 +90,23 @@ FAMILIES = {
         {"qk_norm": "head"},
         windows="layer_types",
     ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24}
+        | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "num_experts_per_tok": 8}
+        | {"moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1, **_NO_TOKENS},
+        {"qk_norm": "head"},
+        experts={"router": "softmax", "router_bias": False, "shared_experts": 0, "router_scale": 1.0}
+        | {"expert_groups": 1, "groups_per_token": 1},
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        {"vocab_size": 152064, "hidden_size": 4608, "intermediate_size": 10944, "num_hidden_layers": 62}
+        | {"num_key_value_heads": 32, "moe_intermediate_size": 1408, "norm_topk_prob": False, **_NO_TOKENS}
+        | {"routed_scaling_factor": 1.0, "sliding_window": 4096, "max_window_layers": 62},
+        {"qk_norm": "head"},
+        experts={"router": "sigmoid", "router_bias": True},
+    ),
     "olmo2": Family("Olmo2ForCausalLM", _OLMO, {"qk_norm": "all", "norms": "after"}),
     "olmo3": Family(
         "Olmo3ForCausalLM",
@@ -121,6 +140,12 @@ def unsaid(model: ModelConfig, name: str) -> Iterator[str]:
     """The fields of a model that a config.json of this family cannot say."""
     family = FAMILIES[name]
     yield from (one for one, value in family.fields.items() if getattr(model, one) != value)
+    if (family.experts is None) != (model.experts == 0):
+        yield "experts"
+    elif family.experts is not None:
+        yield from (one for one, value in family.experts.items() if getattr(model, one) != value)
+        if family.experts["router"] == "sigmoid" and not model.shared_experts:
+            yield "shared_experts"
     if family.whole_heads and model.width % model.heads:
         yield "heads"
     asked = {

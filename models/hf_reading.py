@@ -45,6 +45,10 @@ SPELLED = {
     "key_value_heads": "num_key_value_heads",
     "head_width": "head_dim",
     "vocabulary": "vocab_size",
+    "experts_per_token": "num_experts_per_tok",
+    "dense_layers": "first_k_dense_replace",
+    "expert_groups": "n_group",
+    "groups_per_token": "topk_group",
 }
 
 
@@ -61,7 +65,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     if not isinstance(name, str) or name not in FAMILIES:
         known = " or ".join(f'"{name}"' for name in FAMILIES)
         raise Unsupported(f"model_type = {name!r}: only {known} is supported")
-    given, family = _Reader(_with_defaults(config)), FAMILIES[name]
+    given, family = Reader(_with_defaults(config)), FAMILIES[name]
     _note_unsupported(given, config, family)
     width, heads = given.integer("hidden_size"), given.integer("num_attention_heads")
     layers = given.integer("num_hidden_layers")
@@ -87,6 +91,10 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         values["attention_scale_width"] = 0 if scale == values["head_width"] else scale
         if given.values.get("final_logit_softcapping") is not None:
             values["logit_softcap"] = given.number("final_logit_softcapping")
+    if family.experts is not None:
+        from models.hf_experts import fields_of_experts
+
+        values |= fields_of_experts(given, family, layers)
     model = ModelConfig(name="from_weights", **values)
     if not given.problems:
         # Rules across fields cannot judge values that are wrong by themselves.
@@ -125,7 +133,7 @@ def facts_of(values: Mapping[str, Any], *, vocabulary: int, context_length: int 
     )
 
 
-class _Reader:
+class Reader:
     """Reads values of the right type; for a wrong one, returns a placeholder and adds a line to `problems`."""
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -135,9 +143,9 @@ class _Reader:
         """Values of the right type that ask for what our decoder does not compute."""
         self.place = ""
 
-    def table(self, key: str, values: dict[str, Any]) -> "_Reader":
+    def table(self, key: str, values: dict[str, Any]) -> "Reader":
         """Reads the values of a table, and adds lines where this reader does."""
-        inside = _Reader(values)
+        inside = Reader(values)
         inside.problems, inside.unsupported, inside.place = self.problems, self.unsupported, f"{key}."
         return inside
 
@@ -176,7 +184,7 @@ class _Reader:
         return bool(value)
 
 
-def _note_unsupported(given: _Reader, config: Mapping[str, Any], family: Family) -> None:
+def _note_unsupported(given: Reader, config: Mapping[str, Any], family: Family) -> None:
     """Add a line for each key of config that asks for something our model does not support."""
     classes = config.get("architectures") or [family.head]
     if not isinstance(classes, list):
@@ -189,7 +197,7 @@ def _note_unsupported(given: _Reader, config: Mapping[str, Any], family: Family)
             given.decline(key, f"{meaning} is not supported")
 
 
-def _windows(given: _Reader, family: Family, layers: int) -> dict[str, Any]:
+def _windows(given: Reader, family: Family, layers: int) -> dict[str, Any]:
     """The fields of windows. In most families layer_types, if given, alone decides which layers have one."""
     types, window = given.values.get("layer_types"), given.values.get("sliding_window")
     switch = given.values.get("use_sliding_window")
@@ -229,7 +237,7 @@ def _windows(given: _Reader, family: Family, layers: int) -> dict[str, Any]:
     return {"window": given.integer("sliding_window"), "full_attention_every": every}
 
 
-def _rope(given: _Reader) -> dict[str, Any]:
+def _rope(given: Reader) -> dict[str, Any]:
     """The RoPE fields, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     # In transformers 5, rope_scaling overrides rope_parameters, and a rope_theta inside overrides the one outside.
     key = "rope_scaling" if given.values.get("rope_scaling") else "rope_parameters"
@@ -242,7 +250,7 @@ def _rope(given: _Reader) -> dict[str, Any]:
     return {"rope_theta": theta, **_scaling(given, inside)}
 
 
-def _ropes_of_kinds(given: _Reader, model: Mapping[str, Any]) -> dict[str, Any]:
+def _ropes_of_kinds(given: Reader, model: Mapping[str, Any]) -> dict[str, Any]:
     """The RoPE fields of a family whose layers with windows have their own. model: its fields so far."""
     both = given.values.get("rope_parameters") or {}
     scaling = given.values.get("rope_scaling") or {}
@@ -270,7 +278,7 @@ def _ropes_of_kinds(given: _Reader, model: Mapping[str, Any]) -> dict[str, Any]:
     return values | ({"rope_scaled_layers": "full"} if "rope_scaling" in values else {})
 
 
-def _scaling(given: _Reader, inside: _Reader) -> dict[str, Any]:
+def _scaling(given: Reader, inside: Reader) -> dict[str, Any]:
     """The fields of scaling; none for "default". inside: the table that has them."""
     parameters, values = inside.values, dict[str, Any]()
     if parameters.get("partial_rotary_factor") not in (None, 1):
@@ -307,7 +315,7 @@ def _scaling(given: _Reader, inside: _Reader) -> dict[str, Any]:
     return values
 
 
-def _no_rope(given: _Reader, layers: int) -> dict[str, Any]:
+def _no_rope(given: Reader, layers: int) -> dict[str, Any]:
     """The layers without rotary embedding, as an interval if they follow one."""
     pattern = given.values["no_rope_layers"]
     if pattern is None:

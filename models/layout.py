@@ -27,6 +27,13 @@ class Stored(NamedTuple):
     """Its shape in our layout."""
     transposed: bool = False
     """Whether files store it as (in, out)."""
+    parts: tuple[str, ...] = ()
+    """The names of its parts along its first axis, if files store these instead."""
+
+
+def key_of(name: str, index: int | None) -> str:
+    """What Layout.pieces() says of a tensor in files, as one name."""
+    return name if index is None else f"{name}[{index}]"
 
 
 class Copy(NamedTuple):
@@ -51,6 +58,14 @@ class Layout:
     ignored: tuple[str, ...] = (FREQUENCIES,)
     """Patterns of names in files whose values follow from config.json."""
 
+    def pieces(self) -> Iterator[tuple[str, int | None, Stored]]:
+        """(our name, index along the first axis or None, how it is stored) of each tensor in files."""
+        for name, how in self.tensors.items():
+            if not how.parts:
+                yield name, None, how
+            for index, part in enumerate(how.parts):
+                yield name, index, Stored(part, how.shape[1:], how.transposed)
+
     def ignores(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether files may hold this tensor although the model has no place for it."""
         mask = shape in ((), (1,)) or (len(shape) == 4 and shape == (1, 1, shape[2], shape[2]))
@@ -71,5 +86,9 @@ def layout_of(model: ModelConfig) -> Layout:
 
         return stored_layout(replace(model, name="", weights="", config="", dropout=False))  # remembered by the rest
     tensors = {name: Stored(hf_name(name, norms=model.norms), shape) for name, shape in parameter_shapes(model)}
+    if model.experts:
+        from models.hf_experts import names_of_each
+
+        tensors = {name: how._replace(parts=names_of_each(name, model.experts)) for name, how in tensors.items()}
     copies = {"lm_head.weight": Copy(hf_name("lm_head.weight"), of="embedding.weight")}
     return Layout(tensors, copies if model.tied_embeddings else {})

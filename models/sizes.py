@@ -114,6 +114,18 @@ GEMMA3_4B = replace(
     vocabulary=262208,
     window=1024,
 )
+QWEN3_30B_A3B = replace(
+    QWEN3_8B,
+    name="qwen3_30b_a3b",
+    layers=48,
+    width=2048,
+    feed_forward_width=6144,
+    heads=32,
+    key_value_heads=4,
+    experts=128,
+    experts_per_token=8,
+    expert_width=768,
+)
 
 
 def _qwen3(size: str, layers: int, width: int, inner: int, heads: int, *, tied: bool) -> ModelConfig:
@@ -141,6 +153,7 @@ SIZES: dict[str, ModelConfig] = {
     for size in (
         _debug(SMOLLM3_3B, "smollm3_debug"),
         _debug(LLAMA3_8B, "llama3_debug"),
+        replace(_debug(QWEN3_30B_A3B, "moe_debug"), experts=8, experts_per_token=2, expert_width=192),
         SMOLLM2_135M,
         replace(
             SMOLLM2_135M,
@@ -208,6 +221,16 @@ SIZES: dict[str, ModelConfig] = {
             key_value_heads=16,
             head_width=128,
             attention_scale_width=168,
+        ),
+        QWEN3_30B_A3B,
+        replace(
+            QWEN3_30B_A3B,
+            name="qwen3_235b_a22b",
+            layers=94,
+            width=4096,
+            feed_forward_width=12288,
+            heads=64,
+            expert_width=1536,
         ),
     )
 }

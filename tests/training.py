@@ -72,10 +72,10 @@ def take_step(trainer: Any) -> Any:
     return trainer._train_step()
 
 
-def run_all(recipes: list[Recipe]) -> list[int]:
-    """Run recipes one after the other in this process and those beside it; exit codes."""
+def run_all(recipes: list[Recipe], silent: bool = True) -> list[int]:
+    """Run recipes one after the other in this process and those beside it; exit codes. silent: without a log."""
     world = start("cpu", seed=0)
-    codes = [train(recipe, world) for recipe in recipes]
+    codes = [train(recipe, world, silent=silent) for recipe in recipes]
     stop()
     return codes
 

@@ -33,7 +33,10 @@ def open_model(path: str | Path | Weights, *, dtype: torch.dtype, device: torch.
     tokenizer = weights.tokenizer
     with torch.device("meta"):
         model = Decoder(weights.model)
-    model = model.to(dtype).to_empty(device=device)
+    model = model.to(dtype)
+    if model.routers is not None:  # experts are chosen in float32
+        model.routers.float()
+    model = model.to_empty(device=device)
     load_weights(model, weights)
     return OpenedModel(model, tokenizer, weights.facts_of_text, weights.ends)
 

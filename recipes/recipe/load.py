@@ -250,7 +250,7 @@ def _size(given: Given, weights: "InitialWeights | None") -> ModelConfig:
 
 def _shape_is_given(given: Given) -> bool:
     """Whether these values omit no field of the model's shape, as in a resolved recipe."""
-    known = (*NO_SHAPE, "logit_softcap")  # older versions did not write it
+    known = (*NO_SHAPE, "upcycle", "logit_softcap")  # older versions did not write it
     return all(f"model.{field.name}" in given for field in fields(ModelConfig) if field.name not in known)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from models.config import FROM_WEIGHTS, ModelConfig
+from models.config import ModelConfig
 from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, FSDPConfig
 from parallel.errors import listed
 from recipes.checkpoint.config import CheckpointConfig
@@ -18,7 +18,7 @@ from recipes.evaluation.config import ValidationConfig
 from recipes.files.reading import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.metrics.hardware import MEMORY, hardware_of
-from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
+from recipes.recipe.fields import Problem, Violation, field_types, sections, toml, value_of
 from recipes.recipe.rules_data import data_is_there, validation_is_possible
 from recipes.recipe.rules_mesh import (
     batch_divides,
@@ -29,6 +29,7 @@ from recipes.recipe.rules_mesh import (
     tensor_can_overlap,
 )
 from recipes.recipe.rules_optimizer import moments_can_move, muon_fits, schedule_fits
+from recipes.recipe.rules_weights import weights_fit
 from recipes.recipe.schema import Recipe, RunConfig
 from recipes.recipe.stages import Stage, stages_of
 
@@ -208,34 +209,6 @@ def model_is_consistent(model: ModelConfig) -> Iterator[Violation]:
     """The fields of the model are consistent with each other."""
     for field, message in model.problems():
         yield f"model.{field}", message
-
-
-def weights_fit(
-    model: ModelConfig, initial: "InitialWeights | None", *, written: Collection[str]
-) -> Iterator[Violation]:
-    """The weights to start from are intact and have the shape of this model.
-
-    Only rope_theta may differ, if the recipe writes a larger one itself: that is how a context is extended.
-    """
-    if not model.weights or initial is None:
-        return
-    from recipes.weights.description import differences
-
-    if refused := refusal_of(lambda: initial.find().is_checkpoint or initial.find().stored_tensors):
-        yield "model.weights", refused
-        return
-    weights = initial.find()
-    if weights.model.by_transformers and not model.by_transformers:
-        remedy = f'write name = "{FROM_WEIGHTS}"'
-        yield "model.name", f"is a size of our decoder, but {weights.path} holds a model of transformers; {remedy}"
-        return
-    for field, theirs in differences(model, initial.outside_of_stages()):
-        remedy = 'write that, or omit it and write name = "from_weights"'
-        if field == "rope_theta":
-            if "model.rope_theta" in written and model.rope_theta > theirs:
-                continue
-            remedy += ", or a larger value to extend the context"
-        yield f"model.{field}", f"is {toml(theirs)} in the weights of {weights.path}; {remedy}"
 
 
 def from_elsewhere(

@@ -215,6 +215,8 @@ def _log_header(
         console.log(line, style=None if line.startswith(" ") else "bold")
     if starts_from is not None:
         console.log(f"weights from {starts_from.path}")
+        if stage.recipe.model.upcycle:
+            console.log("upcycling: each expert begins as the dense feed-forward of these weights, routers at random")
 
 
 def _require_space(checkpoints: "Checkpoints | None", built: Built, recipe: Recipe, *, done: int) -> None:

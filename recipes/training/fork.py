@@ -25,7 +25,7 @@ from recipes.weights.description import read_description
 SETTING = "run.continue_from"
 OF_WEIGHTS = ("rope_", "logit_softcap")
 """Beginnings of the fields of a model that its weights were trained with, although their tensors fit any value."""
-FREE = ("name", "weights", "config", "init_std", "dropout", *OF_WEIGHTS)
+FREE = ("name", "weights", "config", "upcycle", "init_std", "dropout", *OF_WEIGHTS)
 """Beginnings of the fields of a model that a fork may change."""
 OF_TEXT = ("data.validation_fraction", "data.text_field", "data.text_documents")
 """Fields that decide which tokens a source consists of."""

@@ -95,7 +95,8 @@ def _differences(old: Recipe, new: Recipe, steps: int) -> list[str]:
     differences = [
         f"{key}: {toml(was)} in the folder's recipe.toml, {toml(now)} now"
         for key in field_types()
-        if key.startswith(IDENTITY) and key not in ("model.weights", "model.config")  # used before the first step
+        # The last three are used before the first step.
+        if key.startswith(IDENTITY) and key not in ("model.weights", "model.config", "model.upcycle")
         if (was := value_of(old, key)) != (now := value_of(new, key))
         # A share of the run may be written where its steps were, or the other way round.
         if not (key.endswith(("warmup_steps", "decay_steps")) and same_phases)

@@ -1,7 +1,9 @@
 """Moves weights into models, checkpoints, Hugging Face folders: one tensor at a time, so hosts need little memory."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,14 +15,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from models.config import ModelConfig
 from models.hf import beyond_hf
-from models.layout import Stored, layout_of
+from models.layout import Layout, Stored, key_of, layout_of
 from parallel.errors import UserError
 from parallel.fsdp import plain_name
 from recipes.checkpoint.parameters import StoredParameters, write_parameters
 from recipes.checkpoint.storage import CODES, DTYPES
 from recipes.weights import hf_folder
 from recipes.weights.description import Description, checkpoint_files
-from recipes.weights.hf_folder import DTYPE_BYTES, Entry
+from recipes.weights.hf_folder import DTYPE_BYTES, Entry, StoredTensors
 from recipes.weights.locate import Weights, find_weights
 from recipes.weights.publish import with_card
 
@@ -34,28 +36,54 @@ PIECE = 16_000_000
 def load_weights(model: nn.Module, weights: Weights) -> None:
     """Fill a model, plain or sharded, with weights of its shape; each process reads only its own part.
 
+    Where the model has experts and the weights have none, each begins as their feed-forward, and routers stay as they
+    are (model.upcycle).
+
     The model must be on its device, with its final parameter types. Raises UserError with everything that is missing
     or damaged, before it reads any tensor.
     """
+    tensors = {plain_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    if not weights.model.experts and any(".feed_forward.experts." in name for name in tensors):
+        _upcycle(tensors, weights)
+        return
     if weights.is_checkpoint:
         StoredParameters(weights.path, weights.model).read_into(model)
         return
     stored, layout = weights.stored_tensors, layout_of(weights.model)
-    tensors = {plain_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    for name, how in layout.tensors.items():
+    for name, index, how in layout.pieces():
         if name in tensors:  # a stage of a pipeline has some of them
-            _fill(tensors[name], *stored[name], how)
+            _fill(tensors[name], *stored[key_of(name, index)], how, index)
     for name, copy in layout.copies.items():
         if name in stored and copy.of in tensors:
             _require_equal(stored[copy.of], stored[name], box=_own_box(tensors[copy.of]))
 
 
 @torch.no_grad()
-def _fill(tensor: Tensor, file: Path, entry: Entry, how: Stored) -> None:
-    """Read the part of one tensor that belongs to this process."""
+def _upcycle(tensors: Mapping[str, Tensor], weights: Weights) -> None:
+    """Fill each expert with a dense feed-forward (Komatsuzaki et al. 2022), and all else but routers as it is.
+
+    tensors: by their names in the plain model.
+    """
+    read = StoredParameters(weights.path, weights.model).read if weights.is_checkpoint else None
+    read = read or partial(_read_stored, weights.stored_tensors, layout_of(weights.model))
+    for name, tensor in tensors.items():
+        if not name.startswith("routers."):
+            values = read(dense := re.sub(r"\.experts\.(\w+)$", r".\1.weight", name))
+            own, box = tensor.to_local() if isinstance(tensor, DTensor) else tensor, _own_box(tensor)
+            own.copy_(values[box] if dense == name else values[box[1:] or ...].expand_as(own))
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, file: Path, entry: Entry, how: Stored, index: int | None = None) -> None:
+    """Read the part of one tensor, or of what it has at this index, that belongs to this process."""
     box = _own_box(tensor)
-    values = _flipped(_read(file, entry, box[::-1] if how.transposed else box), how)
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if index is not None:
+        first, *rest = box
+        if index not in range(*first.indices(len(tensor))):
+            return
+        own, box = own[index - (first.start or 0)], tuple(rest) or WHOLE
+    values = _flipped(_read(file, entry, box[::-1] if how.transposed else box), how)
     assert values.shape == own.shape, f"{entry.name}: {values.shape} for {own.shape}"
     own.copy_(values)
 
@@ -87,6 +115,14 @@ def _read(file: Path, entry: Entry, box: Box = WHOLE) -> Tensor:
         return tensors.get_slice(entry.name)[box] if entry.shape else tensors.get_tensor(entry.name)
 
 
+def _read_stored(stored: StoredTensors, layout: Layout, name: str) -> Tensor:
+    """The values of one of our tensors, from the files of a Hugging Face folder."""
+    how = layout.tensors[name]
+    if how.parts:
+        return torch.stack([_read(*stored[key_of(name, index)]) for index in range(len(how.parts))])
+    return _flipped(_read(*stored[name]), how)
+
+
 def import_folder(folder: Path, checkpoint: Path) -> None:
     """Write the weights of a Hugging Face folder, unchanged, as a checkpoint. Leaves no files after a UserError."""
     weights = find_weights(folder)
@@ -98,13 +134,14 @@ def import_folder(folder: Path, checkpoint: Path) -> None:
             _require_equal(stored[copy.of], stored[name], box=WHOLE)
     _ = weights.tokenizer  # raises UserError if our programs cannot use it
     description = replace(weights.description, facts=weights.facts_of_text, begins=False)
-    with hf_folder.new_folder(checkpoint) as partial:
-        shapes = {name: (how.shape, DTYPES[stored[name][1].dtype]) for name, how in layout.tensors.items()}
-
-        def read(name: str) -> Tensor:
-            return _flipped(_read(*stored[name]), layout.tensors[name])
-
-        write_parameters(partial, shapes, read, files=checkpoint_files(description))
+    with hf_folder.new_folder(checkpoint) as place:
+        read = partial(_read_stored, stored, layout)
+        types: dict[str, torch.dtype] = {}
+        for name, index, _ in layout.pieces():
+            dtype = DTYPES[stored[key_of(name, index)][1].dtype]
+            types[name] = torch.promote_types(types.get(name, dtype), dtype)
+        shapes = {name: (how.shape, types[name]) for name, how in layout.tensors.items()}
+        write_parameters(place, shapes, read, files=checkpoint_files(description))
 
 
 def export_checkpoint(
@@ -124,7 +161,8 @@ def export_checkpoint(
         raise UserError(f"{checkpoint} is a Hugging Face folder already")
     parameters = StoredParameters(weights.path, weights.model)
     names = layout_of(weights.model).tensors
-    files = _files(weights.model, {name: dtype or parameters.dtype(name) for name in names}, max_bytes)
+    dtypes = {name: dtype if dtype and not _is_bias(name) else parameters.dtype(name) for name in names}
+    files = _files(weights.model, dtypes, max_bytes)
     description = with_card(weights.description, weights.path)
     _write(folder, files, parameters.read, description, replace=replace)
 
@@ -134,7 +172,7 @@ def _files(model: ModelConfig, dtypes: Mapping[str, torch.dtype], max_bytes: int
         raise UserError(f"the model cannot be a Hugging Face folder: {problem}; it stays in its checkpoints")
     entries = [
         Entry(how.name, CODES[dtypes[name]], how.shape[::-1] if how.transposed else how.shape)
-        for name, how in layout_of(model).tensors.items()
+        for name, _, how in layout_of(model).pieces()
     ]
     return hf_folder.plan_files(entries, max_bytes=max_bytes)
 
@@ -147,18 +185,26 @@ def _write(
     *,
     replace: bool,
 ) -> None:
-    widest = max((entry.dtype for entries in files.values() for entry in entries), key=lambda code: DTYPE_BYTES[code])
-    ours = {how.name: (name, how) for name, how in layout_of(description.model).tensors.items()}
-    with hf_folder.new_folder(folder, replace=replace) as partial:
+    ours = {how.name: (name, index, how) for name, index, how in layout_of(description.model).pieces()}
+    types = {entry.dtype for entries in files.values() for entry in entries if not _is_bias(ours[entry.name][0])}
+    widest = max(types, key=lambda code: DTYPE_BYTES[code])
+    read = lru_cache(maxsize=1)(read)  # once for all experts of a layer
+    with hf_folder.new_folder(folder, replace=replace) as place:
         for file, entries in files.items():
-            with (partial / file).open("wb") as stream:
+            with (place / file).open("wb") as stream:
                 hf_folder.write_header(stream, entries)
                 for entry in entries:
-                    name, how = ours[entry.name]
-                    _write_values(stream, _flipped(read(name), how), DTYPES[entry.dtype])
-        hf_folder.write_index(partial, files)
+                    name, index, how = ours[entry.name]
+                    values = read(name) if index is None else read(name)[index]
+                    _write_values(stream, _flipped(values, how), DTYPES[entry.dtype])
+        hf_folder.write_index(place, files)
         dtype = str(DTYPES[widest]).removeprefix("torch.")
-        hf_folder.write_description(partial, description, dtype=dtype)
+        hf_folder.write_description(place, description, dtype=dtype)
+
+
+def _is_bias(name: str) -> bool:
+    """Whether this is a router's, which stays in float32: in bfloat16, steps of it would be lost."""
+    return name.startswith("routers.") and name.endswith(".bias")
 
 
 def _write_values(stream: BinaryIO, values: Tensor, dtype: torch.dtype) -> None:

@@ -13,10 +13,12 @@ from recipes.files.reading import read_text
 
 HF_CONFIG = "config.json"
 """The file that makes a folder a Hugging Face folder."""
-UNCHECKED = ("name", "init_std", "weights", "config", "dropout")
+UNCHECKED = ("name", "init_std", "weights", "config", "dropout", "upcycle")
 """Fields of a model that may differ from those its weights were trained with."""
 IMMATERIAL = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Keys of a config.json that may differ likewise."""
+OF_EXPERTS = ("expert", "shared_experts", "dense_layers", "router", "normalize_scores", "groups_per_token")
+"""Beginnings of the fields of a model that a dense one does not have."""
 LLAMA3_ROPE = ("rope_factor", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length")
 YARN = ("rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_scaled_layers")
 
@@ -47,7 +49,8 @@ class Description:
 
 def checkpoint_files(description: Description) -> dict[str, str]:
     """Name -> text of the files that describe the model in a checkpoint."""
-    model = replace(description.model, weights="", config="")  # where it came from is not part of the model
+    # Where it came from is not part of the model.
+    model = replace(description.model, weights="", config="", upcycle=False)
     content = {"model": asdict(model), "text": asdict(description.facts)}
     return {MODEL: json.dumps(content, indent=2) + "\n", TOKENIZER: description.tokenizer, **description.companions}
 
@@ -76,6 +79,21 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
         raise UserError(f"{file} does not describe a model of this version: {error}") from None
 
 
+def upcycling_problems(model: ModelConfig, dense: ModelConfig) -> Iterator[tuple[str, str]]:
+    """(field, message) of what keeps experts from starting as the feed-forwards of a dense model.
+
+    Each is a whole one, as in Komatsuzaki et al. 2022: then scores that add up to 1 give what the dense model gives.
+    """
+    if not model.experts:
+        yield "upcycle", "is for a model with experts; write experts = 8 or so, or false"
+    elif dense.experts:
+        yield "upcycle", "is for the weights of a dense model, but these have experts; write false"
+    elif model.expert_width != (width := dense.feed_forward_width):
+        yield "expert_width", f"must be {width}, the whole feed-forward that each expert starts as; write that"
+    elif model.shared_experts:
+        yield "shared_experts", "would be added to what the dense model computes; write 0"
+
+
 def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, Any]]:
     """(field, its value in `stored`) for every field in which a model differs from the one its weights belong to.
 
@@ -89,6 +107,9 @@ def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, 
     # Which layers have rotary embeddings and windows counts, not how that is said.
     patterns = {"uses_rope": ("no_rope_every", "no_rope_layers"), "window_of": ("window", "full_attention_every")}
     skipped = {*UNCHECKED, *patterns["uses_rope"], *patterns["window_of"]}
+    if not (model.experts and stored.experts):  # upcycling_problems() has the rest
+        skipped |= {one.name for one in fields(ModelConfig) if one.name.startswith(OF_EXPERTS)}
+        skipped -= set() if model.upcycle else {"experts"}
     if model.rope_scaling == "none" or stored.rope_scaling == "none":
         skipped |= {*LLAMA3_ROPE, *YARN}
     for name in (one.name for one in fields(ModelConfig)):

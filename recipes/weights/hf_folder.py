@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from models.config import ModelConfig, TextFacts
 from models.hf import config_to_hf
 from models.hf_config import config_to_transformers, read_model
-from models.layout import layout_of
+from models.layout import key_of, layout_of
 from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.data.text.tokens_beside import TOKENIZER_CONFIG, without_mark
@@ -57,7 +57,7 @@ class Entry:
 
 
 StoredTensors = dict[str, tuple[Path, Entry]]
-"""Our name of a tensor, or of another that it is tied to -> the file that has it and its entry there."""
+"""key_of() of a tensor, or our name of another that it is tied to -> the file that has it and its entry there."""
 
 
 def config_file(path: str) -> Path:
@@ -114,7 +114,8 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
     missing = []
     # Copies that a file has instead of what they are a copy of are taken for it.
     copies = {copy: place for copy in layout.copies if (place := take(layout.copies[copy].name))}
-    for name, (theirs, shape, transposed) in layout.tensors.items():
+    for ours, index, (theirs, shape, transposed, _) in layout.pieces():
+        name = key_of(ours, index)
         same = [copy for copy in copies if layout.copies[copy].of == name]
         place = take(theirs) or (copies.pop(same[0]) if same else None)
         if place is None:

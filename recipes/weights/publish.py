@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+import tomli
+
 from parallel.errors import UserError
 from recipes.checkpoint.config import VALIDATION
 from recipes.checkpoint.files import read_manifest
@@ -29,8 +31,12 @@ def with_card(description: Description, checkpoint: Path) -> Description:
     progress, name = manifest.state["progress"], run.name if recipe else checkpoint.name
     model, task = description.model, "text2text" if description.model.is_encoder_decoder else "text"
     lines = ["---", "library_name: transformers", f"pipeline_tag: {task}-generation", "tags:", "- shardwright", "---"]
+    made_of = tomli.loads(recipe)["model"] if recipe else {}
     lines += ["", f"# {name}", "", f"A language model with {model.num_params():,} parameters. Trained with Shardwright"]
-    lines += [f"for {manifest.step:,} steps on {progress['tokens']:,} tokens.", "", "## Data", ""]
+    lines += [f"for {manifest.step:,} steps on {progress['tokens']:,} tokens."]
+    if made_of.get("upcycle"):
+        lines.append(f"Upcycled: each expert began as the feed-forward of the dense model in `{made_of['weights']}`.")
+    lines += ["", "## Data", ""]
     try:
         consumed = consumed_tokens(from_json(progress.get("history", [])))
     except ValueError as error:

@@ -45,7 +45,8 @@ def test_every_size_converts_there_and_back(size: ModelConfig) -> None:
         back = replace(back, no_rope_every=size.no_rope_every)
     assert replace(back, name=size.name) == size
     assert config_to_hf(back, text_facts(written)) == written
-    assert written["model_type"] == ("smollm3" if size.name.startswith("smollm3") else "llama")
+    kind = "smollm3" if size.name.startswith("smollm3") else "qwen3_moe" if size.experts else "llama"
+    assert written["model_type"] == kind
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, SmolLM3Config])

@@ -38,6 +38,8 @@ PUBLISHED = {
     "gemma3_4b": 4_300_079_472 - 416_866_032 - 1152 * 2561,
     "gemma3_12b": 12_187_325_040 - 416_866_032 - 1152 * 3841,
     "gemma3_27b": 27_432_406_640 - 416_866_032 - 1152 * 5377,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
 }
 
 
@@ -48,7 +50,7 @@ def on_meta(config: ModelConfig) -> Decoder:
 
 def test_all_published_sizes_and_debug_sizes_exist() -> None:
     assert {*PUBLISHED} == {name for name in SIZES if not name.endswith("_debug")}
-    assert len(SIZES) == len(PUBLISHED) + 4
+    assert len(SIZES) == len(PUBLISHED) + 5
 
 
 @pytest.mark.parametrize("name", SIZES)

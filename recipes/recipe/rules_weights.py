@@ -1,0 +1,44 @@
+"""Rules of weights to start from. Imports no torch."""
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from models.config import FROM_WEIGHTS, ModelConfig
+from recipes.files.layout import CHECKPOINTS
+from recipes.recipe.fields import Violation, refusal_of, toml
+
+if TYPE_CHECKING:
+    from recipes.weights.locate import InitialWeights
+
+
+def weights_fit(
+    model: ModelConfig, initial: "InitialWeights | None", *, written: Collection[str]
+) -> Iterator[Violation]:
+    """The weights to start from are intact and have the shape of this model.
+
+    Only rope_theta may differ, if the recipe writes a larger one itself: that is how a context is extended.
+    """
+    if not model.weights or initial is None:
+        return
+    from recipes.weights.description import differences, upcycling_problems
+
+    if refused := refusal_of(lambda: initial.find().is_checkpoint or initial.find().stored_tensors):
+        yield "model.weights", refused
+        return
+    weights = initial.find()
+    if weights.model.by_transformers and not model.by_transformers:
+        remedy = f'write name = "{FROM_WEIGHTS}"'
+        yield "model.name", f"is a size of our decoder, but {weights.path} holds a model of transformers; {remedy}"
+        return
+    stored, is_own = initial.outside_of_stages(), weights.path.parent == initial.run_folder / CHECKPOINTS
+    if model.upcycle and not is_own:  # of this run, they have been upcycled already
+        yield from ((f"model.{field}", message) for field, message in upcycling_problems(model, stored))
+    for field, theirs in differences(model, stored):
+        remedy = 'write that, or omit it and write name = "from_weights"'
+        if field == "rope_theta":
+            if "model.rope_theta" in written and model.rope_theta > theirs:
+                continue
+            remedy += ", or a larger value to extend the context"
+        elif field == "experts" and not theirs and not is_own:
+            remedy += ", or upcycle = true, which starts each expert as the dense feed-forward"
+        yield f"model.{field}", f"is {toml(theirs)} in the weights of {weights.path}; {remedy}"

@@ -1,0 +1,244 @@
+"""Qwen3-MoE and dots1 (DeepSeek-V3's feed-forwards) on our decoder, and their folders, against transformers' own."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from models.cache import KeyValueCache
+from models.config import ModelConfig, TextFacts
+from models.decoder import Decoder
+from models.hf import beyond_hf, config_to_hf, parameter_shapes
+from models.hf_config import read_model
+from models.hf_families import FAMILIES
+from models.hf_reading import Unsupported, config_from_hf
+from models.layout import layout_of
+from models.sizes import SIZES
+from recipes.weights.convert import export_checkpoint, import_folder, load_weights
+from recipes.weights.locate import find_weights
+
+SHARED: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "num_experts_per_tok": 3,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+}
+DOTS: dict[str, Any] = {"n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 2.5}
+# Name -> model_type, keys of its config.json.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-MoE": ("qwen3_moe", {"num_experts": 8, "norm_topk_prob": True}),
+    "Qwen3-MoE, tied, scores as they are": ("qwen3_moe", {"num_experts": 6, "tie_word_embeddings": True}),
+    "Qwen3-MoE, first layer dense": ("qwen3_moe", {"num_experts": 8, "mlp_only_layers": [0], "norm_topk_prob": True}),
+    "dots1": ("dots1", {**DOTS, "first_k_dense_replace": 1, "norm_topk_prob": True}),
+    "dots1, groups": ("dots1", {**DOTS, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}),
+    "dots1, scores as they are": ("dots1", {**DOTS, "n_shared_experts": 1, "norm_topk_prob": False}),
+}
+
+
+def settings_of(case: str) -> dict[str, Any]:
+    """The config.json of a case."""
+    family, keys = CASES[case]
+    return {**SHARED, **keys, "model_type": family, "architectures": [FAMILIES[family].head]}
+
+
+@cache
+def reference(case: str) -> Any:
+    """transformers' model with random weights, norms, routers and biases of routers included."""
+    config = transformers.AutoConfig.for_model(**settings_of(case))
+    torch.manual_seed(0)
+    model = getattr(transformers, FAMILIES[CASES[case][0]].head)._from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.dim() == 1 and "inv_freq" not in name:
+                tensor += 0.2 * torch.randn_like(tensor)
+            if name.endswith("gate.weight"):
+                tensor.copy_(torch.randn_like(tensor))
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, Path]:
+    """The folder of each case, as transformers saves it, with a tokenizer."""
+    from recipes.data.text.tokenizer_loading import load_tokenizer
+
+    place = tmp_path_factory.mktemp("experts")
+    options: dict[str, Any] = {"text_field": "text", "cache": place / "cache", "log": lambda line: None}
+    tokenizer = load_tokenizer("train:300", sources=[str(corpus)], **options)
+    for number, case in enumerate(CASES):
+        reference(case).save_pretrained(place / str(number))
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, eos_token="<|endoftext|>")
+        fast.save_pretrained(place / str(number))
+    return {case: place / str(number) for number, case in enumerate(CASES)}
+
+
+def loaded(folder: Path) -> Decoder:
+    weights = find_weights(folder)
+    model = Decoder(weights.model)
+    load_weights(model, weights)
+    return model
+
+
+def tokens_of() -> Tensor:
+    return torch.randint(1, SHARED["vocab_size"], (2, 32), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_with_experts_has_the_logits_and_gradients_of_transformers(case: str, folders: dict[str, Path]) -> None:
+    model, theirs, tokens = loaded(folders[case]), reference(case), tokens_of()
+    targets = tokens.roll(-1, dims=1)
+    expected = theirs(tokens).logits
+    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
+    theirs.zero_grad()
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    model(tokens, targets).backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    layout = layout_of(model.config)
+    for name, parameter in model.named_parameters():
+        stored = layout.tensors[name]
+        if ".experts.gate_proj" in name or ".experts.up_proj" in name:  # transformers has them as one
+            both = gradients[stored.name.replace(".gate_proj", ".gate_up_proj").replace(".up_proj", ".gate_up_proj")]
+            gradient = both.chunk(2, dim=1)[".up_proj" in name]
+        else:
+            gradient = gradients.pop(stored.name)
+        assert (parameter.grad - gradient).norm() < 1e-4 * gradient.norm(), name
+    assert all("gate_up_proj" in name for name in gradients)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_with_experts_goes_through_a_checkpoint_and_back_to_the_byte(
+    case: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    import_folder(folders[case], tmp_path / "checkpoint")
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "again", max_bytes=100_000)
+    theirs = load_file(folders[case] / "model.safetensors")
+    again = {name: one for file in (tmp_path / "again").glob("*.safetensors") for name, one in load_file(file).items()}
+    tied = {"lm_head.weight"} if reference(case).config.tie_word_embeddings else set()
+    assert again.keys() - tied == theirs.keys() - tied
+    assert all(torch.equal(theirs[name], one) and theirs[name].dtype == one.dtype for name, one in again.items())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
+    with torch.no_grad():
+        assert torch.equal(model(tokens_of()).logits, reference(case)(tokens_of()).logits)
+    checkpoint = find_weights(tmp_path / "checkpoint")
+    assert checkpoint.model == find_weights(folders[case]).model
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            loaded(checkpoint.path).state_dict().values(), loaded(folders[case]).state_dict().values(), strict=True
+        )
+    )
+
+
+def test_a_bfloat16_export_keeps_biases_of_routers_in_float32(folders: dict[str, Path], tmp_path: Path) -> None:
+    import_folder(folders["dots1"], tmp_path / "checkpoint")
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "half", dtype=torch.bfloat16)
+    types = {name: one.dtype for name, one in load_file(tmp_path / "half" / "model.safetensors").items()}
+    for name, dtype in types.items():
+        assert dtype == (torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16), name
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_config_with_experts_goes_through_hugging_face_and_back(case: str) -> None:
+    model = config_from_hf(settings_of(case))
+    config = config_to_hf(model, TextFacts(256))
+    assert config["model_type"] == CASES[case][0] and config_from_hf(config) == model
+    as_saved = transformers.AutoConfig.for_model(**settings_of(case)).to_dict()  # as transformers 5 spells it
+    assert config_from_hf({key: value for key, value in as_saved.items() if value is not None}) == model
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    assert {name: tuple(one.shape) for name, one in decoder.state_dict().items()} == dict(parameter_shapes(model))
+    assert list(decoder.state_dict()) == [name for name, _ in parameter_shapes(model)]
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_both_spellings_of_the_number_of_experts_are_read(key: str) -> None:
+    settings = settings_of("Qwen3-MoE")
+    del settings["num_experts"]
+    assert config_from_hf({**settings, key: 16}).experts == 16
+    with pytest.raises(ValueError, match="which says the same"):
+        config_from_hf({**settings, "num_experts": 16, "num_local_experts": 8})
+
+
+@pytest.mark.parametrize(
+    ("case", "keys", "message"),
+    [
+        ("Qwen3-MoE", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("Qwen3-MoE", {"mlp_only_layers": [1]}, "mlp_only_layers = .1.: only the first layers may be dense"),
+        ("Qwen3-MoE", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window"),
+        ("dots1", {"max_window_layers": 1, "sliding_window": 8}, "max_window_layers = 1"),
+    ],
+)
+def test_experts_that_our_decoder_does_not_compute_are_refused_with_the_reason(
+    case: str, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Unsupported, match=message):
+        config_from_hf({**settings_of(case), **keys})
+    with pytest.raises(ValueError, match="mixtures of experts"):
+        read_model({**settings_of(case), **keys})
+
+
+@pytest.mark.parametrize(
+    ("case", "keys", "message"),
+    [
+        ("Qwen3-MoE", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: is more than experts = 8"),
+        ("Qwen3-MoE", {"num_experts": 0}, "num_experts = 0: must be an integer"),
+        ("dots1", {"n_group": 3}, "n_group = 3: must divide"),
+        ("dots1", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1: must be an integer >= 0"),
+        ("dots1", {"n_shared_experts": None}, "n_shared_experts = None"),
+    ],
+)
+def test_impossible_experts_are_refused_by_the_key_that_is_wrong(case: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({**settings_of(case), **keys})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"router_bias": True},
+        {"router_scale": 2.0},
+        {"shared_experts": 1},
+        {"qk_norm": "none"},
+        {"router": "sigmoid", "router_bias": True},
+        {"router": "sigmoid", "shared_experts": 1},
+    ],
+    ids=str,
+)
+def test_experts_that_no_config_json_can_say_are_not_exported(fields: dict[str, Any]) -> None:
+    model: ModelConfig = replace(SIZES["moe_debug"], **fields)
+    assert not model.problems()
+    assert beyond_hf(model) and not beyond_hf(SIZES["moe_debug"])
+    with pytest.raises(ValueError, match=f"{list(fields)[-1]} = |{next(iter(fields))} = |experts = "):
+        config_to_hf(model, TextFacts(256))
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "qwen3_235b_a22b", "moe_debug"])
+def test_sizes_with_experts_have_the_parameters_of_transformers(name: str) -> None:
+    config = config_to_hf(SIZES[name], TextFacts(4096))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    assert sum(parameter.numel() for parameter in model.parameters()) == SIZES[name].num_params()
+
+
+@pytest.mark.parametrize("case", ["Qwen3-MoE", "dots1, groups"])
+def test_a_text_that_a_cache_reads_in_parts_goes_to_the_same_experts(case: str, folders: dict[str, Path]) -> None:
+    model, tokens = loaded(folders[case]), tokens_of()
+    cache = KeyValueCache(model.config, batch=2, max_length=32, dtype=torch.float32, device=torch.device("cpu"))
+    with torch.no_grad():
+        parts = [model(part, cache=cache) for part in tokens.split([20, 1, 1, 7, 3], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=0, atol=1e-5)
