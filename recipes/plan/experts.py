@@ -6,7 +6,7 @@ Loads are assumed equal, or one process has IMBALANCE times the mean. Imports no
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from models.activations import Kept, Widths, at_swiglu_per_token, saved_per_token
+from models.activations import Kept, Widths, saved_per_token
 from recipes.plan.sizes import Pieces, Sizes, Unit
 
 IMBALANCE = 1.5
@@ -74,10 +74,11 @@ class SparseSizes(Sizes):
         """Bytes per token that routing and experts save: per row of an expert, and the rest."""
         model, element, own = self.recipe.model, kept.element, 1 / self.degrees.tensor
         chosen = model.experts_per_token
-        per_row = element * (model.width + 4 * model.expert_width) + (16 if self.degrees.expert > 1 else 0)
+        inner, routing = (3, 4) if kept.compiled else (4, 8)  # without silu(gate), and logits or scores
+        per_row = element * (model.width + inner * model.expert_width) + (16 if self.degrees.expert > 1 else 0)
         # Routers read float32, and nothing else what the norm returns.
         read = (4 - (0 if model.shared_experts else element)) * model.width if element == 2 else 0
-        routed = read + 4 * 2 * model.experts + 12 + chosen * (8 * 3 + 4 + element * (model.width + 1))
+        routed = read + routing * model.experts + 12 + chosen * (8 * 3 + 4 + element * (model.width + 1))
         return per_row, own * routed
 
     def _saved(self, kept: Kept) -> float:
@@ -104,12 +105,6 @@ class SparseSizes(Sizes):
     def saved(self) -> tuple[float, float]:
         plain, recomputing = self.kept
         return self._saved(plain), self._saved(recomputing)
-
-    @cached_property
-    def beside_saved(self) -> tuple[float, float]:
-        """Of a dense block, which comes before all sparse ones."""
-        plain, recomputing = self.kept
-        return at_swiglu_per_token(self.widths, plain), at_swiglu_per_token(self.widths, recomputing)
 
     def saved_before(self, layer: int) -> float:
         """Also what routers give to all blocks, in float32, and keep gathered so."""
@@ -139,7 +134,8 @@ class SparseSizes(Sizes):
         moments = (
             (whole + before + 2 * self._choice, 0),  # the gradient of what experts have returned, twice
             (whole - self._choice + 2 * inner, weights),  # the derivative of SwiGLU
-            (whole - self._choice - 3 * inner + 3 * width, 3 * weights),  # gradients of what both products have read
+            # The gradients of what both products have read.
+            (whole - self._choice - (2 if plain.compiled else 3) * inner + 3 * width, 3 * weights),
         )
         saved = self.saved[layer in self.recomputed]
         fullest, new = max(moments, key=lambda moment: self.tokens * moment[0] + moment[1])
@@ -150,3 +146,15 @@ class SparseSizes(Sizes):
         if self.recomputed[-1:] == (self.recipe.model.layers - 1,):
             return 0
         return round(2 * self.tokens * self._choice) + (1 if self.kept[0].compiled else 4) * self.stream
+
+    @property
+    def state_by_kind(self) -> Pieces:
+        """Parameters and moments of experts apart."""
+        state = self.state
+        layers = self.recipe.model.layers - self.recipe.model.dense_layers
+        parameters = 4 * layers * self.experts.share if state["parameters"] else 0
+        moments = parameters * (1 if self.recipe.optimizer.name == "muon" else 2) // 4
+        moments *= 4 if self.recipe.optimizer.state_dtype == "float32" else 2
+        of_experts = {"parameters": parameters, "moments": moments}
+        rest = {name: state[name] - size for name, size in of_experts.items()}
+        return rest | {f"{name} of experts": size for name, size in of_experts.items()}
