@@ -49,7 +49,9 @@ def split_over(model: nn.Module, mesh: ExpertMesh) -> str:
     """Divide the experts of every block, in place, on the meta device. Returns a line for the log."""
     interface = interface_of(model)
     inside = interface.inside_block
-    assert inside is not None and inside.experts and inside.exchange and interface.routers
+    if interface.routers is None:
+        return "expert parallelism: off, these blocks have no experts"  # a stage whose layers are dense
+    assert inside is not None and inside.experts and inside.exchange
     if mesh.rows is not None:
         cast(Routers, model.get_submodule(interface.routers)).sum_of_rows = _Sum(mesh.rows)  # type: ignore[method-assign]
     if mesh.axis is None:

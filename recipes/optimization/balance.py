@@ -1,43 +1,111 @@
 """Balances the loads of routed experts, and tells of them."""
 
+import math
 from collections.abc import Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from models.config import ModelConfig
 from models.experts import Routers
 from models.interface import interface_of
 from parallel.mesh import Mesh
 from parallel.passes import sum_over_group
 from recipes.optimization.config import ExpertsConfig
 
+DEAD_AFTER = 100
+"""Steps without a token after which an expert is dead: in a small batch, one step says little."""
+OVERLOADED = 4.0
+"""Multiple of the mean load, or 3/4 of what an expert with every token has, above which an expert is named."""
+QUIET = 20
+"""Rows of metrics.jsonl after one with names, in which nothing is named."""
+MOST_NAMED = 8
+
 
 class Balance:
-    """Of the sparse layers that this process has."""
+    """Moves the biases of the sparse layers that this process has, and knows the loads of all layers."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, config: ExpertsConfig) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, config: ExpertsConfig, *, whole: ModelConfig) -> None:
+        """whole: the model, of which a process of a pipeline has a part."""
         assert mesh.experts is not None
         self._routers = cast(Routers, model.get_submodule(cast(str, interface_of(model).routers)))
-        self._group, self._config = mesh.experts.tokens, config
+        self._tokens, self._config = mesh.experts.tokens, config
         self._routers.balance_weight = config.loss_weight if config.balance == "loss" else 0.0
         self._routers.z_weight = config.z_loss
+        self._stages = [mesh.pipeline.get_group()] if mesh.pipeline is not None else []
+        self._layers = [layer for layer in range(whole.layers) if whole.is_sparse(layer)]
+        self._own = [self._layers.index(layer) for layer in self._routers.places]
+        self._chosen = whole.experts_per_token
+        self._most = min(OVERLOADED, 0.75 * whole.experts / self._chosen)
+        # Since the last row: what routers have found, of this process alone, and the number of steps.
+        self._found: Tensor | float = 0.0
+        self._steps = self._quiet = 0
+        self._shares: Tensor | None = None
+        self._idle: Tensor | int = 0
 
     @torch.no_grad()
-    def move(self, skip: Tensor, target_tokens: Tensor, *, is_logged: bool) -> Mapping[str, Tensor]:
+    def move(self, skip: Tensor, *, is_logged: bool) -> Mapping[str, Tensor]:
         """After a step: move biases, unless it was skipped. Returns columns of metrics.jsonl if it is logged.
 
-        skip: 1.0 if the step changes nothing; target_tokens: of the step.
+        skip: 1.0 if the step changes nothing.
         """
-        if self._config.balance != "bias" and not is_logged:
-            return {}
         # Loads are whole numbers: their sums are exact, and the same on any mesh.
-        found = sum_over_group(self._routers.found.to(torch.float64), self._group)
-        loads = found[:, :-2]  # (layers, E)
+        found = self._routers.found.to(torch.float64)
+        kept = skip.to(found.device) == 0
+        self._found = self._found + found.where(kept, 0.0)
+        self._steps += 1
         if self._config.balance == "bias":
-            steps = (loads.mean(1, keepdim=True) - loads).sign() * self._config.bias_rate * (1 - skip)
+            loads = sum_over_group(found[:, :-2].clone(), self._tokens)  # (layers, E)
+            steps = (loads.mean(1, keepdim=True) - loads).sign() * self._config.bias_rate * kept
             for layer, place in self._routers.places.items():
                 bias = self._routers.bias_of(layer)
                 assert bias is not None, "recipes/recipe/rules_experts.py asks for model.router_bias"
                 bias += steps[place].to(bias.dtype)
-        return {}
+        return self._columns(self._found) if is_logged else {}
+
+    def _columns(self, found: Tensor) -> dict[str, Tensor]:
+        """What the steps since the last row have found in all layers, equal on all processes."""
+        whole = found.new_zeros(len(self._layers), found.shape[1])
+        whole[self._own] = found
+        for group in [self._tokens, *self._stages]:
+            sum_over_group(whole, group)
+        loads, losses = whole[:, :-2], whole[:, -2:]
+        shares = loads / loads.sum(1, keepdim=True)
+        self._shares = shares * loads.shape[1]
+        self._idle = torch.where(loads > 0, 0, self._idle + self._steps)
+        self._found, self._steps = 0.0, 0
+        balance, squares = losses.sum(0) / (loads.sum() / self._chosen)
+        return {
+            "expert_load/largest": self._shares.max(),
+            "expert_load/smallest": self._shares.min(),
+            "expert_load/entropy": torch.special.entr(shares).sum(1).min() / math.log(max(2, loads.shape[1])),
+            "expert_load/dead": (self._idle >= DEAD_AFTER).sum(),
+            "balance_loss": balance,
+            "router_z_loss": squares,
+        }
+
+    def lines(self) -> list[str]:
+        """Dead and overloaded experts of the last row, by name; nothing for some rows after a row with names."""
+        self._quiet -= 1
+        if self._shares is None or isinstance(self._idle, int) or self._quiet > 0:
+            return []
+        shares, found = self._shares.cpu(), []
+        dead = [self._name(*place) for place in (self._idle >= DEAD_AFTER).nonzero().tolist()]
+        over = (shares > self._most).nonzero().tolist()
+        if dead:
+            found.append(f"DEAD EXPERTS: {_some(dead)}: no token for {DEAD_AFTER} steps or more")
+        if over:
+            over.sort(key=lambda place: -shares[*place].item())
+            loads = [f"{self._name(*place)}: {shares[*place].item():.1f}x the mean" for place in over]
+            found.append(f"OVERLOADED EXPERTS: {_some(loads)}")
+        self._quiet = QUIET if found else 0
+        return found
+
+    def _name(self, place: int, expert: int) -> str:
+        return f"blocks.{self._layers[place]} expert {expert}"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more}"

@@ -141,7 +141,7 @@ def _balance(recipe: Recipe, model: nn.Module, mesh: Mesh) -> "Balance | None":
         return None
     from recipes.optimization.balance import Balance
 
-    return Balance(model, mesh, recipe.experts)
+    return Balance(model, mesh, recipe.experts, whole=recipe.model)
 
 
 def _attention(recipe: Recipe, device: torch.device) -> list[str]:

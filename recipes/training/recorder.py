@@ -57,6 +57,7 @@ class Recorder:
         mesh, model, world, clock, console = built.mesh, built.model, process.world, process.clock, process.console
         self._world, self._mesh, self._clock, self._console = world, mesh, clock, console
         self._loader, self._guard, self._throughput = loader, guard, throughput
+        self._balance = built.balance
         self._steps, self._folder = recipe.run.steps, recipe.run.folder
         self._draws = recipe.metrics.picture and world.is_main
         self._knows_pace = False  # the first row's step compiled, and says nothing about the others
@@ -155,7 +156,8 @@ class Recorder:
             self.metrics.write(row)
             self._loader.note_bad_rows()
             self._console.log(step_line(row, self._steps))
-            for name in [*names, *full]:
+            experts = self._balance.lines() if self._balance else []
+            for name in [*names, *full, *experts]:
                 self._console.log(f"step {step:>6}  {name}")
             self._console.progress(step, self._steps, f"loss {mean_loss:.3f}")
             gc.collect()  # here, and not in the middle of a step
