@@ -98,7 +98,8 @@ def forward(plan: Plan) -> dict[str, Pieces]:
     """What is kept when each block has run, with its weights and the next ones; it is never the fullest of a step."""
     loss, size = plan.memory.moments["the loss"], sizes_of(plan.recipe, plan.degrees)
     layers = plan.recipe.model.layers
-    kept = {name: loss.get(name, 0) for name in (*size.state_by_kind, *STEADY, "accumulated gradients", "reduced gradients")}
+    steady = (*size.state_by_kind, *STEADY)
+    kept = {name: loss.get(name, 0) for name in (*steady, "accumulated gradients", "reduced gradients")}
     found = {}
     for layer in range(layers):
         weights = loss["gathered weights"]
