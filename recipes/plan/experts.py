@@ -3,6 +3,7 @@
 Loads are assumed equal, or one process has IMBALANCE times the mean. Imports no torch.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -55,8 +56,8 @@ class SparseSizes(Sizes):
     @cached_property
     def routers(self) -> Unit:
         model = self.recipe.model
-        shapes = [(model.experts, model.width)] * (model.layers - model.dense_layers)
-        return Unit.of(*shapes, shards=self.shards)
+        one, layers = Unit.of((model.experts, model.width), shards=self.shards), model.layers - model.dense_layers
+        return Unit(layers * one.share, layers * one.whole, layers)
 
     @cached_property
     def norm(self) -> Unit:
@@ -106,13 +107,19 @@ class SparseSizes(Sizes):
         plain, recomputing = self.kept
         return self._saved(plain), self._saved(recomputing)
 
+    @cached_property
+    def _saved_by_dense(self) -> tuple[float, float]:
+        plain, recomputing = self.kept
+        return saved_per_token(self.widths, plain), saved_per_token(self.widths, recomputing)
+
     def saved_before(self, layer: int) -> float:
         """Also what routers give to all blocks, in float32, and keep gathered so."""
-        few = self.recipe.model.dense_layers
-        dense = Sizes.saved.func(self)  # type: ignore[attr-defined]
-        again = {*self.recomputed}
-        blocks = sum((dense if at < few else self.saved)[at in again] for at in range(layer))
-        return blocks + (8 - self.gathered) * self.routers.whole / self.tokens
+        few = min(layer, self.recipe.model.dense_layers)
+        dense, again = bisect_left(self.recomputed, few), bisect_left(self.recomputed, layer)
+        (plain, recomputing), (sparse, recomputing_sparse) = self._saved_by_dense, self.saved
+        of_dense = (few - dense) * plain + dense * recomputing
+        of_sparse = (layer - few - again + dense) * sparse + (again - dense) * recomputing_sparse
+        return of_dense + of_sparse + (8 - self.gathered) * self.routers.whole / self.tokens
 
     @cached_property
     def _choice(self) -> float:

@@ -51,8 +51,8 @@ MORE = (2, 4, 8, 16, 32, 64, 128, 256)
 """Times as many GPUs are looked at where nothing fits."""
 
 
-Kind = tuple[int, int, int, bool, str]
-"""Degrees of pipeline, tensor, context; whether there are replicas; and how half of the blocks or more recompute."""
+Kind = tuple[int, int, int, int, bool, str]
+"""Degrees of pipeline, tensor, context, expert; whether there are replicas; and how at least half of the blocks run."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def kind_of(recipe: Recipe, degrees: MeshDegrees) -> Kind:
     """Recipes of one kind differ in numbers only."""
     way, layers = recipe.activation_checkpointing, recipe.model.layers
     mode = way.mode if 2 * len(way.recomputed(layers)) >= layers else "none"
-    return degrees.pipeline, degrees.tensor, degrees.context, degrees.replicate > 1, mode
+    return degrees.pipeline, degrees.tensor, degrees.context, degrees.expert, degrees.replicate > 1, mode
 
 
 def _front(points: list[Point]) -> list[Point]:
