@@ -189,7 +189,7 @@ class ModelConfig:
             found["groups_per_token"] = f"is more than expert_groups = {self.expert_groups}"
         elif self.groups_per_token < self.expert_groups and self.experts < 2 * self.expert_groups:
             found["expert_groups"] = f"leaves fewer than two of {self.experts} experts to a group"
-        elif self.groups_per_token * self.experts // self.expert_groups < self.experts_per_token:
+        elif self.groups_per_token * self.experts // self.expert_groups < min(self.experts_per_token, self.experts):
             found["groups_per_token"] = f"has fewer experts than experts_per_token = {self.experts_per_token}"
         return found
 
@@ -241,6 +241,10 @@ class ModelConfig:
         norms = self.width + self.layers * ((4 if self.norms == "both" else 2) * self.width + of_heads)
         embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
         return self._matmul_params(self.experts) + norms + embedding
+
+    def active_params(self) -> int:
+        """Those of num_params() that compute a token."""
+        return self.num_params() - self._matmul_params(self.experts) + self.matmul_params()
 
     def flops_per_token(self, sequence_length: float, attention: AttentionFlops) -> int:
         """Floating-point operations per token of one training step, forward and backward, without recomputation.

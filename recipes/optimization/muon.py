@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
         """
         if not matrices:
             raise UserError('optimizer.name = "muon": the blocks of this model have no matrix; write name = "adamw"')
-        if any(parameter.dim() == 3 and _is_cut(cast(DTensor, parameter)) for parameter in matrices):
+        if any(_is_cut(parameter) for parameter in matrices if parameter.dim() == 3):
             raise UserError(
                 'optimizer.name = "muon": processes have parts of single experts, because the number of experts cannot'
                 ' be divided among them; write a larger mesh.replicate, or name = "adamw"'
@@ -198,9 +198,9 @@ def _round_states(optimizer: torch.optim.Optimizer) -> None:
         state.update({name: value.to(dtype) for name, value in state.items() if name != "step"})
 
 
-def _is_cut(experts: DTensor) -> bool:
+def _is_cut(experts: Tensor) -> bool:
     """Whether a process has parts of experts, (E, rows, columns), and not whole ones."""
-    return any(placement.is_shard(1) for placement in experts.placements)
+    return isinstance(experts, DTensor) and any(placement.is_shard(1) for placement in experts.placements)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""What routed experts add to the memory and the time of a step, from the dimensions of the model.
-
-Loads are assumed equal, or one process has IMBALANCE times the mean. Imports no torch.
-"""
+"""The sizes of a process whose blocks have routed experts. Imports no torch."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
@@ -9,9 +6,6 @@ from functools import cached_property
 
 from models.activations import Kept, Widths, saved_per_token
 from recipes.plan.sizes import Pieces, Sizes, Unit
-
-IMBALANCE = 1.5
-"""Rows of the experts of the fullest process, relative to the mean, beside which a plan shows its numbers. Assumed."""
 
 
 @dataclass(frozen=True)
