@@ -23,13 +23,12 @@ class SparseSizes(Sizes):
 
     @cached_property
     def experts(self) -> Unit:
-        """The experts of one layer. See _placement_of_experts() of parallel/fsdp.py."""
+        """The experts of one layer. See shards_of_experts() of parallel/experts.py."""
         model, degrees = self.recipe.model, self.degrees
         shards, own = degrees.stage // degrees.expert, model.experts // degrees.expert
-        whole = own % shards == 0 or degrees.expert * degrees.tensor == 1
         size = own * model.expert_width * model.width
         rows = (model.expert_width, model.expert_width, model.width)
-        parts = [own if whole or count % shards else count for count in rows]
+        parts = [own if own % shards == 0 or count % shards else count for count in rows]
         return Unit.of(*((count, size // count) for count in parts), shards=shards)
 
     @cached_property
