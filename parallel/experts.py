@@ -74,7 +74,7 @@ def shards_of_experts(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], 
     """What fully_shard asks for each parameter of a block: along which axis it is cut, and over which mesh.
 
     Experts are no unit of their own: FSDP's hooks inside a block can neither be compiled nor recomputed (torch 2.13).
-    Raises UserError for a torch without a mesh for each parameter.
+    Raises UserError for torch 2.11, which has no mesh for each parameter.
     """
     assert mesh.experts is not None
     over = mesh.experts.fsdp or mesh.fsdp
@@ -101,7 +101,7 @@ def _cut_over(mesh: DeviceMesh) -> Callable[[int], Any]:
         from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
     except ImportError as error:
         raise UserError(
-            "mesh.expert and mesh.tensor of a model with experts need torch 2.13 or later, and this is"
+            "mesh.expert and mesh.tensor of a model with experts need torch 2.12 or later, and this is"
             f" {torch.__version__}; write 1 for both"
         ) from error
     info: Any = _get_mesh_info(mesh)
