@@ -282,7 +282,8 @@ def numerics_of(recipe: Recipe, *, gpu: Gpu, fixed: frozenset[str]) -> Iterator[
         found["float8 rowwise"] = {"float8": replace(float8, recipe="rowwise")}
     if recipe.optimizer.state_dtype == "float32" and "optimizer.state_dtype" not in fixed:
         found["bf16 moments"] = {"optimizer": replace(recipe.optimizer, state_dtype="bfloat16")}
-    if recipe.fsdp.reduce_dtype == "float32" and "fsdp.reduce_dtype" not in fixed:
+    # FSDP of torch 2.13 takes no reduction of our own where experts have another mesh than the rest.
+    if recipe.fsdp.reduce_dtype == "float32" and "fsdp.reduce_dtype" not in fixed and not recipe.model.experts:
         found["bf16 sums"] = {"fsdp": replace(recipe.fsdp, reduce_dtype="bfloat16")}
     together = dict(section for change in reversed(found.values()) for section in change.items())
     if len(together) > 1:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import parallel.experts
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.lab.plan.plan import plan
+from recipes.lab.plan.search import peak
+from recipes.lab.plan.search_space import numerics_of
 from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict
 from recipes.plan.moments import sizes_of
@@ -180,6 +183,22 @@ def test_the_experts_of_stages_add_up_to_all() -> None:
     assert found[1].moments() is not None and predict(recipe, MeshDegrees(pipeline=2, replicate=1, shard=2)).where
 
 
+@pytest.mark.parametrize("share", ["all", 0.25])
+@pytest.mark.parametrize("dense", [0, 2])
+def test_the_peak_alone_is_that_of_all_moments(share: str | float, dense: int) -> None:
+    for kind, reshard, count in product(("none", "selective", "full"), ("true", "false"), (8, 32)):
+        way = [mode(kind), *([f"--activation_checkpointing.blocks={share}"] if kind != "none" else [])]
+        words = [*way, f"--fsdp.reshard_after_forward={reshard}", f"--batch.global_batch_size={count}"]
+        recipe = recipe_of(*words, layers=9, dense_layers=dense)
+        for degrees in (MeshDegrees(replicate=1, shard=4, expert=4), MeshDegrees(replicate=1, shard=2, tensor=2)):
+            assert peak(recipe, degrees) == predict(recipe, degrees).peak
+
+
+def test_a_search_tries_no_sums_in_bfloat16_that_fsdp_refuses_for_experts() -> None:
+    names = [name for name, _ in numerics_of(qwen(), gpu=H100, fixed=frozenset())]
+    assert "bf16 moments" in names and "bf16 sums" not in names
+
+
 def test_a_cpu_has_no_time_of_experts() -> None:
     recipe = recipe_of()
     with pytest.raises(UserError, match=r"model\.experts"):
@@ -188,7 +207,7 @@ def test_a_cpu_has_no_time_of_experts() -> None:
 
 def test_experts_as_many_as_one_cost_about_what_a_dense_layer_does() -> None:
     """All experts chosen, each of a part of the width: the same products, and besides them routing and rows."""
-    dense = recipe_of("--run.device=cuda", "--compile.enabled=true", **SIZES_OF_QWEN | {"experts": 0})
+    dense = recipe_of(*LONG, "--run.device=cuda", "--compile.enabled=true", **SIZES_OF_QWEN | {"experts": 0})
     dense = replace(dense, model=replace(dense.model, feed_forward_width=8 * 768))
     sparse = replace(dense, model=replace(dense.model, experts=8, experts_per_token=8, expert_width=768))
     times = [time_of(work_of(recipe, MeshDegrees(replicate=1, shard=4)), gpu=H100) for recipe in (dense, sparse)]
