@@ -246,6 +246,10 @@ class ModelConfig:
         embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
         return self._matmul_params(self.experts) + norms + embedding
 
+    def active_params(self) -> int:
+        """Those of num_params() that compute a token."""
+        return self.num_params() - self._matmul_params(self.experts) + self.matmul_params()
+
     def flops_per_token(self, sequence_length: float, attention: AttentionFlops) -> int:
         """Floating-point operations per token of one training step, forward and backward, without recomputation.
 

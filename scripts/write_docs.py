@@ -201,7 +201,7 @@ is for the {reserved[0]} to {reserved[1]} GB that the allocator reserves above t
 """
 MEMORY_COLUMNS = ("recipe", "GB", "of", "fullest at")
 GROUPS = {
-    "state": ("parameters", "moments"),
+    "state": ("parameters", "moments", "parameters of experts", "moments of experts"),
     "gradients": ("accumulated gradients", "reduced gradients", "new gradients", "reduction"),
     "weights": ("gathered weights", "gathering"),
     "activations": ("activations",),

@@ -57,7 +57,7 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
         optimizer=build_optimizer(model, recipe.optimizer, mesh, dtype=getattr(torch, fsdp.param_dtype)),
         parameters=tuple(model.parameters()),
         roles={},
-        balance=Balance(model, mesh, recipe.experts) if recipe.model.experts else None,
+        balance=Balance(model, mesh, recipe.experts, whole=recipe.model) if recipe.model.experts else None,
         grad_clip=recipe.optimizer.grad_clip,
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),

@@ -1,16 +1,11 @@
-"""What routed experts add to the memory and the time of a step, from the dimensions of the model.
+"""The sizes of a process whose blocks have routed experts. Imports no torch."""
 
-Loads are assumed equal, or one process has IMBALANCE times the mean. Imports no torch.
-"""
-
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from models.activations import Kept, Widths, at_swiglu_per_token, saved_per_token
-from recipes.plan.sizes import Sizes, Unit
-
-IMBALANCE = 1.5
-"""Rows of the experts of the fullest process, relative to the mean, beside which a plan shows its numbers. Assumed."""
+from models.activations import Kept, Widths, saved_per_token
+from recipes.plan.sizes import Pieces, Sizes, Unit
 
 
 @dataclass(frozen=True)
@@ -28,13 +23,12 @@ class SparseSizes(Sizes):
 
     @cached_property
     def experts(self) -> Unit:
-        """The experts of one layer. See _placement_of_experts() of parallel/fsdp.py."""
+        """The experts of one layer. See shards_of_experts() of parallel/experts.py."""
         model, degrees = self.recipe.model, self.degrees
         shards, own = degrees.stage // degrees.expert, model.experts // degrees.expert
-        whole = own % shards == 0 or degrees.expert * degrees.tensor == 1
         size = own * model.expert_width * model.width
         rows = (model.expert_width, model.expert_width, model.width)
-        parts = [own if whole or count % shards else count for count in rows]
+        parts = [own if own % shards == 0 or count % shards else count for count in rows]
         return Unit.of(*((count, size // count) for count in parts), shards=shards)
 
     @cached_property
@@ -55,8 +49,8 @@ class SparseSizes(Sizes):
     @cached_property
     def routers(self) -> Unit:
         model = self.recipe.model
-        shapes = [(model.experts, model.width)] * (model.layers - model.dense_layers)
-        return Unit.of(*shapes, shards=self.shards)
+        one, layers = Unit.of((model.experts, model.width), shards=self.shards), model.layers - model.dense_layers
+        return Unit(layers * one.share, layers * one.whole, layers)
 
     @cached_property
     def norm(self) -> Unit:
@@ -74,10 +68,11 @@ class SparseSizes(Sizes):
         """Bytes per token that routing and experts save: per row of an expert, and the rest."""
         model, element, own = self.recipe.model, kept.element, 1 / self.degrees.tensor
         chosen = model.experts_per_token
-        per_row = element * (model.width + 4 * model.expert_width) + (16 if self.degrees.expert > 1 else 0)
+        inner, routing = (3, 4) if kept.compiled else (4, 8)  # without silu(gate), and logits or scores
+        per_row = element * (model.width + inner * model.expert_width) + (16 if self.degrees.expert > 1 else 0)
         # Routers read float32, and nothing else what the norm returns.
         read = (4 - (0 if model.shared_experts else element)) * model.width if element == 2 else 0
-        routed = read + 4 * 2 * model.experts + 12 + chosen * (8 * 3 + 4 + element * (model.width + 1))
+        routed = read + routing * model.experts + 12 + chosen * (8 * 3 + 4 + element * (model.width + 1))
         return per_row, own * routed
 
     def _saved(self, kept: Kept) -> float:
@@ -106,18 +101,18 @@ class SparseSizes(Sizes):
         return self._saved(plain), self._saved(recomputing)
 
     @cached_property
-    def beside_saved(self) -> tuple[float, float]:
-        """Of a dense block, which comes before all sparse ones."""
+    def _saved_by_dense(self) -> tuple[float, float]:
         plain, recomputing = self.kept
-        return at_swiglu_per_token(self.widths, plain), at_swiglu_per_token(self.widths, recomputing)
+        return saved_per_token(self.widths, plain), saved_per_token(self.widths, recomputing)
 
     def saved_before(self, layer: int) -> float:
         """Also what routers give to all blocks, in float32, and keep gathered so."""
-        few = self.recipe.model.dense_layers
-        dense = Sizes.saved.func(self)  # type: ignore[attr-defined]
-        again = {*self.recomputed}
-        blocks = sum((dense if at < few else self.saved)[at in again] for at in range(layer))
-        return blocks + (8 - self.gathered) * self.routers.whole / self.tokens
+        few = min(layer, self.recipe.model.dense_layers)
+        dense, again = bisect_left(self.recomputed, few), bisect_left(self.recomputed, layer)
+        (plain, recomputing), (sparse, recomputing_sparse) = self._saved_by_dense, self.saved
+        of_dense = (few - dense) * plain + dense * recomputing
+        of_sparse = (layer - few - again + dense) * sparse + (again - dense) * recomputing_sparse
+        return of_dense + of_sparse + (8 - self.gathered) * self.routers.whole / self.tokens
 
     @cached_property
     def _choice(self) -> float:
@@ -139,7 +134,8 @@ class SparseSizes(Sizes):
         moments = (
             (whole + before + 2 * self._choice, 0),  # the gradient of what experts have returned, twice
             (whole - self._choice + 2 * inner, weights),  # the derivative of SwiGLU
-            (whole - self._choice - 3 * inner + 3 * width, 3 * weights),  # gradients of what both products have read
+            # The gradients of what both products have read.
+            (whole - self._choice - (2 if plain.compiled else 3) * inner + 3 * width, 3 * weights),
         )
         saved = self.saved[layer in self.recomputed]
         fullest, new = max(moments, key=lambda moment: self.tokens * moment[0] + moment[1])
@@ -150,3 +146,15 @@ class SparseSizes(Sizes):
         if self.recomputed[-1:] == (self.recipe.model.layers - 1,):
             return 0
         return round(2 * self.tokens * self._choice) + (1 if self.kept[0].compiled else 4) * self.stream
+
+    @property
+    def state_by_kind(self) -> Pieces:
+        """Parameters and moments of experts apart."""
+        state = self.state
+        layers = self.recipe.model.layers - self.recipe.model.dense_layers
+        parameters = 4 * layers * self.experts.share if state["parameters"] else 0
+        moments = parameters * (1 if self.recipe.optimizer.name == "muon" else 2) // 4
+        moments *= 4 if self.recipe.optimizer.state_dtype == "float32" else 2
+        of_experts = {"parameters": parameters, "moments": moments}
+        rest = {name: state[name] - size for name, size in of_experts.items()}
+        return rest | {f"{name} of experts": size for name, size in of_experts.items()}

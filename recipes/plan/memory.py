@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
-from recipes.plan.moments import moments
-from recipes.plan.sizes import Pieces, sizes_of
+from recipes.plan.moments import moments, sizes_of
+from recipes.plan.sizes import Pieces
 from recipes.recipe.schema import Recipe
 
 CUDA = 700_000_000
@@ -59,6 +59,7 @@ class Prediction:
 
 def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True, imbalance: float = 1.0) -> Prediction:
     """The memory of one process of a mesh of these degrees, or of the fullest. context: with what CUDA itself takes.
+    imbalance: as in sizes_of().
 
     A model of transformers has only the fullest moment: a step is taken on tensors without values, which needs seconds
     and a process without a process group.
@@ -73,13 +74,13 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True, imbal
         from recipes.plan.stages import parts
 
         processes = (
-            Prediction({name: part.state | own | outside for name, own in part.moments()}, where=f", on {stages}")
-            for stages, part in parts(recipe, degrees)
+            Prediction({at: part.state_by_kind | own | outside for at, own in part.moments()}, where=f", on {stages}")
+            for stages, part in parts(recipe, degrees, imbalance=imbalance)
         )
         return max(processes, key=lambda prediction: prediction.peak)
     size = sizes_of(recipe, degrees, imbalance=imbalance)
     found = moments(size, range(recipe.model.layers))
-    return Prediction({name: size.state | pieces | outside for name, pieces in found})
+    return Prediction({name: size.state_by_kind | pieces | outside for name, pieces in found})
 
 
 def outside_of_torch(recipe: Recipe, degrees: MeshDegrees) -> Pieces:
@@ -87,6 +88,9 @@ def outside_of_torch(recipe: Recipe, degrees: MeshDegrees) -> Pieces:
     groups = degrees.groups(of_copies=recipe.optimizer.name == "muon") if degrees.processes > 1 else ()
     if degrees.pipeline > 2 and recipe.model.tied_embeddings and recipe.pipeline.schedule != "zbv":
         groups = *groups, 2  # the first stage and the last one, which both have the embedding
+    if recipe.model.experts and (degrees.expert > 1 or degrees.tensor > 1):
+        shards = degrees.stage // degrees.expert
+        groups = *groups, *(size for size in {degrees.expert, shards} if 1 < size < degrees.processes)
     return {"CUDA context": CUDA, "buffers of NCCL": sum(NCCL if size > 2 else NCCL_PAIR for size in groups)}
 
 

@@ -119,6 +119,8 @@ def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward:
     for scatters, passes in ((2, 1 + again), (work.scatters, 1.0)) if work.tensor * work.context > 1 else ():
         sent = _inside_blocks(work, gpu, rates, scatters=scatters)
         messages.add(sent, hiding=hidden * sum(sent.values()), times=times * passes)
+    if work.experts and work.experts.degree > 1:
+        messages.add(_exchanges(work, gpu, rates, again=again), hiding=0.0, times=times * work.experts.share)
     group = Group("tensor", work.tensor, 1, gpu, rates)
     if small := small_sums(work):
         messages.add({group.name: group.sum(0)}, hiding=0.0, times=small)
@@ -171,6 +173,17 @@ def _inside_blocks(work: Work, gpu: Gpu, rates: Rates, *, scatters: int) -> Seco
     return seconds
 
 
+def _exchanges(work: Work, gpu: Gpu, rates: Rates, *, again: float) -> Seconds:
+    """Seconds of all-to-all in one sparse layer, forward and backward. again: share of the layers that send again.
+
+    Nothing hides them: no product of the layer begins before all rows are there.
+    """
+    assert work.experts is not None
+    group = Group("expert", work.experts.degree, 1, gpu, rates)
+    there_and_back = 2 * group.exchange(work.expert_rows(rates.imbalance) * work.width * work.element)
+    return {group.name: (2 + again) * there_and_back + (1 + again) * group.exchange(0)}  # and how many rows
+
+
 def _fully_sharded(work: Work, gpu: Gpu, rates: Rates, found: Messages, *, forward: float, backward: float) -> None:
     """Gathers of weights and reductions of gradients of all blocks and both tables."""
     shard = Group("shard", work.shard * work.context, work.tensor, gpu, rates)
@@ -179,16 +192,26 @@ def _fully_sharded(work: Work, gpu: Gpu, rates: Rates, found: Messages, *, forwa
         return
     parts = work.tensor * work.pipeline
     block, layers = work.block_params / work.tensor, work.layers / work.pipeline
+    experts, of_experts = work.expert_params, Group("shard", 1, 1, gpu, rates)
+    if work.experts and work.experts.degree * work.tensor == 1:
+        block, experts = block + experts, 0.0  # with the rest
+    elif work.experts:
+        of_experts = Group("expert shard", work.expert_shards, work.experts.degree, gpu, rates)
     table = work.vocabulary * work.width / parts
     element = work.gathered
 
-    def reduction(params: float) -> Seconds:
+    def reduction(params: float, experts: float = 0.0) -> Seconds:
         sums = {shard.name: shard.ring(work.reduced * params)} if shard.size > 1 else {}
-        return sums | ({replicas.name: replicas.sum(work.reduced * params / shard.size)} if replicas.size > 1 else {})
+        if experts and of_experts.size > 1:
+            sums[of_experts.name] = of_experts.ring(work.reduced * experts)
+        own = work.reduced * params / shard.size + work.reduced * experts / of_experts.size
+        return sums | ({replicas.name: replicas.sum(own)} if replicas.size > 1 else {})
 
     gather = {shard.name: shard.ring(element * block)} if shard.size > 1 else {}
     first = {shard.name: shard.ring(work.element * table) + shard.ring(element * block)} if gather else {}
-    reduced, last = reduction(block), reduction(table)
+    if experts and of_experts.size > 1:
+        gather[of_experts.name] = first[of_experts.name] = of_experts.ring(work.element * experts)
+    reduced, last = reduction(block, experts), reduction(table)
     both = {name: gather.get(name, 0.0) + reduced.get(name, 0.0) for name in {**gather, **reduced}}
     micro_batches = work.micro_batches
     gathers = micro_batches if work.reshard else 1

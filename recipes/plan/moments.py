@@ -7,12 +7,23 @@ Imports no torch.
 from collections.abc import Collection, Iterator
 
 from models.activations import norm_per_token
+from parallel.config import MeshDegrees
 from recipes.plan.muon import cost
 from recipes.plan.sizes import Pieces, Sizes
 from recipes.plan.work import work_of
+from recipes.recipe.schema import Recipe
 
 MOMENTS_AT_A_TIME = 2**27
 """Elements, as BATCH in recipes/optimization/optimizer.py."""
+
+
+def sizes_of(recipe: Recipe, degrees: MeshDegrees, *, imbalance: float = 1.0) -> Sizes:
+    """The sizes of a process. imbalance: rows of the experts of the fullest process, relative to the mean."""
+    if not recipe.model.experts:
+        return Sizes(recipe, degrees)
+    from recipes.plan.experts import SparseSizes  # most models have none
+
+    return SparseSizes(recipe, degrees, imbalance=imbalance)
 
 
 def moments(size: Sizes, layers: Collection[int]) -> Iterator[tuple[str, Pieces]]:

@@ -40,15 +40,18 @@ class Cost:
 
 
 def shapes_of(work: Work) -> tuple[Shape, ...]:
-    """The matrices of one layer."""
+    """The matrices of one layer, without those of experts, which stay where they are."""
     wide, query, key, inner = work.width, work.query, work.key, work.inner
     up = [(inner, wide)] * (2 if work.gated else 1)
-    return ((query, wide), (key, wide), (key, wide), (wide, query), *up, (wide, inner))
+    feed_forward = (*up, (wide, inner)) if inner else ()
+    return ((query, wide), (key, wide), (key, wide), (wide, query), *feed_forward)
 
 
 def matrix_params(model: ModelConfig) -> int:
-    """Parameters in the matrices of all blocks."""
-    return model.matmul_params() - model.vocabulary * model.width
+    """Parameters in the matrices of all blocks, and of all their experts."""
+    idle = 3 * model.expert_width * (model.experts - model.experts_per_token) - model.experts  # without routers
+    of_experts = (model.layers - model.dense_layers) * model.width * idle if model.experts else 0
+    return model.matmul_params() - model.vocabulary * model.width + of_experts
 
 
 def cost(work: Work) -> Cost:

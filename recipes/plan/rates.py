@@ -62,6 +62,12 @@ class Rates:
     tile: float = 128 * 256
     """Elements of the result that one unit computes at a time, as cuBLAS's large kernels do."""
 
+    # Routed experts.
+    grouped: float = 0.7
+    """Products of all experts as one kernel, relative to one product of as many rows. Assumed."""
+    imbalance: float = 1.0
+    """Rows of the experts of the fullest process, relative to the mean: equal loads."""
+
     # Attention: causal flops / (share x peak) x (1 + ramp / S), and backward 2.5 times the flops.
     flash: float = 0.3524
     """(fitted) Share of an H100's peak that FlashAttention 2 reaches with heads of 128 (arXiv 2307.08691)."""

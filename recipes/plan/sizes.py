@@ -202,6 +202,11 @@ class Sizes:
             return {"parameters": 0, "moments": 0}
         return {"parameters": 4 * share, "moments": moments}
 
+    @property
+    def state_by_kind(self) -> Pieces:
+        """The same, for people."""
+        return self.state
+
     def inside(self, layer: int) -> tuple[int, int]:
         """Bytes where the backward pass of a block has most: of activations beside the saved ones, of new gradients."""
         model = self.recipe.model
@@ -253,12 +258,3 @@ class Sizes:
     def new_of_tied_head(self) -> int:
         """Bytes of a tied head's new gradients: they wait for those of the embedding."""
         return self.element * self.table.whole if self.tied else 0
-
-
-def sizes_of(recipe: Recipe, degrees: MeshDegrees, *, imbalance: float = 1.0) -> Sizes:
-    """The sizes of a process. imbalance: rows of the experts of the fullest process, relative to the mean."""
-    if not recipe.model.experts:
-        return Sizes(recipe, degrees)
-    from recipes.plan.experts import SparseSizes  # most models have none
-
-    return SparseSizes(recipe, degrees, imbalance=imbalance)

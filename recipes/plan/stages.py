@@ -9,7 +9,8 @@ Imports no torch.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 from models.activations import norm_per_token
 from parallel.config import MeshDegrees, PipelineConfig
@@ -80,6 +81,12 @@ class Part(Sizes):
         return saved + 4 * self.positions * self.recipe.model.head_width
 
     @cached_property
+    def returned(self) -> float:
+        """Elements per token that the linears of a block return."""
+        widths = self.widths
+        return widths.query + 2 * widths.key + 2 * widths.inner + 2 * widths.stream
+
+    @cached_property
     def of_head(self) -> int:
         """Bytes that the last norm keeps of a micro-batch, and the loss before its backward pass."""
         model, rows = self.recipe.model, -(-self.tokens // self.recipe.batch.loss_chunks)
@@ -98,9 +105,7 @@ class Part(Sizes):
         whole = count * self.block.whole + (embeddings + int(self.ends)) * self.table.whole + self.norm.whole
         blocks, tables = (count, self.tables) if self.keeps_blocks else (blocks, tables + int(self.tied))
         waiting = self.rank + 1 if config.schedule == "interleaved_zero_bubble" else int(config.splits_backward)
-        widths = self.widths
-        returned = widths.query + 2 * widths.key + 2 * widths.inner + 2 * widths.stream  # by the linears of a block
-        later = waiting * count / config.runs * self.element * self.tokens * returned
+        later = waiting * count / config.runs * self.element * self.tokens * self.returned
         return {
             "accumulated gradients": 4 * whole,
             "reduced gradients": 0,
@@ -137,11 +142,33 @@ class Part(Sizes):
         yield "the optimizer", at.optimizer(self) | done | {"received": self.living()["received"]}
 
 
-def parts(recipe: Recipe, degrees: MeshDegrees) -> Iterator[tuple[str, Part]]:
+def parts(recipe: Recipe, degrees: MeshDegrees, *, imbalance: float = 1.0) -> Iterator[tuple[str, Part]]:
     """(such as "stage 0 of 8", sizes) of each process of a pipeline."""
     found = stages_in(recipe, degree=degrees.pipeline)
     for rank in range(degrees.pipeline):
         numbers, own = found.of(rank), replace(recipe.model, layers=len(found.layers_of(rank)))
         name = f"stage{'s' if len(numbers) > 1 else ''} {'+'.join(map(str, numbers))} of {len(found.layers)}"
         layers, alone = tuple(found.layers[stage] for stage in numbers), replace(degrees, pipeline=1)
-        yield name, Part(replace(recipe, model=own), alone, layers, recipe, degrees.pipeline, rank)
+        arguments = alone, layers, recipe, degrees.pipeline, rank
+        if recipe.model.experts:
+            dense = sum(layer < recipe.model.dense_layers for layer in found.layers_of(rank))
+            own = replace(own, dense_layers=dense)
+            yield name, _sparse_part()(replace(recipe, model=own), *arguments, imbalance=imbalance)
+        else:
+            yield name, Part(replace(recipe, model=own), *arguments)
+
+
+@cache
+def _sparse_part() -> Any:
+    """Part of a model with experts. Most have none."""
+    from recipes.plan.experts import SparseSizes
+
+    @dataclass(frozen=True)
+    class SparsePart(SparseSizes, Part):
+        @cached_property
+        def returned(self) -> float:
+            model = self.recipe.model
+            dense = super(SparseSizes, self).returned - 2 * self.widths.inner
+            return dense + self.rows * (2 * model.expert_width + model.width)
+
+    return SparsePart

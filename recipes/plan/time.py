@@ -17,6 +17,7 @@ Imports no torch.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
 from typing import NamedTuple
 
 from models.config import LINEARS
@@ -82,6 +83,8 @@ def step_time(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = 
         raise UserError(
             f'float8.recipe = "{recipe.float8.recipe}": {gpu.name} has no float8 matrix units; write "none"'
         )
+    if recipe.model.experts and gpu.family == "measured":
+        raise UserError("model.experts: their time is modelled for GPUs only; leave out --calibrated-by")
     if recipe.attention.backend == "flash3" and gpu.family == "ampere":
         raise UserError(f'attention.backend = "flash3": runs on Hopper, and {gpu.name} is older; write "auto"')
     auto: Kernel = "cudnn" if gpu.family.startswith("hopper") else "flash"  # an A100's is flash, and so is a CPU's
@@ -220,6 +223,14 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> tuple[_P
     """Both passes of one layer that recomputes like this."""
     tokens, tensor = work.tokens, work.tensor
     forward, backward, last = _linears(work, gpu, rates)
+    moves, launched, waits = 0.0, 0.0, 0.0
+    if work.experts:
+        from recipes.plan import routing  # most models have no experts
+
+        share, (ahead, back) = work.experts.share, routing.products(work, gpu, rates)
+        forward, backward, last = forward + share * ahead, backward + share * back, 0.0
+        moves, launched = (share * amount for amount in routing.moved(work, rates, recompute))
+        waits = share * routing.waits(work, recompute)
     again = {"none": 0.0, "selective": 0.0, "full": forward - last, "every second product": forward / 2}[recompute]
     flops = 2 * work.query / tensor * work.sequence * tokens * work.attended
     attention, attention_backward = attention_seconds(
@@ -233,12 +244,12 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> tuple[_P
     if work.context > 1 and work.context_by == "ring":
         attention, attention_backward = attention / rates.ring, attention_backward / rates.ring
     amount, kernels = moved_bytes(work, recompute)
-    moving = amount / ((rates.moved * rates.fused if work.compiled else rates.eager) * gpu.bandwidth)
+    moving = (amount + moves) / ((rates.moved * rates.fused if work.compiled else rates.eager) * gpu.bandwidth)
     computing = forward + backward + again + attention + attention_backward + moving
     if recompute == "full":
         attention_backward += attention
-    host = kernels * rates.launch * (0.5 if work.compiled else 1.0)
-    gaps = max(kernels * rates.gap, host - computing)
+    host = (kernels + launched) * rates.launch * (0.5 if work.compiled else 1.0)
+    gaps = max((kernels + launched) * rates.gap, host - computing) + waits
     return (
         _Pass(forward, attention, moving / 3, gaps / 3),
         _Pass(backward + again, attention_backward, moving * 2 / 3, gaps * 2 / 3),
@@ -252,7 +263,7 @@ def _linears(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
     linears = tuple(
         (columns, depth, "none" if name in work.not_float8 else work.float8)
         for name, (columns, depth) in zip(LINEARS, shapes, strict=True)
-        if work.gated or name != "gate_proj"
+        if (work.gated or name != "gate_proj") and columns * depth
     )
     return _products_of(work.tokens, linears, work.element, gpu, rates)
 
@@ -293,9 +304,19 @@ def _head(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float]:
 
 def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
     """Seconds per step for copies of weights and gradients, and for the optimizer."""
-    shard, parts = work.shard * work.context, work.tensor * work.pipeline
+    parts = work.tensor * work.pipeline
     in_blocks = work.layers * (work.block_params + 2 * work.width) / parts
     rest = work.vocabulary * work.width * (1 if work.tied else 2) / parts
+    amounts = _state_bytes(work, in_blocks, rest, shard=work.shard * work.context)
+    if work.experts:
+        of_experts = work.layers / work.pipeline * work.expert_params
+        amounts = tuple(map(add, amounts, _state_bytes(work, of_experts, 0.0, shard=work.expert_shards)))
+    seconds = (moving_seconds(amount, gpu=gpu, rates=rates) for amount in amounts)
+    return dict(zip(("weights", "gradients", "optimizer"), seconds, strict=True))
+
+
+def _state_bytes(work: Work, in_blocks: float, rest: float, *, shard: int) -> tuple[float, ...]:
+    """Bytes that each of them moves. in_blocks, rest: parameters before FSDP deals them out to `shard` processes."""
     cast_root, copy_root = (CAST, 2) if work.element == 2 else (0, 0)
     cast, copy = (CAST_FLOAT8, 1) if work.float8_weights else (cast_root, copy_root)
     if shard > 1:
@@ -315,11 +336,7 @@ def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
     update = update_bytes(work.moments)
     updated = in_blocks * (muon.MOVED if work.newton_schulz else update) + rest * update
     updated += (in_blocks + rest) * work.clipping
-    return {
-        "weights": moving_seconds(moved, gpu=gpu, rates=rates),
-        "gradients": moving_seconds((in_blocks + rest) * (added + reduced), gpu=gpu, rates=rates),
-        "optimizer": moving_seconds(updated / shard, gpu=gpu, rates=rates),
-    }
+    return moved, (in_blocks + rest) * (added + reduced), updated / shard
 
 
 def _newton_schulz(work: Work, gpu: Gpu, rates: Rates) -> float:
@@ -328,7 +345,14 @@ def _newton_schulz(work: Work, gpu: Gpu, rates: Rates) -> float:
     short, long = max({*map(flat, muon.shapes_of(work))}, key=lambda shape: newton_schulz_flops(shape, steps=1))
     shapes = (short, short, long), (short, short, short), (short, long, short)  # rows, columns, inner
     once = sum(product_seconds(*shape, gpu=gpu, rates=rates, element=work.element) for shape in shapes)
-    return flops / newton_schulz_flops((short, long), steps=1) * once
+    seconds = flops / newton_schulz_flops((short, long), steps=1) * once
+    if work.experts:  # whole on a process, and multiplied there
+        short, long = flat((work.experts.width, work.width))
+        count = work.layers / work.pipeline * work.expert_params / (short * long) / work.expert_shards
+        shapes = (short, short, long), (short, short, short), (short, long, short)
+        each = sum(product_seconds(*shape, gpu=gpu, rates=rates, element=work.element) for shape in shapes)
+        seconds += work.newton_schulz * count * each
+    return seconds
 
 
 def update_bytes(moments: int | str) -> int:
@@ -347,7 +371,9 @@ def _bubble(work: Work, per_micro_batch: dict[str, float], messages: Messages) -
     """
     if work.pipeline == 1:
         return {}
-    tensor = sum(value for name, value in messages.exposed.items() if name.startswith("messages: tensor"))
+    tensor = sum(
+        value for name, value in messages.exposed.items() if name.startswith(("messages: tensor", "messages: expert,"))
+    )
     one = sum(per_micro_batch.values()) + tensor / work.micro_batches
     bubble = work.bubble * one * (work.pipeline - 1) / work.virtual
     if work.stages:

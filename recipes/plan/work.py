@@ -9,7 +9,7 @@ from functools import lru_cache
 from operator import add
 from typing import Literal, NamedTuple
 
-from models.config import LINEARS
+from models.config import LINEARS, ModelConfig
 from parallel.config import ActivationCheckpointingConfig, MeshDegrees
 from recipes.recipe.rules_mesh import not_float8
 from recipes.recipe.schema import Recipe
@@ -24,6 +24,21 @@ kernels before it, with scales from steps before (delayed) or from a look at the
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The routed experts of a layer."""
+
+    count: int
+    chosen: int
+    """Experts of a token."""
+    width: int
+    """The inner width of each."""
+    share: float
+    """Share of the layers that have them."""
+    degree: int
+    """Processes that they are divided over."""
+
+
+@dataclass(frozen=True)
 class Work:
     """A step of one process. Widths are of the whole model."""
 
@@ -33,6 +48,7 @@ class Work:
     """Heads times their width."""
     key: int
     inner: int
+    """Inner width of what computes every token, on average over the layers."""
     head_width: int
     vocabulary: int
     tied: bool
@@ -100,6 +116,7 @@ class Work:
     """Whether products add gradients of weights up in float32 (Megatron)."""
     per_node: int = 8
     """Processes of a node."""
+    experts: Experts | None = None
 
     @property
     def tokens(self) -> int:
@@ -116,8 +133,26 @@ class Work:
         return 1 + (self.element - 1) * self.width * sum(widths[name] for name in self.not_float8) / self.block_params
 
     @property
+    def expert_params(self) -> float:
+        """Parameters of experts that a process of a mesh without FSDP has, in a layer on average."""
+        if (experts := self.experts) is None:
+            return 0
+        return 3 * self.width * experts.width * experts.count * experts.share / experts.degree
+
+    def expert_rows(self, imbalance: float = 1.0) -> float:
+        """Rows that this process's experts compute in a micro-batch; its own tokens alone, if it has all experts."""
+        assert self.experts is not None
+        rows = self.tokens / self.tensor * self.experts.chosen
+        return rows * (imbalance if self.experts.degree > 1 else 1.0)
+
+    @property
+    def expert_shards(self) -> int:
+        """Processes that FSDP deals experts out to."""
+        return self.shard * self.context * self.tensor // (self.experts.degree if self.experts else 1)
+
+    @property
     def block_params(self) -> int:
-        """Matrix parameters of one layer, whole."""
+        """Matrix parameters of one layer, whole, without experts."""
         return self.width * (2 * self.query + 2 * self.key + (3 if self.gated else 2) * self.inner)
 
 
@@ -132,7 +167,7 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         width=model.width,
         query=model.heads * model.head_width,
         key=model.key_value_heads * model.head_width,
-        inner=model.feed_forward_width,
+        inner=_inner(model) if model.experts else model.feed_forward_width,
         head_width=model.head_width,
         vocabulary=model.vocabulary,
         tied=model.tied_embeddings,
@@ -169,7 +204,18 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         reshard=fsdp.reshard_after_forward,
         overlap_tensor=recipe.mesh.overlap_tensor,
         per_node=per_node,
+        experts=_experts(model, degrees) if model.experts else None,
     )
+
+
+def _experts(model: ModelConfig, degrees: MeshDegrees) -> Experts:
+    share = 1 - model.dense_layers / model.layers
+    return Experts(model.experts, model.experts_per_token, model.expert_width, share, degrees.expert)
+
+
+def _inner(model: ModelConfig) -> int:
+    shared = (model.layers - model.dense_layers) * model.shared_experts * model.expert_width
+    return round((model.dense_layers * model.feed_forward_width + shared) / model.layers)
 
 
 def _stages(recipe: Recipe, degrees: MeshDegrees) -> tuple[int, int]:

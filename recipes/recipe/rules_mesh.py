@@ -309,6 +309,8 @@ def enough_micro_batches(
 def fitted_mesh(mesh: MeshConfig, processes: int | None, nodes: int | None) -> MeshDegrees:
     """The mesh with -1 and "node" replaced; if the numbers are unknown, as small as its degrees allow."""
     inner = mesh.context * mesh.tensor
+    if mesh.shard in (-1, "node"):  # what is not known has room for the experts
+        inner = math.lcm(inner, mesh.expert)
     if mesh.shard == "node":
         nodes = nodes or max(1, mesh.replicate) * mesh.pipeline
         return mesh.fit(processes or nodes * inner, nodes=nodes)

@@ -18,7 +18,7 @@ from recipes.files.reading import fault
 from recipes.lab.plan.options import USAGE, Options, read
 from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.scaling import Size, sizes
-from recipes.lab.plan.screen import Money, about, costs, screen, table
+from recipes.lab.plan.screen import IMBALANCE, Money, about, costs, screen, table, unequal
 from recipes.lab.plan.world import Asked, World, degrees_of, world_of
 from recipes.recipe.load import load
 
@@ -201,8 +201,11 @@ def as_json(found: Size, money: Money) -> dict[str, Any]:
     """Every number of a plan, not rounded."""
     plan, world, time = found.plan, found.world, found.plan.time
     shortest, longest = plan.range
+    model, worst = plan.recipe.model, unequal(plan, world)
     return {
         "recipe": plan.recipe.run.name,
+        "parameters": model.num_params(),
+        "active_parameters": model.active_params(),
         "gpu": world.gpu.name,
         "gpu_from": world.kind_from,
         "processes": world.processes,
@@ -229,6 +232,13 @@ def as_json(found: Size, money: Money) -> dict[str, Any]:
         "hidden_seconds": time.hidden,
         "mfu": plan.mfu("causal"),
         "mfu_full": plan.mfu("full"),
+        "unequal_loads": worst
+        and {
+            "imbalance": IMBALANCE,
+            "fits": worst.fits,
+            "peak_memory_gib": worst.memory.peak / 2**30,
+            "tokens_per_second_per_device": worst.time.tokens_per_second,
+        },
         "calibrated": time.calibrated,
         "cost": {**asdict(money.of(plan)), "price": money.price},
     }

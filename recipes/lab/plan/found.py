@@ -141,6 +141,7 @@ class Found:
         memory = f"of {self.gpu.memory / 1e9:.1f} GB"
         mesh: tuple[str, ...] = ("replicate", "shard", "context", "tensor")
         mesh = ("pipeline", *mesh) if any(at.degrees.pipeline > 1 for _, at in rows) else mesh
+        mesh = (*mesh, "expert") if any(at.degrees.expert > 1 for _, at in rows) else mesh
         cells = [["", "tokens/s", "", memory, *mesh, "micro", "recompute", "ZeRO", ""]]
         for name, at in rows:
             gain = at.time.tokens_per_second / against.time.tokens_per_second - 1
@@ -193,6 +194,7 @@ def described(recipe: Recipe, degrees: MeshDegrees, original: Recipe) -> str:
     parts = [f"{axis} {degree}" for axis, degree in axes.items() if degree > 1] or ["shard 1"]
     if degrees.context > 1:
         parts[-2 if degrees.tensor > 1 else -1] += f" by {recipe.mesh.context_by}"
+    parts[-1] += f", of which expert {degrees.expert}" if degrees.expert > 1 else ""
     kept = "" if recipe.fsdp.reshard_after_forward else ", weights kept"
     sharded = degrees.shard * degrees.context > 1
     stage = f", ZeRO-{3 if recipe.fsdp.reshard_after_forward else 2}" if sharded else kept

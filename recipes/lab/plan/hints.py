@@ -58,6 +58,6 @@ def _settings(found: Plan) -> Iterator[dict[str, Any]]:
     yield from ({"batch.micro_batch_size": size} for size in (micro // 2, 2 * micro) if size)
     rest = {} if mesh.shard == -1 else {"mesh.shard": -1}
     yield from ({"mesh.replicate": degree, **rest} for degree in divisors(found.degrees.data_parallel))
-    for axis in ("context", "tensor"):
+    for axis in ("context", "tensor", *(["expert"] if recipe.model.experts else [])):
         degree = getattr(mesh, axis)
         yield from ({f"mesh.{axis}": other} for other in (degree // 2, 2 * degree) if other)

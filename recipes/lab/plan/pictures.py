@@ -16,7 +16,8 @@ from recipes.lab.plan.scaling import Size
 from recipes.lab.plan.screen import number, seconds
 from recipes.lab.plan.world import World
 from recipes.plan.memory import FULL
-from recipes.plan.sizes import Pieces, Sizes
+from recipes.plan.moments import sizes_of
+from recipes.plan.sizes import Pieces
 from recipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -95,9 +96,10 @@ def _short(moment: str) -> str:
 
 def forward(plan: Plan) -> dict[str, Pieces]:
     """What is kept when each block has run, with its weights and the next ones; it is never the fullest of a step."""
-    loss, size = plan.memory.moments["the loss"], Sizes(plan.recipe, plan.degrees)
+    loss, size = plan.memory.moments["the loss"], sizes_of(plan.recipe, plan.degrees)
     layers = plan.recipe.model.layers
-    kept = {name: loss.get(name, 0) for name in (*size.state, *STEADY, "accumulated gradients", "reduced gradients")}
+    steady = (*size.state_by_kind, *STEADY)
+    kept = {name: loss.get(name, 0) for name in (*steady, "accumulated gradients", "reduced gradients")}
     found = {}
     for layer in range(layers):
         weights = loss["gathered weights"]

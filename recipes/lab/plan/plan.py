@@ -76,5 +76,6 @@ MESSAGES = "messages: "
 
 def plan(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = RATES) -> Plan:
     """Predict memory and time."""
-    memory = predict(recipe, degrees, context=gpu.family != "measured")  # a CPU has no CUDA
+    has_cuda = gpu.family != "measured"
+    memory = predict(recipe, degrees, context=has_cuda, imbalance=rates.imbalance)
     return Plan(recipe, degrees, gpu, memory, step_time(recipe, degrees, gpu=gpu, rates=rates))

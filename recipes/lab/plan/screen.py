@@ -1,11 +1,12 @@
 """A plan on one screen, of at most 40 lines and 100 columns, and several as a table. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import wrap
 
 from recipes.lab.plan.hints import hint
 from recipes.lab.plan.plan import DAY, MESSAGES, Cost, Plan
+from recipes.lab.plan.plan import plan as plan_of
 from recipes.lab.plan.scaling import Size
 from recipes.lab.plan.world import World
 from recipes.plan.hardware import Gpu
@@ -13,6 +14,8 @@ from recipes.plan.memory import FULL, Prediction
 from recipes.recipe.rules_mesh import micro_batches
 from recipes.recipe.schema import Recipe
 
+IMBALANCE = 1.5
+"""Load of the fullest process's experts, relative to the mean, beside which a plan is shown. Assumed."""
 LINES, COLUMNS = 40, 100
 """Lines and columns of a screen."""
 ROWS = 8
@@ -42,6 +45,7 @@ def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[s
         *layout(plan),
         "",
         *answers(plan),
+        *_loads(plan, world),
         *costs(plan, money),
         "",
         *_time(plan, mark),
@@ -57,8 +61,10 @@ def about(recipe: Recipe, world: World, *, number: str = "", timed: bool = True)
     """What is planned, on what, and how sure its times are. number: replaces the line about the number of GPUs."""
     by = f"calibrated {world.rates.calibrated}" if world.rates.calibrated else "not calibrated (--calibrated-by FILE)"
     nodes = "1 node" if world.nodes == 1 else f"{world.nodes:,} nodes"
+    model = recipe.model
+    active = f", {in_units(model.active_params())} active" if model.experts else ""
     lines = [
-        f"{recipe.run.name}: {recipe.model.name}, {in_units(recipe.model.num_params())} parameters; all predicted",
+        f"{recipe.run.name}: {model.name}, {in_units(model.num_params())} parameters{active}; all predicted",
         "",
         f"device  {world.gpu.name} with {world.gpu.memory / 1e9:.1f} GB ({world.kind_from})",
         number or f"number  {world.processes:,} in {nodes} ({world.number_from})",
@@ -88,6 +94,22 @@ def answers(plan: Plan) -> list[str]:
         f" {number(time.tokens / shortest)}), {number(time.tokens_per_second * plan.degrees.processes)} in all",
         f"step    {seconds(time.step_seconds)} ({between(seconds(shortest), seconds(longest))}){share}",
     ]
+
+
+def _loads(plan: Plan, world: World) -> list[str]:
+    """What a process has whose experts compute more rows than others."""
+    if (worst := unequal(plan, world)) is None:
+        return []
+    speed, fits = number(worst.time.tokens_per_second), "" if worst.fits else " (DOES NOT FIT)"
+    peak = f"{worst.memory.peak / 1e9:.1f} GB{fits}"
+    return [f"loads   assumed equal; {IMBALANCE} x the mean on one process: {peak}, {speed} tokens/s per {one(plan)}"]
+
+
+def unequal(found: Plan, world: World) -> Plan | None:
+    """The plan where one process has IMBALANCE times the mean load; None if experts are not divided."""
+    if found.degrees.expert == 1:
+        return None
+    return plan_of(found.recipe, found.degrees, gpu=found.gpu, rates=replace(world.rates, imbalance=IMBALANCE))
 
 
 def one(plan: Plan) -> str:

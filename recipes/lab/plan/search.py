@@ -30,7 +30,7 @@ from recipes.lab.plan.search_space import (
 )
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, outside_of_torch, predict
-from recipes.plan.moments import moments
+from recipes.plan.moments import moments, sizes_of
 from recipes.plan.rates import Rates
 from recipes.plan.sizes import Sizes
 from recipes.plan.stages import parts
@@ -51,8 +51,8 @@ MORE = (2, 4, 8, 16, 32, 64, 128, 256)
 """Times as many GPUs are looked at where nothing fits."""
 
 
-Kind = tuple[int, int, int, bool, str]
-"""Degrees of pipeline, tensor, context; whether there are replicas; and how half of the blocks or more recompute."""
+Kind = tuple[int, int, int, int, bool, str]
+"""Degrees of pipeline, tensor, context, expert; whether there are replicas; and how at least half of the blocks run."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Search:
         if layout.degrees.pipeline > 1:
             found = [part for _, part in parts(layout.recipe, layout.degrees)]
             return max(sum(part.state.values()) + part.living()["accumulated gradients"] for part in found)
-        return sum(Sizes(layout.recipe, layout.degrees).state.values())
+        return sum(sizes_of(layout.recipe, layout.degrees).state.values())
 
     def best_of_each_kind(self) -> list[Point]:
         """The fastest of all, and those of other kinds. Of equally fast ones, that with the fewest changes."""
@@ -280,7 +280,7 @@ def kind_of(recipe: Recipe, degrees: MeshDegrees) -> Kind:
     """Recipes of one kind differ in numbers only."""
     way, layers = recipe.activation_checkpointing, recipe.model.layers
     mode = way.mode if 2 * len(way.recomputed(layers)) >= layers else "none"
-    return degrees.pipeline, degrees.tensor, degrees.context, degrees.replicate > 1, mode
+    return degrees.pipeline, degrees.tensor, degrees.context, degrees.expert, degrees.replicate > 1, mode
 
 
 def _front(points: list[Point]) -> list[Point]:
@@ -334,7 +334,7 @@ def peak(recipe: Recipe, degrees: MeshDegrees, *, enough: float = inf) -> int:
     """
     if degrees.pipeline > 1:
         return predict(recipe, degrees).peak
-    size, most = Sizes(recipe, degrees), 0
+    size, most = sizes_of(recipe, degrees), 0
     always = sum(size.state.values()) + sum(outside_of_torch(recipe, degrees).values())
     for _, pieces in moments(size, fullest_layers(size)):
         most = max(most, always + sum(pieces.values()))
@@ -350,8 +350,9 @@ def fullest_layers(size: Sizes) -> Collection[int]:
     a constant if all blocks run alike, else from each block of a kind (recomputed or not) to the next of that kind. So
     only the ends need checking. If it may grow here and shrink there, every block does.
     """
-    layers, ahead = size.recipe.model.layers, size.recipe.fsdp.prefetch
+    model, layers, ahead = size.recipe.model, size.recipe.model.layers, size.recipe.fsdp.prefetch
     ends = {0, min(1, layers - 1), min(ahead, layers - 1), max(0, layers - 2), layers - 1}
+    ends |= {max(0, model.dense_layers - 1), model.dense_layers}  # sparse blocks follow
     recomputed, count = {*size.recomputed}, len(size.recomputed)
     if count in (0, layers):
         return ends

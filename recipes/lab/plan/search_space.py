@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, product
-from math import inf
+from math import gcd, inf
 from typing import Any
 
 from parallel.config import ActivationCheckpointingConfig, MeshConfig, MeshDegrees
@@ -34,6 +34,7 @@ SEARCHED = (
         "mesh.context",
         "mesh.tensor",
         "mesh.context_by",
+        "mesh.expert",
         "batch.micro_batch_size",
     ),
     *("activation_checkpointing.mode", "activation_checkpointing.blocks", "fsdp.reshard_after_forward"),
@@ -51,6 +52,7 @@ REASONS = {
     "mesh.pipeline": "the blocks cannot be so many stages",
     "mesh.tensor": "the model's matrices do not divide",
     "mesh.context": "the heads do not divide",
+    "mesh.expert": "the experts do not divide",
     "float8.all_gather": "rows gathered in float8 do not divide",
     **dict.fromkeys(("mesh", "mesh.shard", "mesh.replicate"), "the degrees do not fit the processes"),
 }
@@ -205,12 +207,22 @@ class Space:
         for pipeline, tensor in product(self._pipelines(), self._values("mesh.tensor", tensors)):
             overlap = own.overlap_tensor and (tensor > 1 or "mesh.overlap_tensor" in self.fixed)
             rest = max(1, self.processes // (pipeline * tensor))
-            for context in self._values("mesh.context", divisors(rest) if pipeline == 1 else [own.context]):
+            free = pipeline == 1 and not self.recipe.model.experts  # else the degrees are too many
+            for context in self._values("mesh.context", divisors(rest) if free else [own.context]):
                 ways = ("heads", "gather") if context > 1 else (own.context_by,)
                 for context_by in self._values("mesh.context_by", ways):
                     for replicate, shard in self._outer(max(1, rest // context))[: None if pipeline == 1 else 1]:
                         axes = {"replicate": replicate, "shard": shard, "context": context, "tensor": tensor}
-                        yield MeshConfig(**axes, pipeline=pipeline, context_by=context_by, overlap_tensor=overlap)
+                        mesh = MeshConfig(**axes, pipeline=pipeline, context_by=context_by, overlap_tensor=overlap)
+                        yield from (replace(mesh, expert=degree) for degree in self._experts(mesh))
+
+    def _experts(self, mesh: MeshConfig) -> Sequence[int]:
+        """Degrees of experts that this mesh can lend processes to."""
+        try:
+            stage = fitted_mesh(mesh, self.processes, self.nodes).stage
+        except UserError:  # which the rules report
+            return (self.recipe.mesh.expert,)
+        return self._values("mesh.expert", divisors(gcd(stage, self.recipe.model.experts or 1)))
 
     def _pipelines(self) -> Sequence[int]:
         """Degrees of a pipeline: 1 and the recipe's own, and further ones where they can pay."""
@@ -270,7 +282,8 @@ def numerics_of(recipe: Recipe, *, gpu: Gpu, fixed: frozenset[str]) -> Iterator[
         found["float8 rowwise"] = {"float8": replace(float8, recipe="rowwise")}
     if recipe.optimizer.state_dtype == "float32" and "optimizer.state_dtype" not in fixed:
         found["bf16 moments"] = {"optimizer": replace(recipe.optimizer, state_dtype="bfloat16")}
-    if recipe.fsdp.reduce_dtype == "float32" and "fsdp.reduce_dtype" not in fixed:
+    # FSDP of torch 2.13 takes no reduction of our own where experts have another mesh than the rest.
+    if recipe.fsdp.reduce_dtype == "float32" and "fsdp.reduce_dtype" not in fixed and not recipe.model.experts:
         found["bf16 sums"] = {"fsdp": replace(recipe.fsdp, reduce_dtype="bfloat16")}
     together = dict(section for change in reversed(found.values()) for section in change.items())
     if len(together) > 1:

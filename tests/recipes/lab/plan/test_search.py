@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[4]
 DEBUG = ROOT / "configs" / "smollm3_debug.toml"
 SMOLLM = ROOT / "configs" / "smollm3_3b_8xh100.toml"
 LLAMA = ROOT / "configs" / "llama3_70b_32x8h100.toml"
+QWEN = ROOT / "configs" / "qwen3_30b_a3b_16x8h100.toml"
 
 
 def gpu_with(gigabytes: float, *, per_node: int = 8) -> Gpu:
@@ -55,8 +56,11 @@ def layouts(recipe: Recipe, processes: int, nodes: int, fixed: tuple[str, ...]) 
     for replicate, shard, context, tensor in product(degrees, degrees, contexts, tensors):
         if replicate * shard * context * tensor != processes:
             continue
-        for by, micro in product(("heads", "gather"), range(1, recipe.batch.global_batch_size + 1)):
-            mesh = MeshConfig(replicate, shard, context, tensor, context_by=by)
+        lent = [degree for degree in degrees if shard * context * tensor % degree == recipe.model.experts % degree == 0]
+        experts = lent if recipe.model.experts else [1]
+        micro_batches = range(1, recipe.batch.global_batch_size + 1)
+        for by, micro, expert in product(("heads", "gather"), micro_batches, experts):
+            mesh = MeshConfig(replicate, shard, context, tensor, context_by=by, expert=expert)
             candidate = replace(recipe, mesh=mesh, batch=replace(recipe.batch, micro_batch_size=micro))
             if (context > 1 or by == "heads") and accepted(candidate, processes, nodes):
                 yield candidate
@@ -97,6 +101,7 @@ CASES = {
         *(SMOLLM, ["--batch.global_batch_size=4", "--batch.sequence_length=32768", "--compile.enabled=false"]),
         *(4, 1, 30.0, ("mesh.tensor", "fsdp.reshard_after_forward", "fsdp.prefetch")),
     ),
+    "experts": (QWEN, ["--batch.global_batch_size=8"], 4, 2, 30.0, ("mesh.context", "mesh.tensor", *FEW)),
 }
 """Recipe, changes, processes, nodes, GB, what is fixed."""
 
