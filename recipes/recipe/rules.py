@@ -22,10 +22,12 @@ from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, s
 from recipes.recipe.rules_data import data_is_there, validation_is_possible
 from recipes.recipe.rules_mesh import (
     batch_divides,
+    experts_fit,
     float8_fits_tensor,
     gather_has_a_kernel,
     mesh_divides_model,
     mesh_fits,
+    pipeline_fits,
     tensor_can_overlap,
 )
 from recipes.recipe.rules_optimizer import moments_can_move, muon_fits, schedule_fits
@@ -154,6 +156,7 @@ def violations(
         ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
         ("mesh compile.enabled run.device", tensor_can_overlap(mesh, compile=recipe.compile, device=run.device)),
         ("mesh pipeline model batch fsdp compile activation_checkpointing float8", pipeline_fits(recipe, **world)),
+        ("mesh model fsdp float8 experts", experts_fit(recipe, **world)),
         ("mesh attention.backend", gather_has_a_kernel(mesh, attention=recipe.attention)),
         ("batch.global_batch_size batch.micro_batch_size mesh", batch_divides(recipe.batch, mesh=mesh, **world)),
         ("attention data.document_mask run.device", attention_has_a_kernel(recipe)),
@@ -185,14 +188,6 @@ def violations(
 def _overlap(one: str, other: str) -> bool:
     """Whether one of two dotted keys is the other, or a section that holds it."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
-
-
-def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
-    """What holds for the stages of a pipeline."""
-    if recipe.mesh.pipeline > 1:
-        from recipes.recipe.rules_pipeline import stages_can_run
-
-        yield from stages_can_run(recipe, processes=processes, nodes=nodes)
 
 
 def name_and_hardware_are_usable(run: RunConfig) -> Iterator[Violation]:
