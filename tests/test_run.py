@@ -172,7 +172,7 @@ def test_the_recipe_with_experts_follows_one_curve_however_they_are_divided(fold
     for processes, *more in (("1",), ("2", "--mesh.expert", "2")):
         name = f"experts{processes}"
         arguments = [script, "configs/moe_debug.toml", *options, "--run.name", name, *more]
-        code, out, err = run(folder, arguments, NPROC=processes)
+        code, out, err = run(folder, arguments, NPROC=processes, OMP_NUM_THREADS="1")
         assert (code, err) == (0, "")  # no warnings
     assert "experts divided over 2 processes" in out
     assert losses(folder / "runs/experts2") == pytest.approx(losses(folder / "runs/experts1"), abs=1e-5)
