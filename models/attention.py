@@ -5,7 +5,7 @@ multiple of K), H head width.
 """
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,43 +20,71 @@ if TYPE_CHECKING:
 class InnerAttention(nn.Module):
     """The part of attention that looks at other tokens. It has no parameters: context parallelism replaces it."""
 
+    def __init__(self, *, window: int = 0, scale: float | None = None) -> None:
+        """window, scale: as of attend()."""
+        super().__init__()
+        # attention.backend, chosen before a model is built; a compiled block cannot ask.
+        self.reach: dict[str, Any] = {"window": window, "scale": scale, "flash": _flash_is_on()}
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: "Restriction | None" = None) -> Tensor:
-        """query: (B, N, T, H); key, value: (B, K, T, H). Returns (B, N, T, H)."""
-        if documents is None:
-            return causal_attention(query, key, value)
-        return attention_in_documents(query, key, value, documents)
+        """query: (B, N, T, H); key, value: (B, K, S, H). Returns (B, N, T, H)."""
+        return attend(query, key, value, documents, **self.reach)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(Q K^T / sqrt(H)) V, causal. query: (B, N, T, H); key, value: (B, K, T, H). Returns (B, N, T, H)."""
-    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
+def _flash_is_on() -> bool:
+    return torch.backends.cuda.flash_sdp_enabled()
 
 
-def attention_to_cached(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of the last T of S. query: (B, N, T, H); key, value: (B, K, S, H). Returns (B, N, T, H)."""
-    new, seen = query.shape[2], key.shape[2]
-    if new == seen:
-        return causal_attention(query, key, value)
-    # A single token attends to everything. For several, scaled_dot_product_attention's own causal mask would align the
-    # first new token with the first key; the last new token must be aligned with the last key.
-    # (T, S), True = attends
-    mask = None if new == 1 else torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: "Restriction | None" = None,
+    *,
+    window: int = 0,
+    scale: float | None = None,
+    flash: bool = True,
+) -> Tensor:
+    """softmax(Q K^T x scale) V of the last T of S tokens, causal. Returns (B, N, T, H).
 
-
-def attention_in_documents(query: Tensor, key: Tensor, value: Tensor, documents: "Restriction") -> Tensor:
-    """Causal attention inside documents. query: (B, N, T, H); key, value: (B, K, S, H). Returns (B, N, T, H).
-
-    S is T, or more where the documents say so: see of_chunk() in models/documents.py.
+    Args:
+        query: (B, N, T, H).
+        key: (B, K, S, H).
+        value: (B, K, S, H).
+        documents: what keeps attention inside documents; where S is more than T, of_chunk() has made it.
+        window: tokens that a token sees, itself and those before it; 0 = all.
+        scale: None = 1 / sqrt(H).
+        flash: whether windows may be computed by flash kernels for lengths, where the device has them.
     """
-    from models.documents import Mask  # most runs have no documents
+    new, seen = query.shape[2], key.shape[2]
+    window = 0 if window >= seen else window
+    mask = None  # (B or 1, 1, T, S), True = attends
+    if documents is not None or window:
+        # Most runs have neither. For kernels that take lengths, every row is one document.
+        from models.documents import Lengths, has_kernel_for_lengths, whole_rows
 
-    if isinstance(documents, Mask):
-        grouped = query.shape[1] != key.shape[1]
-        return scaled_dot_product_attention(query, key, value, attn_mask=documents.sees, enable_gqa=grouped)
-    from models.varlen import attention_by_lengths  # imported late: see models/varlen.py
+        if documents is None and flash and has_kernel_for_lengths(query):
+            documents = whole_rows(query, key)
+        if isinstance(documents, Lengths):
+            from models.varlen import attention_by_lengths  # imported late: see models/varlen.py
 
-    return attention_by_lengths(query, key, value, documents)
+            return attention_by_lengths(query, key, value, documents, window=window, scale=scale)
+        mask = None if documents is None else documents.sees
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    if mask is None and not window and new == seen:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    if window:
+        near = min(seen, window + new - 1)  # keys that some query sees
+        key, value, mask = key[:, :, -near:], value[:, :, -near:], None if mask is None else mask[..., -near:]
+        index = torch.arange(near, device=query.device)
+        distance = index[near - new :, None] - index  # (T, near)
+        inside = (distance >= 0) & (distance < window)
+        mask = inside if mask is None else mask & inside
+    elif mask is None and new > 1:
+        # scaled_dot_product_attention's own causal mask would align the first new token with the first key; the last
+        # new token must be aligned with the last key. A single token attends to everything.
+        mask = torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +95,10 @@ def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]
     """
     frequencies = _inverse_frequencies(config, positions.device)  # (H/2,)
     angles = positions.to(torch.float32)[..., None] * frequencies
-    return angles.cos(), angles.sin()
+    if config.rope_scaling != "yarn":
+        return angles.cos(), angles.sin()
+    longer = config.rope_attention_factor or 1 + math.log(config.rope_factor) / 10
+    return angles.cos() * longer, angles.sin() * longer
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -86,9 +117,28 @@ def _inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     frequencies = 1.0 / config.rope_theta**exponent
     if config.rope_scaling == "none":
         return frequencies
+    if config.rope_scaling == "linear":
+        return frequencies / config.rope_factor
+    if config.rope_scaling == "yarn":
+        keep = _kept_by_yarn(config, device)
+        return keep * frequencies + (1 - keep) * frequencies / config.rope_factor
     # Llama 3.1: wavelengths longer than the original context are stretched by `factor`, short ones are unchanged, and
     # those between are interpolated (The Llama 3 Herd of Models; apply_scaling in the llama-models reference code).
     wavelengths = 2 * math.pi / frequencies
     low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
     keep = ((config.rope_original_length / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / config.rope_factor
+
+
+def _kept_by_yarn(config: ModelConfig, device: torch.device) -> Tensor:
+    """How much of each frequency YaRN keeps, (H/2,): 1 for those that turn often within the original length, 0 for
+    those that turn less than once or so; it divides these by the factor (Peng et al. 2023, section 3.2)."""
+
+    def pair_that_turns(times: float) -> float:
+        turns = config.rope_original_length / (times * 2 * math.pi)
+        return config.head_width * math.log(turns) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(pair_that_turns(config.rope_beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(config.rope_beta_slow)), config.head_width - 1)
+    pairs = torch.arange(config.head_width // 2, dtype=torch.float32, device=device)
+    return 1 - ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)

@@ -1,11 +1,12 @@
 """The shape of a dense decoder, and numbers computed from it. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
 AttentionFlops = Literal["causal", "full"]
+Activation = Literal["silu", "gelu_tanh"]
 FROM_WEIGHTS = "from_weights"
 """The value of model.name for the model of model.weights, and of data.tokenizer for their tokenizer."""
 FROM_CONFIG = "from_config"
@@ -42,7 +43,7 @@ class ModelConfig:
     width: Annotated[int, Ge(1)]
     """Width of the residual stream (hidden size)."""
     feed_forward_width: Annotated[int, Ge(1)]
-    """Inner width of the SwiGLU feed-forward."""
+    """Inner width of the gated feed-forward."""
     heads: Annotated[int, Ge(1)]
     """Query heads per layer."""
     key_value_heads: Annotated[int, Ge(1)]
@@ -57,20 +58,46 @@ class ModelConfig:
     """Epsilon of every RMSNorm."""
     rope_theta: Annotated[float, Gt(0)]
     """Base of the rotary frequencies."""
-    rope_scaling: Literal["none", "llama3"] = "none"
-    """Rescaling of the rotary frequencies; Llama 3.1 and 3.2 checkpoints need "llama3"."""
+    rope_scaling: Literal["none", "llama3", "linear", "yarn"] = "none"
+    """Rescaling of the rotary frequencies: "llama3" (Llama 3.1, 3.2), "linear" (Gemma 3), "yarn" (OLMo 3)."""
     rope_factor: Annotated[float, Ge(1)] = 8.0
-    """llama3 scaling: factor by which low frequencies are divided."""
+    """Scaling: factor by which low frequencies are divided; "linear": all."""
     rope_low_frequency_factor: Annotated[float, Gt(0)] = 1.0
     """llama3 scaling: wavelengths above original length / this are scaled fully."""
     rope_high_frequency_factor: Annotated[float, Gt(0)] = 4.0
     """llama3 scaling: wavelengths below original length / this are not scaled."""
     rope_original_length: Annotated[int, Ge(1)] = 8192
-    """llama3 scaling: context length (tokens) before the extension."""
+    """llama3 and yarn scaling: context length (tokens) before the extension."""
+    rope_beta_fast: Annotated[float, Gt(0)] = 32.0
+    """yarn scaling: pairs that turn more often within the original length are not scaled."""
+    rope_beta_slow: Annotated[float, Gt(0)] = 1.0
+    """yarn scaling: pairs that turn less often are scaled fully."""
+    rope_attention_factor: Annotated[float, Ge(0)] = 0.0
+    """yarn scaling: factor of queries and keys; 0 = 1 + ln(rope_factor) / 10."""
+    rope_scaled_layers: Literal["all", "full"] = "all"
+    """Layers with scaled frequencies: "full" = only those without a window (Gemma 3, OLMo 3)."""
+    rope_local_theta: Annotated[float, Ge(0)] = 0.0
+    """Base of the rotary frequencies of layers with a window (Gemma 3); 0 = rope_theta."""
     no_rope_every: Annotated[int, Ge(0)] = 0
     """Every n-th layer has no rotary embedding (SmolLM3: 4, so layers 3, 7, 11, ...); 0 = all layers have one."""
     no_rope_layers: tuple[Annotated[int, Ge(0)], ...] = ()
     """Indices (from 0) of further layers without rotary embedding, for irregular patterns."""
+    window: Annotated[int, Ge(0)] = 0
+    """Tokens that a token of a sliding layer sees, itself included; 0 = all, in every layer."""
+    full_attention_every: Annotated[int, Ge(0)] = 0
+    """Every n-th layer has no window (Gemma 3: 6, OLMo 3: 4); 0 = all have it (Mistral)."""
+    attention_scale_width: Annotated[int, Ge(0)] = 0
+    """Scores are divided by the square root of this (Gemma 3's query_pre_attn_scalar); 0 = head_width."""
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """RMSNorm of queries and keys: of each "head" (Qwen3, Gemma 3), or over "all" features (OLMo 2 and 3)."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Where attention and feed-forward have an RMSNorm: "before", "after" (OLMo 2 and 3), or "both" (Gemma 3)."""
+    norm_offset: bool = False
+    """Norms multiply by 1 + their weight (Gemma)."""
+    embedding_scale: bool = False
+    """Multiply embeddings by the square root of the width (Gemma)."""
+    activation: Activation = "silu"
+    """Of the feed-forward's gate: "silu" (SwiGLU), or "gelu_tanh", GELU by tanh (Gemma)."""
     logit_softcap: Annotated[float, Ge(0)] = 0.0
     """Cap logits to this x tanh(logits / this) (Gemma 2: 30); 0 = off. No Hugging Face format of ours has it."""
     init_std: Annotated[float, Gt(0)] = 0.02
@@ -141,6 +168,16 @@ class ModelConfig:
         found |= self._problems_of_experts() if self.experts else {}
         if self.rope_scaling == "llama3" and self.rope_high_frequency_factor <= low:
             found["rope_high_frequency_factor"] = f"must exceed rope_low_frequency_factor = {low}"
+        if self.rope_scaling == "yarn" and self.rope_beta_fast <= self.rope_beta_slow:
+            found["rope_beta_fast"] = f"must exceed rope_beta_slow = {self.rope_beta_slow}"
+        if self.full_attention_every == 1:
+            found["full_attention_every"] = "leaves no layer a window; write 2 or more, or 0 for a window in all"
+        of_windows = {"full_attention_every": 0, "rope_local_theta": 0.0, "rope_scaled_layers": "all"}
+        for field, default in of_windows.items():
+            if not self.window and getattr(self, field) != default:
+                found[field] = f"has no effect without windows; write window = 4096 or so, or {default!r} here"
+        if self.norm_offset and self.qk_norm == "all":
+            found["norm_offset"] = 'is not for qk_norm = "all"; write false, or qk_norm = "head"'
         return list(found.items())
 
     def _problems_of_experts(self) -> dict[str, str]:
@@ -155,7 +192,7 @@ class ModelConfig:
             found["groups_per_token"] = f"is more than expert_groups = {self.expert_groups}"
         elif self.groups_per_token < self.expert_groups and self.experts < 2 * self.expert_groups:
             found["expert_groups"] = f"leaves fewer than two of {self.experts} experts to a group"
-        elif self.groups_per_token * self.experts // self.expert_groups < self.experts_per_token:
+        elif self.groups_per_token * self.experts // self.expert_groups < min(self.experts_per_token, self.experts):
             found["groups_per_token"] = f"has fewer experts than experts_per_token = {self.experts_per_token}"
         return found
 
@@ -167,6 +204,26 @@ class ModelConfig:
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer (index from 0) has routed experts."""
         return self.experts > 0 and layer >= self.dense_layers
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a token of this layer (index from 0) sees; 0 = all."""
+        every = self.full_attention_every
+        return 0 if every and (layer + 1) % every == 0 else self.window
+
+    def rope_of(self, layer: int) -> "ModelConfig":
+        """A config with the rotary fields of this layer."""
+        if not self.window_of(layer):
+            return self
+        scaling = self.rope_scaling if self.rope_scaled_layers == "all" else "none"
+        return replace(self, rope_theta=self.rope_local_theta or self.rope_theta, rope_scaling=scaling)
+
+    def attention_share(self, sequence_length: float) -> float:
+        """Share of the pairs of tokens in causal attention that windows leave, the mean of all layers."""
+        if not 0 < self.window < sequence_length:
+            return 1.0
+        seen = self.window / sequence_length
+        windows = sum(self.window_of(layer) > 0 for layer in range(self.layers)) / self.layers
+        return 1 - windows * (1 - seen) ** 2
 
     def matmul_params(self) -> int:
         """Parameters in matrix products of a token: linears of the blocks and output projection, not the embedding
@@ -183,7 +240,8 @@ class ModelConfig:
 
     def num_params(self) -> int:
         """Total number of parameters; a tied embedding counts once."""
-        norms = (2 * self.layers + 1) * self.width
+        of_heads = {"none": 0, "head": 2, "all": self.heads + self.key_value_heads}[self.qk_norm] * self.head_width
+        norms = self.width + self.layers * ((4 if self.norms == "both" else 2) * self.width + of_heads)
         embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
         return self._matmul_params(self.experts) + norms + embedding
 
@@ -195,9 +253,12 @@ class ModelConfig:
         x heads x head_width x S forward and twice that backward, so 12 x heads x head_width x S per layer for "full"
         attention (the convention of PaLM, appendix B, and of most published MFU). A causal mask halves it ("causal").
         Grouped queries reduce the key and value projections, not these products. With attention restricted to
-        documents, S is the mean length of the document that a token is in.
+        documents, S is the mean length of the document that a token is in. A window of W tokens leaves W (1 - W / 2S)
+        keys of a causal mask's S / 2, and of "full" attention the same share; with documents this is as if all were S
+        long, which counts a little too much where their lengths differ.
         """
-        full_attention = round(12 * self.layers * self.heads * self.head_width * sequence_length)
+        share = self.attention_share(sequence_length)
+        full_attention = round(12 * self.layers * self.heads * self.head_width * sequence_length * share)
         return 6 * self.matmul_params() + (full_attention if attention == "full" else full_attention // 2)
 
 

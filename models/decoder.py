@@ -1,4 +1,4 @@
-"""A dense decoder-only transformer: Llama 2, Llama 3, SmolLM2 and SmolLM3 by configuration.
+"""A dense decoder-only transformer: Llama, SmolLM, Mistral, Qwen3, OLMo 2 and 3, Gemma 3 by configuration.
 
 Plain single-device code. It is built on the meta device, knows nothing of meshes or ranks, and its fully qualified
 names are the contract with everything that parallelizes, saves or converts it.
@@ -8,15 +8,16 @@ B batch, T tokens, D model width, F feed-forward width, N query heads, K key/val
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, rms_norm, silu
 
-from models.attention import InnerAttention, attention_to_cached, rope_tables, rotate
-from models.config import ModelConfig
+from models.attention import InnerAttention, attend, rope_tables, rotate
+from models.config import Activation, ModelConfig
 from models.interface import BlockInterface, ModelInterface
 from models.loss import SummedLoss
 
@@ -24,19 +25,29 @@ if TYPE_CHECKING:
     from models.cache import KeyValueCache, LayerCache
     from models.documents import Documents, Restriction
 
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+}
+
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with or without rotary embeddings."""
+    """Causal grouped-query attention of one layer, with or without rotary embeddings, a window, and norms of queries
+    and keys."""
 
-    def __init__(self, config: ModelConfig, *, rope: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.head_width = config.head_width
-        self.rope = rope
+        self.rope = config.uses_rope(layer)
         self.q_proj = nn.Linear(config.width, config.heads * config.head_width, bias=False)
         self.k_proj = nn.Linear(config.width, config.key_value_heads * config.head_width, bias=False)
         self.v_proj = nn.Linear(config.width, config.key_value_heads * config.head_width, bias=False)
         self.o_proj = nn.Linear(config.heads * config.head_width, config.width, bias=False)
-        self.inner = InnerAttention()
+        self.q_norm = _norm_of_heads(config, config.heads)
+        self.k_norm = _norm_of_heads(config, config.key_value_heads)
+        scale = 1 / math.sqrt(config.attention_scale_width) if config.attention_scale_width else None
+        self.inner = InnerAttention(window=config.window_of(layer), scale=scale)
+        self.reach = self.inner.reach  # for attention to a cache, which no process shares
 
     def forward(
         self,
@@ -52,42 +63,49 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_width))  # (B, T, N or K, H)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        query, key = self.q_norm(query), self.k_norm(key)
         # Before the transposition, so that attention reads and writes memory in the order of the linears around it:
         # then its output, which its backward pass needs, is also the memory that o_proj reads.
         if self.rope:
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # (B, N or K, T, H)
         if cache is not None:
-            out = attention_to_cached(query, *cache.append(key, value))  # (B, N, T, H)
+            out = attend(query, *cache.append(key, value), **self.reach)  # (B, N, T, H)
         else:
             out = self.inner(query, key, value, documents)  # (B, N, T, H)
         return self.o_proj(out.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+    """A gated linear unit, with silu SwiGLU (Shazeer 2020): down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width: int, inner: int, activation: Activation) -> None:
+        """width: D; inner: F."""
         super().__init__()
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, T, D) -> (B, T, D)."""
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))  # (B, T, F) inside
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))  # (B, T, F) inside
 
 
 class Block(nn.Module):
-    """One pre-norm layer: attention, then feed-forward, each added to the residual stream."""
+    """One layer: attention, then feed-forward, each with a norm before it, after it or both, and each added to the
+    residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int, *, feed_forward: nn.Module | None = None) -> None:
         """feed_forward: None = a dense one."""
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.attention = Attention(config, rope=config.uses_rope(layer))
-        self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.feed_forward = feed_forward or FeedForward(config.width, config.feed_forward_width)
+        before, after = (config.norms in (place, "both") for place in ("before", "after"))
+        self.attention_norm = _norm(config, before)
+        self.attention = Attention(config, layer)
+        self.attention_post_norm = _norm(config, after)
+        self.feed_forward_norm = _norm(config, before)
+        self.feed_forward = feed_forward or FeedForward(config.width, config.feed_forward_width, config.activation)
+        self.feed_forward_post_norm = _norm(config, after)
 
     def attend(
         self,
@@ -98,7 +116,7 @@ class Block(nn.Module):
         documents: "Restriction | None" = None,
     ) -> Tensor:
         """The first half of forward()."""
-        return x + self.attention(self.attention_norm(x), cos, sin, cache, documents)
+        return x + self.attention_post_norm(self.attention(self.attention_norm(x), cos, sin, cache, documents))
 
     def forward(
         self,
@@ -110,7 +128,47 @@ class Block(nn.Module):
     ) -> Tensor:
         """x: (B, T, D); cos, sin from rope_tables -> (B, T, D)."""
         x = self.attend(x, cos, sin, cache, documents)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        return x + self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class OffsetNorm(nn.RMSNorm):
+    """RMSNorm with weights that are stored minus one (Gemma), in float32: 1 + w has few digits of w in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., D) -> (..., D)."""
+        return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class FeaturesNorm(nn.RMSNorm):
+    """RMSNorm over all features of all heads (OLMo 2), of which a tensor-parallel process has some."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, T, N, H) -> (B, T, N, H)."""
+        # Not by rms_norm, for which a process would have to gather all heads: the means of squares are enough.
+        features = x.flatten(-2).float()  # (B, T, N H)
+        scale = (features.square().mean(-1, keepdim=True) + cast(float, self.eps)).rsqrt()
+        return (features * scale * self.weight).to(x.dtype).unflatten(-1, x.shape[-2:])
+
+
+def _norm(config: ModelConfig, wanted: bool = True, width: int = 0) -> nn.Module:
+    """The norm of so many features, of the residual stream's without a width; nothing where none is wanted."""
+    kind = OffsetNorm if config.norm_offset else nn.RMSNorm
+    return kind(width or config.width, eps=config.norm_eps) if wanted else nn.Identity()
+
+
+def _norm_of_heads(config: ModelConfig, heads: int) -> nn.Module:
+    """The norm of queries or keys (B, T, N or K, H)."""
+    if config.qk_norm == "all":
+        return FeaturesNorm(heads * config.head_width, eps=config.norm_eps)
+    return _norm(config, config.qk_norm == "head", config.head_width)
+
+
+class Scale(nn.Module):
+    """Multiplies embeddings by the square root of their width (Gemma), rounded to their type as transformers does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, T, D) -> (B, T, D)."""
+        return x * torch.tensor(math.sqrt(x.shape[-1]), dtype=x.dtype, device="cpu")
 
 
 class TiedHead(nn.Module):
@@ -138,6 +196,7 @@ class Decoder(nn.Module):
         self.layers = tuple(range(config.layers) if layers is None else sorted(layers))
         begins, ends, tied = 0 in self.layers, config.layers - 1 in self.layers, config.tied_embeddings
         self.embedding = nn.Embedding(config.vocabulary, config.width) if begins or (ends and tied) else None
+        self.scale = Scale() if config.embedding_scale else nn.Identity()
         self.blocks = nn.ModuleList()
         sparse = [layer for layer in self.layers if config.is_sparse(layer)]
         kinds: dict[int, type[Block]] = {}
@@ -148,14 +207,17 @@ class Decoder(nn.Module):
             self.routers, kinds = Routers(config, sparse), dict.fromkeys(sparse, SparseBlock)
         for layer in self.layers:
             self.blocks.add_module(str(layer), kinds.get(layer, Block)(config, layer))
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps) if ends else None
+        self.norm = _norm(config) if ends else None
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False) if ends and not tied else None
         self.tied_head = TiedHead() if ends and tied else None
+        self.ropes = tuple(dict.fromkeys(map(config.rope_of, self.layers)))
+        self.rope_of = {layer: self.ropes.index(config.rope_of(layer)) for layer in self.layers}
         self.loss = SummedLoss(loss_chunks, softcap=config.logit_softcap, z_loss=z_loss)
 
     @property
     def interface(self) -> ModelInterface:
         """What parallel/ may know of this model."""
+        config, places = self.config, ("attention", "feed_forward")
         return ModelInterface(
             stacks=(tuple(f"blocks.{layer}" for layer in self.layers),),
             embedding=None if self.embedding is None else "embedding",
@@ -164,8 +226,9 @@ class Decoder(nn.Module):
             tied_head=None if self.tied_head is None else "tied_head",
             loss="loss",
             inside_block=BlockInterface(
-                norms=("attention_norm", "feed_forward_norm"),
-                parts=("attention", "feed_forward", "feed_forward.shared_experts"),
+                norms=tuple(f"{place}_norm" for place in places if config.norms != "after"),
+                post_norms=tuple(f"{place}_post_norm" for place in places if config.norms != "before"),
+                parts=(*places, "feed_forward.shared_experts"),
                 inner_attention="attention.inner",
                 column=(
                     *("attention.q_proj", "attention.k_proj", "attention.v_proj"),
@@ -175,6 +238,8 @@ class Decoder(nn.Module):
                 row=("attention.o_proj", "feed_forward.down_proj", "feed_forward.shared_experts.down_proj"),
                 experts="feed_forward.experts",
                 exchange="feed_forward.exchange",
+                inner_norms=("attention.q_norm", "attention.k_norm") if config.qk_norm == "head" else (),
+                feature_norms=("attention.q_norm", "attention.k_norm") if config.qk_norm == "all" else (),
             ),
             layers=self.layers,
             all_layers=self.config.layers,
@@ -209,15 +274,15 @@ class Decoder(nn.Module):
             # The last layer that this part has is also the last one that these tokens reach.
             first = 0 if cache is None else cache.layers[self.layers[-1]].length
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)  # (T,)
-        cos, sin = rope_tables(self.config, positions)  # (T, H/2) or (B, T, H/2)
-        x = cast(nn.Embedding, self.embedding)(tokens) if hidden is None else hidden  # (B, T, D)
+        tables = [rope_tables(rope, positions) for rope in self.ropes]  # (T, H/2) or (B, T, H/2), two each
+        x = self.scale(cast(nn.Embedding, self.embedding)(tokens)) if hidden is None else hidden  # (B, T, D)
         inside = None if documents is None else documents.for_attention_in(x.dtype)  # once for all layers
         layers = layers or range(self.config.layers)
         routers = {} if self.routers is None else self.routers()
         for layer, block in zip(self.layers, self.blocks, strict=True):
             if layer not in layers:
                 continue
-            given = x, cos, sin, None if cache is None else cache.layers[layer], inside
+            given = x, *tables[self.rope_of[layer]], None if cache is None else cache.layers[layer], inside
             if self.routers is not None and layer in routers:
                 x = self.routers.noted(layer, *block(*given, *routers[layer]))
             else:
@@ -249,10 +314,12 @@ class Decoder(nn.Module):
         """Fill `values`, the whole parameter of this fully qualified name, with its initial values.
 
         Normal with `init_std`; the projections that add to the residual stream are scaled by 1 / sqrt(2 x layers), so
-        that its variance does not grow with depth (GPT-2, section 2.3). Norm weights start at 1, biases at 0.
+        that its variance does not grow with depth (GPT-2, section 2.3). Norms start as ones, which some store as 0;
+        biases start at 0.
         """
         if values.dim() == 1:
-            values.fill_(0.0 if name.endswith(".bias") else 1.0)
+            is_zero = name.endswith(".bias") or (self.config.norm_offset and self.config.qk_norm != "all")
+            values.fill_(0.0 if is_zero else 1.0)
             return
         into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
         scale = 1 / math.sqrt(2 * self.config.layers) if into_residual else 1.0

@@ -35,6 +35,12 @@ def has_kernel_for_lengths(tensor: Tensor, dtype: torch.dtype | None = None) -> 
     return tensor.device.type == "cuda" and (dtype or tensor.dtype) in (torch.bfloat16, torch.float16)
 
 
+def whole_rows(query: Tensor, key: Tensor) -> Lengths:
+    """Every row as one document, of which query, (B, N, T, H), has the last T tokens, and key, (B, K, S, H), all."""
+    rows = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
+    return Lengths(rows * query.shape[2], rows * key.shape[2])
+
+
 def of_chunk(documents: Restriction, chunk: slice, *, length: int) -> Restriction:
     """What restricts the queries of one chunk of every row of `length` tokens to the keys up to the chunk's end."""
     if isinstance(documents, Mask):

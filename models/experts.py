@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm, linear, silu
+from torch.nn.functional import grouped_mm, linear
 
 from models.config import ModelConfig
-from models.decoder import Block, FeedForward
+from models.decoder import ACTIVATIONS, Block, FeedForward
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """From rows (R, D), those of one expert after those of another, and the number of rows of each, to as many rows."""
@@ -93,7 +93,7 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
-        return x.view_as(x)
+        return x.clone()  # not a view, which a pipeline that splits its backward pass cannot detach
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -112,7 +112,7 @@ class SparseBlock(Block):
         *of_block, weight, bias = arguments
         x = self.attend(*of_block)
         out, routed = self.feed_forward(self.feed_forward_norm(x), weight, bias)
-        return x + out, routed
+        return x + self.feed_forward_post_norm(out), routed
 
 
 class SparseFeedForward(nn.Module):
@@ -123,7 +123,7 @@ class SparseFeedForward(nn.Module):
         self.config = config
         self.experts, self.exchange = Experts(config), Exchange()
         shared = config.shared_experts * config.expert_width
-        self.shared_experts = FeedForward(config.width, shared) if shared else None
+        self.shared_experts = FeedForward(config.width, shared, config.activation) if shared else None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Routed]:
         """x: (B, T, D); weight: (E, D) and bias: (E,) of the router. Returns (B, T, D), and what balancing reads."""
@@ -158,7 +158,7 @@ class SparseFeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU by each expert, of the rows that are its own."""
+    """A gated linear unit by each expert, of the rows that are its own."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -166,17 +166,17 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(count, inner, width))
         self.up_proj = nn.Parameter(torch.empty(count, inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
+        self.activation = ACTIVATIONS[config.activation]
+
+    def matrices(self, whole: Tensor) -> Tensor:
+        """Those of the experts that are here, (E', ...): expert parallelism replaces this."""
+        return whole
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: (R, D), those of one expert after those of another; counts: (E,), how many of each. Returns (R, D)."""
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up, down = (_local(matrices) for matrices in (self.gate_proj, self.up_proj, self.down_proj))
-        return by_experts(silu(by_experts(rows, gate, ends)) * by_experts(rows, up, ends), down, ends)
-
-
-def _local(matrices: Tensor) -> Tensor:
-    """Those of the experts of this process."""
-    return matrices.to_local() if hasattr(matrices, "to_local") else matrices
+        gate, up, down = (self.matrices(whole) for whole in (self.gate_proj, self.up_proj, self.down_proj))
+        return by_experts(self.activation(by_experts(rows, gate, ends)) * by_experts(rows, up, ends), down, ends)
 
 
 class Exchange(nn.Module):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from models.config import LARGEST, ModelConfig, TextFacts
-from models.hf import Unsupported, config_from_hf, facts_of, text_facts
+from models.hf_reading import Unsupported, config_from_hf, facts_of, text_facts
 from models.layout import layout_of
 from models.transformers_config import TransformersConfig
 

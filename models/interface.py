@@ -36,6 +36,10 @@ class BlockInterface:
     """What holds routed experts, one after the other along the first axis of its parameters."""
     exchange: str | None = None
     """The module without parameters that brings rows of tokens to these experts and back."""
+    post_norms: tuple[str, ...] = ()
+    """Norms of what parts return, before it is added to the residual stream."""
+    feature_norms: tuple[str, ...] = ()
+    """Norms inside parts over all features that a column linear produces, by whose mean square they divide."""
     whole_rows: bool = False
     """Whether what is between the embedding and the first block must see all tokens of a row."""
 

@@ -70,6 +70,6 @@ def layout_of(model: ModelConfig) -> Layout:
         from models.transformers import stored_layout
 
         return stored_layout(replace(model, name="", weights="", config="", dropout=False))  # remembered by the rest
-    tensors = {name: Stored(hf_name(name), shape) for name, shape in parameter_shapes(model)}
+    tensors = {name: Stored(hf_name(name, norms=model.norms), shape) for name, shape in parameter_shapes(model)}
     copies = {"lm_head.weight": Copy(hf_name("lm_head.weight"), of="embedding.weight")}
     return Layout(tensors, copies if model.tied_embeddings else {})

@@ -1,4 +1,4 @@
-"""What the parameters of a model are for: embedding, head, norms, attention, feed-forward."""
+"""What the parameters of a model are for: embedding, head, norms, attention, feed-forward, routers."""
 
 import re
 
@@ -32,4 +32,6 @@ def _role(model: nn.Module, name: str) -> str:
         return next((role for role, pattern in IN_BLOCK.items() if re.search(pattern, inside)), "other")
     if owner == interface.embedding or isinstance(module, nn.Embedding):  # of positions, too
         return "embedding"
+    if interface.routers and owner.startswith(f"{interface.routers}."):
+        return "routers"
     return "head" if owner == interface.head else "other"

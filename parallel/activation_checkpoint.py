@@ -49,6 +49,10 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
     if config.mode == "none":
         return "activation checkpointing: off"
     interface = interface_of(model)
+    if interface.routers is not None:
+        from parallel.experts import OPERATORS
+
+        SAVED.extend(operator for operator in OPERATORS if operator not in SAVED)
     _declare_attention(random=interface.draws_random)
     places = interface.block_at
     chosen = [places[index] for index in config.recomputed(interface.all_layers or len(places)) if index in places]

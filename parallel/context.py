@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.attention import attention_in_documents, attention_to_cached
-from models.documents import Lengths, Restriction, has_kernel_for_lengths, of_chunk
+from models.documents import Restriction, has_kernel_for_lengths, of_chunk, whole_rows
 from models.interface import blocks_of, interface_of
 from parallel.errors import UserError
 
@@ -42,7 +41,7 @@ def split_over(model: nn.Module, axis: DeviceMesh, *, by: str) -> str:
     name = inside.inner_attention
     for block in blocks_of(model):
         inner = block.get_submodule(name)
-        block.set_submodule(name, ByHeads(inner, group) if by == "heads" else ByGathering(group))
+        block.set_submodule(name, (ByHeads if by == "heads" else ByGathering)(inner, group))
     model.register_forward_pre_hook(partial(_own_part, group=group, by=by), with_kwargs=True)
     model.register_forward_hook(partial(_whole_logits, group=group, by=by), with_kwargs=True)
     how = {"heads": "tokens exchanged for heads", "gather": "keys and values gathered"}[by]
@@ -123,28 +122,24 @@ def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
 class ByGathering(nn.Module):
     """Attention of two chunks of the tokens over the keys and values up to their ends."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, inner: nn.Module, group: ProcessGroup) -> None:
         super().__init__()
-        self.group = group
+        self.inner, self.group = inner, group
         self.flash = torch.backends.cuda.flash_sdp_enabled()  # attention.backend; a compiled block cannot ask
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Restriction | None = None) -> Tensor:
         """query: (B, N, P, H); key, value: (B, K, P, H); documents: of whole rows. Returns (B, N, P, H)."""
         part = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))  # (2, B, P, K, H)
         key, value = _Gather.apply(part, self.group).transpose(2, 3)  # (B, K, T, H) each
-        rows, length = key.shape[0], key.shape[2]
+        length = key.shape[2]
         # Otherwise attention needs a mask (C, T).
         if documents is None and self.flash and has_kernel_for_lengths(query):
-            starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=query.device)
-            documents = Lengths(starts)  # every row is one
+            documents = whole_rows(key, key)
         out = []  # of each chunk: (B, C, N, H), tokens before heads as the linear after it has them
         for own, queries in zip(own_chunks(length, self.group, by="gather"), query.chunk(2, dim=2), strict=True):
             seen = key[:, :, : own.stop], value[:, :, : own.stop]  # (B, K, end of the chunk, H)
-            if documents is None:
-                attended = attention_to_cached(queries, *seen)  # (B, N, C, H)
-            else:
-                attended = attention_in_documents(queries, *seen, of_chunk(documents, own, length=length))
-            out.append(attended.transpose(1, 2))
+            inside = None if documents is None else of_chunk(documents, own, length=length)
+            out.append(self.inner(queries, *seen, inside).transpose(1, 2))
         return torch.cat(out, dim=1).transpose(1, 2)
 
 

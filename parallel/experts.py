@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from models.experts import Compute, Routers, inverted, permuted
 from models.interface import blocks_of, has_part, interface_of
@@ -49,7 +49,9 @@ def split_over(model: nn.Module, mesh: ExpertMesh) -> str:
     """Divide the experts of every block, in place, on the meta device. Returns a line for the log."""
     interface = interface_of(model)
     inside = interface.inside_block
-    assert inside is not None and inside.experts and inside.exchange and interface.routers
+    if interface.routers is None:
+        return "expert parallelism: off, these blocks have no experts"  # a stage whose layers are dense
+    assert inside is not None and inside.experts and inside.exchange
     if mesh.rows is not None:
         cast(Routers, model.get_submodule(interface.routers)).sum_of_rows = _Sum(mesh.rows)  # type: ignore[method-assign]
     if mesh.axis is None:
@@ -61,8 +63,13 @@ def split_over(model: nn.Module, mesh: ExpertMesh) -> str:
         for name, parameter in list(experts.named_parameters()):
             own = distribute_tensor(parameter.data, mesh.axis, [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(own))
+        experts.matrices = _own  # type: ignore[assignment]
         block.set_submodule(inside.exchange, AllToAll(mesh.axis.get_group()))
     return f"expert parallelism: experts divided over {mesh.axis.size()} processes"
+
+
+def _own(whole: DTensor) -> Tensor:
+    return whole.to_local()
 
 
 class _Sum:
@@ -149,3 +156,7 @@ def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, Non
 
 
 exchange.register_autograd(_gradient, setup_context=_keep)
+
+_OURS = torch.ops.shardwright
+OPERATORS = (_OURS.by_experts.default, _OURS.exchange_counts.default, _OURS.exchange.default)
+"""What selective checkpointing keeps the results of: products, and messages."""

@@ -1,6 +1,6 @@
 """Which blocks each stage of a pipeline has, and which process has each stage. Imports no torch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from models.config import ModelConfig
@@ -49,9 +49,10 @@ def stages_of(model: ModelConfig, config: PipelineConfig, *, degree: int, sequen
 
 
 def costs_of(model: ModelConfig, sequence_length: int) -> tuple[int, int]:
-    """FLOPs per token of a training step of (one layer, the output projection)."""
+    """FLOPs per token of a training step of (one layer, the mean of those with and without a window; the output
+    projection)."""
     head = 6 * model.vocabulary * model.width
-    return replace(model, layers=1).flops_per_token(sequence_length, "causal") - head, head
+    return (model.flops_per_token(sequence_length, "causal") - head) // model.layers, head
 
 
 @lru_cache(maxsize=64)

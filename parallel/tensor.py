@@ -71,6 +71,8 @@ def _cut_block(
     """Cut a block's parts and what they read and return. Returns how many of them gather float8."""
     # Blocks of transformers may add what a norm returns to the residual stream, which is no DTensor.
     plan: dict[str, ParallelStyle] = dict.fromkeys(inside.norms, SequenceParallel(use_local_output=inside.whole_rows))
+    plan |= dict.fromkeys(inside.post_norms, SequenceParallel(use_local_output=True))
+    plan |= dict.fromkeys(inside.feature_norms, _FeaturesNorm())
     gathers = 0
     for part in inside.parts:
         column, row, norms = (_within(part, names) for names in (inside.column, inside.row, inside.inner_norms))
@@ -110,6 +112,24 @@ class _InnerNorm(ParallelStyle):
 
         def on_mesh(norm: nn.Module, inputs: tuple[Tensor, ...]) -> DTensor:
             return DTensor.from_local(inputs[0], device_mesh, (self._placement,), run_check=False)
+
+        module.register_forward_pre_hook(on_mesh)
+        module.register_forward_hook(lambda norm, inputs, output: _local(output))
+        return module
+
+
+class _FeaturesNorm(ParallelStyle):
+    """A norm over all features of all heads, of which a process has some: the means of squares are exchanged alone."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(name: str, norm: nn.Module, mesh: DeviceMesh) -> None:
+            weight = cast(Tensor, norm.weight)
+            norm.register_parameter("weight", nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
+
+        distribute_module(module, device_mesh, cut)
+
+        def on_mesh(norm: nn.Module, inputs: tuple[Tensor, ...]) -> DTensor:
+            return DTensor.from_local(inputs[0], device_mesh, (Shard(2),), run_check=False)  # (B, T, N, H)
 
         module.register_forward_pre_hook(on_mesh)
         module.register_forward_hook(lambda norm, inputs, output: _local(output))

@@ -41,7 +41,7 @@ SCHEMA = ROOT / "docs" / "recipe.schema.json"
 PARALLELISM = ROOT / "docs" / "parallelism.md"
 MEMORY = ROOT / "docs" / "benchmarks" / "memory.md"
 PLAN = ROOT / "docs" / "plan.md"
-COLUMNS = combinations.COLUMNS + combinations.STAGED
+COLUMNS = combinations.COLUMNS + combinations.STAGED + combinations.EXPERT
 BEGIN, END = "<!-- Written by scripts/write_docs.py. -->\n", "<!-- Written by scripts/write_docs.py: end. -->\n"
 STAGE_NAME = "^[A-Za-z][A-Za-z0-9_]*$"
 HEAD = """\
@@ -263,7 +263,8 @@ def with_plans(text: str) -> str:
 
 def _combinations() -> str:
     """What each feature was tested with, as a table: rows are features, columns are axes."""
-    cases = [case for some in (combinations.CASES, combinations.PIPELINES) for of in some.values() for case in of]
+    parts = (combinations.CASES, combinations.PIPELINES, combinations.EXPERTS)
+    cases = [case for some in parts for of in some.values() for case in of]
     rows = [(feature, *(_cell(feature, column, cases) for column in COLUMNS)) for feature in combinations.FEATURES]
     lines = markdown_table(("", *COLUMNS), rows, align="l" * (len(COLUMNS) + 1))
     meshes = {case.partition(":")[0] for case in cases}
@@ -285,7 +286,9 @@ def _cell(feature: str, column: str, cases: list[str]) -> str:
         case for case in cases if needed <= combinations.features_of(case) and column in combinations.columns_of(case)
     ]
     if not matching:
-        return "" if needed <= combinations.OF_STAGES and column not in combinations.STAGED else "-"
+        of_others = needed <= combinations.OF_STAGES and column not in combinations.STAGED
+        of_others |= needed <= combinations.OF_EXPERTS and column not in combinations.EXPERT
+        return "" if of_others else "-"
     best = min(combinations.limits_of(case) for case in matching)
     return "exact" if best == combinations.FLOAT32 else f"{best.gradient:.0%}"
 

@@ -11,14 +11,18 @@ from typing import Any, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.utils._pytree import tree_leaves
 
 from models.decoder import Decoder
+from parallel.config import MeshDegrees
 from parallel.dist import World
+from parallel.experts import with_experts
 from parallel.fsdp import compute_with_whole_shards, without_idle_resharding
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 from parallel.passes import Passes
 from recipes.metrics.clock import RunClock
+from recipes.optimization.balance import Balance
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.skip_steps import StepGuard
 from recipes.plan.tracked import CPU, LiveBytes, fake_processes
@@ -32,6 +36,7 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
     """The recipe's model and optimizer on the CPU, without values where fake tensors are on."""
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
     with unset_fake_temporarily():  # a mesh looks for this process in a tensor
+        mesh = with_experts(mesh) if recipe.model.experts else mesh
         with torch.device("meta"):
             model = Decoder(recipe.model, loss_chunks=recipe.batch.loss_chunks)
         report = parallelize(
@@ -52,6 +57,7 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
         optimizer=build_optimizer(model, recipe.optimizer, mesh, dtype=getattr(torch, fsdp.param_dtype)),
         parameters=tuple(model.parameters()),
         roles={},
+        balance=Balance(model, mesh, recipe.experts) if recipe.model.experts else None,
         grad_clip=recipe.optimizer.grad_clip,
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
@@ -59,12 +65,18 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
 
 
 def tracked_step(
-    recipe: Recipe, processes: int, nodes: int = 1, live: LiveBytes | None = None, *, resumed: bool = False
+    recipe: Recipe,
+    processes: int,
+    nodes: int = 1,
+    live: LiveBytes | None = None,
+    *,
+    resumed: bool = False,
+    degrees: MeshDegrees | None = None,
 ) -> LiveBytes:
     """The second step of a run of this recipe, whose first one makes the moments, or the first of a resumed run."""
     live = live or LiveBytes()
     with fake_processes(processes):
-        mesh = build_mesh(recipe.mesh.fit(processes, nodes=nodes), device_type="cpu")
+        mesh = build_mesh(degrees or recipe.mesh.fit(processes, nodes=nodes), device_type="cpu")
         with FakeTensorMode(allow_non_fake_inputs=True):
             _track(recipe, build(recipe, mesh), live, resumed=resumed)
     return live
@@ -118,7 +130,9 @@ def _name_moments(model: Decoder, live: LiveBytes) -> None:
         )
     for layer, block in enumerate(model.blocks):
         block.register_forward_hook(
-            lambda module, inputs, output, layer=layer: output.register_hook(says(f"backward {layer}")) and None
+            lambda module, inputs, output, layer=layer: (
+                tree_leaves(output)[0].register_hook(says(f"backward {layer}")) and None
+            )
         )
     model.embedding.register_forward_hook(
         lambda module, inputs, output: output.register_hook(says("embedding")) and None

@@ -159,6 +159,52 @@ def test_what_processes_along_each_axis_must_share_is_compared(recipe: Recipe) -
         assert [one for one in told if one not in line.replace(f" on {platform.node()}", "")] == []
 
 
+OF_EXPERTS = {
+    # Two replicas of two tensor parts, over which the experts are divided.
+    ("1.2.1.1.2.2", 1, "blocks.0.feed_forward.experts.up_proj"): "differs between rank 1 and rank 3",
+    ("1.1.2.1.2.2", 3, "routers.1.weight"): "differs between rank 2 and rank 3",
+    ("1.2.1.1.2.2", 0, "routers.1.bias"): "differs from the other copies on rank 0",
+    # No process has the experts of another one.
+    ("1.1.2.1.2.2", 2, "blocks.1.feed_forward.experts.down_proj"): None,
+    ("1.1.2.1.2.2", 2, "routers.0.bias"): "differs from the other copies on rank 2",
+    ("2.1.2.1.1.2", 3, "routers.1.bias"): "differs between rank 2 and rank 3",
+}
+"""(mesh, rank, parameter or bias of which a bit flips there) -> what is said of it."""
+
+
+def test_only_processes_that_hold_the_same_experts_are_compared(small: Recipe) -> None:
+    sparse = {"experts": 4, "experts_per_token": 2, "expert_width": 16, "router": "sigmoid", "router_bias": True}
+    found = run_processes(4, flip_experts, change(small, model=sparse, fsdp={"reshard_after_forward": False}))
+    for (case, said), *texts in zip(OF_EXPERTS.items(), *found, strict=True):
+        expected = "" if said is None else f"model.{case[-1]} {said}"
+        assert {text.replace(f" on {platform.node()}", "") for text in texts} == {expected}, case
+
+
+def flip_experts(recipe: Recipe) -> list[str]:
+    """What is said of the state after each flip of OF_EXPERTS; "" if nothing is."""
+    from parallel.dist import start, stop
+    from parallel.mesh import build_mesh
+    from recipes.training.build import build
+    from recipes.training.step import corruption
+
+    world, found, built = start("cpu", seed=0), [], {}
+    for mesh, rank, name in OF_EXPERTS:
+        if mesh not in built:
+            built[mesh] = build(recipe, world, mesh=build_mesh(mesh_degrees(mesh), device_type="cpu"))
+            assert corruption(built[mesh], world) is None, mesh
+        tensors = dict([*built[mesh].model.named_parameters(), *built[mesh].model.named_buffers()])
+        for expected in (True, False):  # the second flip undoes the first
+            if world.rank == rank:
+                flip(3)(_local(tensors[name]).detach())
+            error = corruption(built[mesh], world)
+            if expected:
+                found.append("" if error is None else str(error))
+            else:
+                assert error is None, error
+    stop()
+    return found
+
+
 def test_bad_batches_with_a_sound_state_still_end_with_76(small: Recipe) -> None:
     bad = change(small, run={"name": "bad", "max_skipped_steps": 2}, optimizer={"lr": 1e-3})
     assert run_processes(1, train_on_bad_batches, bad) == [POISONED]

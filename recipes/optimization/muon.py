@@ -18,7 +18,7 @@ from parallel.errors import UserError
 from parallel.float8 import without_wrapper
 from parallel.matrices import Matrices
 from parallel.mesh import Mesh
-from parallel.owners import Round, Shape
+from parallel.owners import BATCH, Round, Shape
 from recipes.optimization.config import OptimizerConfig
 
 MOMENTUM = "momentum_buffer"
@@ -49,13 +49,18 @@ class Muon(torch.optim.Optimizer):
         """
         Args:
             rest: the optimizer of the other parameters; its groups and states become part of this one's.
-            matrices: of two dimensions each, sharded.
+            matrices: of two dimensions each, sharded; or of three, those of experts, of which each is in one place.
             config: the section of the recipe.
             mesh: the one that shards them.
             dtype: that of the products; the parts of matrices are sent in it.
         """
         if not matrices:
             raise UserError('optimizer.name = "muon": the blocks of this model have no matrix; write name = "adamw"')
+        if any(_is_cut(parameter) for parameter in matrices if parameter.dim() == 3):
+            raise UserError(
+                'optimizer.name = "muon": processes have parts of single experts, because the number of experts cannot'
+                ' be divided among them; write a larger mesh.replicate, or name = "adamw"'
+            )
         group = {
             "params": matrices,
             "lr": config.lr * config.matrix_share,
@@ -87,16 +92,19 @@ class Muon(torch.optim.Optimizer):
         cast(Any, self._rest).found_inf, cast(Any, self._rest).grad_scale = self.found_inf, self.grad_scale
         self._rest.step()
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if parameters:
-            self._step_matrices(parameters, group)
+        for parameter in parameters:  # in this order, and not that of rounds: checkpoints have it
+            self._make_momentum(parameter)
+        if shared := [parameter for parameter in parameters if parameter.dim() == 2]:
+            self._step_matrices(shared, group)
+        for parameter in parameters:
+            if parameter.dim() == 3:
+                self._step_experts(parameter, group)
 
     @record_function("Muon")
     def _step_matrices(self, parameters: list[nn.Parameter], group: Group) -> None:
         if self._matrices is None or [*map(id, parameters)] != [*map(id, self._stepped)]:
             found = [cast(DTensor, parameter) for parameter in parameters]
             self._matrices, self._stepped = Matrices(found, self._mesh, dtype=self._dtype), parameters
-            for parameter in parameters:  # in this order, and not that of rounds: checkpoints have it
-                self._make_momentum(parameter)
         waiting = iter(self._matrices.rounds)
         running: list[Iterator[bool]] = []
         while True:
@@ -117,24 +125,41 @@ class Muon(torch.optim.Optimizer):
         if matrices.replicas > 1:
             yield True
         for number, update in matrices.shards(of, sent.received()):
-            parameter = self._stepped[number]
-            rate = group["lr"] * adjustment(group["lr_adjust"], (parameter.shape[0], parameter.shape[1]))
-            shard = _local(parameter)
-            self._change(shard, (shard * (1 - group["lr"] * group["weight_decay"])).add_(update, alpha=-rate))
+            self._update(self._stepped[number], update, group)
+
+    @record_function("Muon")
+    def _step_experts(self, parameter: nn.Parameter, group: Group) -> None:
+        """Step the experts that are here, (E', rows, columns). They are whole, so nothing is sent."""
+        update = self._mixed(parameter, group)
+        upright = update.shape[1] <= update.shape[2]
+        for some in update.split(max(1, BATCH // max(1, update[0].numel()))) if len(update) else ():
+            flat = (some if upright else some.mT).contiguous()
+            whole = orthogonalized(flat.clone() if flat is some else flat, steps=group["ns_steps"])
+            some.copy_(whole if upright else whole.mT)
+        self._update(parameter, update, group)
+
+    def _update(self, parameter: nn.Parameter, update: Tensor, group: Group) -> None:
+        """Decay this process's shard, and subtract its update."""
+        rate = group["lr"] * adjustment(group["lr_adjust"], (parameter.shape[-2], parameter.shape[-1]))
+        shard = _local(parameter)
+        self._change(shard, (shard * (1 - group["lr"] * group["weight_decay"])).add_(update, alpha=-rate))
+
+    def _mixed(self, parameter: nn.Parameter, group: Group) -> Tensor:
+        """Mix this process's gradient into its momentum. Returns what is to be orthogonalized."""
+        gradient, momentum = _local(cast(Tensor, parameter.grad)), _local(self.state[parameter][MOMENTUM])
+        if self.grad_scale is not None:
+            gradient.div_(self.grad_scale)
+        mixed = momentum.to(gradient.dtype).lerp(gradient, 1 - group["momentum"])
+        self._change(momentum, mixed)
+        return (gradient.lerp(mixed, group["momentum"]) if group["nesterov"] else mixed).to(self._dtype)
 
     def _momenta(self, of: Round, matrices: Matrices, group: Group) -> dict[int, Tensor]:
         """Mix the gradients of a round's matrices into their momenta. Returns what is to be sent, by number."""
         found, sent = {}, {*matrices.gathered(of)}
         for number in (number for batch in of for number in batch):
-            parameter = self._stepped[number]
-            gradient, momentum = _local(cast(Tensor, parameter.grad)), _local(self.state[parameter][MOMENTUM])
-            if self.grad_scale is not None:
-                gradient.div_(self.grad_scale)
-            mixed = momentum.to(gradient.dtype).lerp(gradient, 1 - group["momentum"])
+            update = self._mixed(self._stepped[number], group)
             if number in sent:
-                update = gradient.lerp(mixed, group["momentum"]) if group["nesterov"] else mixed
-                found[number] = update.to(self._dtype)
-            self._change(momentum, mixed)
+                found[number] = update
         return found
 
     def _make_momentum(self, parameter: nn.Parameter) -> None:
@@ -171,6 +196,11 @@ def _round_states(optimizer: torch.optim.Optimizer) -> None:
     dtype = cast(Muon, optimizer)._state_dtype
     for state in optimizer.state.values():
         state.update({name: value.to(dtype) for name, value in state.items() if name != "step"})
+
+
+def _is_cut(experts: Tensor) -> bool:
+    """Whether a process has parts of experts, (E, rows, columns), and not whole ones."""
+    return isinstance(experts, DTensor) and any(placement.is_shard(1) for placement in experts.placements)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -54,9 +54,9 @@ def matrices_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _of_blocks(model: nn.Module, embeddings: Collection[Tensor]) -> dict[nn.Parameter, None]:
-    """The parameters of two dimensions in the blocks, each once, in the order of the model."""
+    """The matrices of the blocks, and those of experts, each once, in the order of the model."""
     found = (parameter for block in blocks_of(model) for parameter in block.parameters())
-    return {parameter: None for parameter in found if parameter.dim() == 2 and parameter not in embeddings}
+    return {parameter: None for parameter in found if parameter.dim() >= 2 and parameter not in embeddings}
 
 
 class ShardedAdamW(torch.optim.AdamW):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from recipes.plan.moments import moments
-from recipes.plan.sizes import Pieces, Sizes
+from recipes.plan.sizes import Pieces, sizes_of
 from recipes.recipe.schema import Recipe
 
 CUDA = 700_000_000
@@ -57,7 +57,7 @@ class Prediction:
         return sum(self.pieces.values())
 
 
-def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Prediction:
+def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True, imbalance: float = 1.0) -> Prediction:
     """The memory of one process of a mesh of these degrees, or of the fullest. context: with what CUDA itself takes.
 
     A model of transformers has only the fullest moment: a step is taken on tensors without values, which needs seconds
@@ -77,7 +77,7 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Pr
             for stages, part in parts(recipe, degrees)
         )
         return max(processes, key=lambda prediction: prediction.peak)
-    size = Sizes(recipe, degrees)
+    size = sizes_of(recipe, degrees, imbalance=imbalance)
     found = moments(size, range(recipe.model.layers))
     return Prediction({name: size.state | pieces | outside for name, pieces in found})
 

@@ -17,6 +17,8 @@ MOMENTS_AT_A_TIME = 2**27
 
 def moments(size: Sizes, layers: Collection[int]) -> Iterator[tuple[str, Pieces]]:
     """The moments that can be the fullest, in the order of a step's last micro-batch. layers: blocks to look at."""
+    if size.in_forward:
+        yield f"the forward pass of block {size.recipe.model.layers - 1}", _in_forward(size)
     yield "the loss", loss(size, backward=False)
     yield "the gradient of the logits", loss(size, backward=True)
     yield "the gradient of the head", head(size)
@@ -89,6 +91,17 @@ def _next_gather(size: Sizes, layer: int) -> int:
 
 
 # The moments.
+
+
+def _in_forward(size: Sizes) -> Pieces:
+    """The forward pass of the last block."""
+    layers = size.recipe.model.layers
+    return {
+        **_gradients(size, layers, head=True),
+        **_weights(size, layers if size.keeps_blocks else 1, head=False, buffers=size.gathered_block),
+        **_saved(size, layers),
+        "block": size.in_forward,
+    }
 
 
 def loss(size: Sizes, *, backward: bool) -> Pieces:
@@ -175,13 +188,12 @@ def _fuller(last: Pieces, before: Pieces) -> Pieces:
 
 def inside(size: Sizes, layer: int) -> Pieces:
     """What the backward pass of a block makes where it has most."""
-    model, tied = size.recipe.model, size.new_of_tied_head
-    down = size.element * model.width * model.feed_forward_width // size.degrees.tensor
-    at_swiglu = round(size.tokens * size.beside_saved[layer in size.recomputed])
+    tied = size.new_of_tied_head
+    beside, new = size.inside(layer)
     gathering = 2 * size.read + size.stream if size.cut else 0  # the gradient of its output, before all else
-    if gathering > at_swiglu + down:
+    if gathering > beside + new:
         return {"block": gathering, "new gradients": tied}
-    return {"block": at_swiglu, "new gradients": down + tied}
+    return {"block": beside, "new gradients": new + tied}
 
 
 def _reduced_block(size: Sizes, layer: int) -> Pieces:

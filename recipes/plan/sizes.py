@@ -82,12 +82,17 @@ class Sizes:
 
     @cached_property
     def block(self) -> Unit:
+        return self.block_of(self.recipe.model.feed_forward_width)
+
+    def block_of(self, inner: int) -> Unit:
+        """A block with a feed-forward of this inner width; 0 = none."""
         model, tensor = self.recipe.model, self.degrees.tensor
-        width, inner = model.width, model.feed_forward_width // tensor
+        width, inner = model.width, inner // tensor
         query, key = (heads * model.head_width // tensor for heads in (model.heads, model.key_value_heads))
         norms = [(width, 1)] * 2
         attention = [(query, width), (key, width), (key, width), (width, query)]
-        return Unit.of(*norms, *attention, (inner, width), (inner, width), (width, inner), shards=self.shards)
+        feed_forward = [(inner, width), (inner, width), (width, inner)] if inner else []
+        return Unit.of(*norms, *attention, *feed_forward, shards=self.shards)
 
     @cached_property
     def table(self) -> Unit:
@@ -189,6 +194,12 @@ class Sizes:
             return {"parameters": 0, "moments": 0}
         return {"parameters": 4 * share, "moments": moments}
 
+    def inside(self, layer: int) -> tuple[int, int]:
+        """Bytes where the backward pass of a block has most: of activations beside the saved ones, of new gradients."""
+        model = self.recipe.model
+        down = self.element * model.width * model.feed_forward_width // self.degrees.tensor
+        return round(self.tokens * self.beside_saved[layer in self.recomputed]), down
+
     @cached_property
     def stream(self) -> int:
         """Bytes of a gradient of the residual stream."""
@@ -226,6 +237,20 @@ class Sizes:
         return self.reduced if self.reduced < 4 and self.degrees.replicate > 1 else 0
 
     @cached_property
+    def in_forward(self) -> int:
+        """Bytes that the forward pass of a block needs beside the saved ones; 0 where its backward pass needs more."""
+        return 0
+
+    @cached_property
     def new_of_tied_head(self) -> int:
         """Bytes of a tied head's new gradients: they wait for those of the embedding."""
         return self.element * self.table.whole if self.tied else 0
+
+
+def sizes_of(recipe: Recipe, degrees: MeshDegrees, *, imbalance: float = 1.0) -> Sizes:
+    """The sizes of a process. imbalance: rows of the experts of the fullest process, relative to the mean."""
+    if not recipe.model.experts:
+        return Sizes(recipe, degrees)
+    from recipes.plan.experts import SparseSizes  # most models have none
+
+    return SparseSizes(recipe, degrees, imbalance=imbalance)

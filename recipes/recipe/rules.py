@@ -247,10 +247,11 @@ def from_elsewhere(
 
 def export_is_possible(checkpoint: CheckpointConfig, *, model: ModelConfig) -> Iterator[Violation]:
     """A failed export, for example on a full disk, must not lose the run; nor may it be of another model."""
-    if checkpoint.export_hf and model.logit_softcap:
+    if checkpoint.export_hf and not model.by_transformers:
         from models.hf import beyond_hf
 
-        yield "checkpoint.export_hf", f"cannot export model.{beyond_hf(model)}; write export_hf = false"
+        if problem := beyond_hf(model):
+            yield "checkpoint.export_hf", f"cannot export model.{problem}; write export_hf = false"
     if checkpoint.export_hf and checkpoint.every == 0:
         yield "checkpoint.export_hf", "needs checkpoints, or a failed export loses the run; write every = run.steps"
 

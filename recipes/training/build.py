@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,7 +101,8 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         on_all(world, lambda: load_weights(model, weights))
     optimizer = build_optimizer(model, recipe.optimizer, mesh, dtype=getattr(torch, fsdp.param_dtype))
     if matrices := matrices_of(optimizer):
-        report.append(f"muon: {len(matrices)} matrices of the blocks, {fsdp.param_dtype} products")
+        count = sum(prod(matrix.shape[:-2]) for matrix in matrices)
+        report.append(f"muon: {count} matrices of the blocks, {fsdp.param_dtype} products")
     return Built(
         mesh,
         model,
@@ -161,7 +163,8 @@ def _roles(model: nn.Module, whole: ModelConfig | None) -> dict[str, tuple[nn.Pa
     if whole is None:
         return own
     with torch.device("meta"):
-        return {role: own.get(role, ()) for role in parameters_by_role(build_model(replace(whole, layers=1)))}
+        one_block = build_model(replace(whole, layers=1, dense_layers=0))
+    return {role: own.get(role, ()) for role in parameters_by_role(one_block)}
 
 
 def _plain_model(recipe: Recipe, layers: Collection[int] | None, *, device_type: str) -> nn.Module:

@@ -99,7 +99,10 @@ def require_sound_state(built: Built, world: World) -> None:
     if built.passes.copies is not None:
         tied = f".{interface_of(built.model).embedding}.weight"
         copies.append((built.passes.copies, [name for name in state if tied in name]))
-    require_sound(state, world, copies=copies)
+    biases = {f"model.{name}": buffer for name, buffer in built.model.named_buffers()} if mesh.experts else {}
+    if mesh.experts is not None and biases:  # of routers: all processes with the same layers move them alike
+        copies.append((mesh.experts.tokens, list(biases)))
+    require_sound(state | biases, world, copies=copies)
 
 
 def corruption(built: Built, world: World) -> CorruptState | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.attention import attention_in_documents
+from models.attention import attend
 from models.decoder import Decoder
 from models.documents import Documents, Lengths, Mask, of_chunk
 from models.sizes import SIZES
@@ -61,7 +61,7 @@ def test_attention_by_lengths_equals_attention_with_a_mask(key_value_heads: int)
         results = []
         for inside, dtype in ((mask, torch.float32), (lengths, torch.bfloat16)):
             leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
-            out = attention_in_documents(*leaves, inside)
+            out = attend(*leaves, inside)
             assert out.shape == gradient.shape
             results.append((out, *torch.autograd.grad(out, leaves, gradient.to(dtype))))
         for expected, found in zip(*results, strict=True):
@@ -83,7 +83,7 @@ def test_chunks_of_queries_attend_by_lengths_as_with_a_mask(key_value_heads: int
         results = []
         for inside, dtype in zip(whole, (torch.float32, torch.bfloat16), strict=True):
             leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
-            out = attention_in_documents(*leaves, of_chunk(inside, chunk, length=1536))
+            out = attend(*leaves, of_chunk(inside, chunk, length=1536))
             results.append((out, *torch.autograd.grad(out, leaves, gradient.to(dtype))))
         for expected, found in zip(*results, strict=True):
             assert relative_norm(found, expected) < TOLERANCE

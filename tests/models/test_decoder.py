@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.attention import causal_attention, rope_tables, rotate
+from models.attention import attend, rope_tables, rotate
 from models.decoder import Decoder
 from models.loss import IGNORED, cross_entropy_sum
 from models.sizes import SIZES
@@ -66,7 +66,7 @@ def test_grouped_query_attention_equals_the_formula() -> None:
     scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) / 4
     scores.masked_fill_(torch.ones(7, 7).triu(1).bool(), -math.inf)
     expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
-    torch.testing.assert_close(causal_attention(query, key, value), expected)
+    torch.testing.assert_close(attend(query, key, value), expected)
 
 
 def test_the_loss_is_the_sum_over_targets_that_are_not_ignored() -> None:

@@ -9,7 +9,8 @@ from transformers import LlamaConfig, SmolLM3Config
 
 from models.config import ModelConfig, TextFacts
 from models.decoder import Decoder
-from models.hf import config_from_hf, config_to_hf, hf_name, parameter_shapes, text_facts
+from models.hf import config_to_hf, hf_name, parameter_shapes
+from models.hf_reading import config_from_hf, text_facts
 from models.sizes import SIZES
 
 FACTS = TextFacts(4096, eos_token_id=2)
@@ -137,8 +138,8 @@ def test_a_llama_that_transformers_refuses_is_written_as_a_smollm3() -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type = 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters.rope_type = 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type = 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_parameters.rope_type = 'longrope'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor = missing"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "must be one table"),
         ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window = True"),

@@ -21,7 +21,8 @@ from models.attention import rope_tables
 from models.config import ModelConfig, TextFacts
 from models.decoder import Decoder
 from models.documents import Documents
-from models.hf import config_from_hf, config_to_hf, hf_name
+from models.hf import config_to_hf, hf_name
+from models.hf_reading import config_from_hf
 from models.loss import IGNORED
 from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig

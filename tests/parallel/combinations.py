@@ -1,7 +1,8 @@
-"""The combinations that test_combinations.py and test_pipeline.py train, as data: docs/parallelism.md shows the same.
+"""The combinations that test_combinations.py, test_pipeline.py and test_experts.py train, as data.
 
 A case is "replicate.shard.context.tensor:option,option". With five numbers, the first is the pipeline degree, and every
-micro-batch is one row, also on one process. Imports no torch.
+micro-batch is one row, also on one process. With six, the last is the expert degree of a model with experts.
+docs/parallelism.md shows the same. Imports no torch.
 """
 
 import math
@@ -19,17 +20,23 @@ MODELS: dict[str, dict[str, Any]] = {
     "rope": {"no_rope_every": 0},
     "six": {"layers": 6},
     "eight_blocks": {"layers": 8},
+    "sigmoid": {"router": "sigmoid", "router_bias": True, "router_scale": 2.5, "shared_experts": 1, "dense_layers": 1},
+    "groups": {"expert_groups": 4, "groups_per_token": 2, "experts_per_token": 3},
+    "six_experts": {"experts": 6},
 }
 """Option -> fields of the model. Nine heads are for 3 processes, eight for tensor 4 and for context 4 with tensor 2;
 RoPE in all layers makes one graph of both blocks, which halves what is compiled."""
+EXPERTS_MODEL = {"experts": 8, "experts_per_token": 2, "expert_width": 32}
 FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 FLOAT8_MODEL = {"width": 64, "feed_forward_width": 128, "head_width": 16}
 """Halves of its matrices are multiples of 16."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zbv", "interleaved_zero_bubble")
-CHANGES_NUMBERS = {*MODELS, *FLOAT8, "documents", "masked", "last", "bf16", "muon", "z", "varied"}
+CHANGES_NUMBERS = {*MODELS, *FLOAT8, "documents", "masked", "last", "bf16", "muon", "z", "varied", "balance"}
 """Options with which one process trains to other numbers, too."""
 OF_STAGES = {*SCHEDULES, "varied", "split", "three"}
 """Options that are for pipelines alone."""
+OF_EXPERTS = {"balance", "sigmoid", "groups"}
+"""Options that are for experts alone."""
 
 FEATURES: dict[str, tuple[str, ...]] = {
     "no option": ("plain",),
@@ -62,6 +69,9 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "stages of a given, unequal split": ("split",),
     "three stages on each process": ("three",),
     **{f'schedule "{schedule}"': (schedule,) for schedule in SCHEDULES},
+    "balance loss and router z-loss": ("balance",),
+    "DeepSeek-like: sigmoid, moved biases, shared experts, a dense layer": ("sigmoid",),
+    "groups of experts": ("groups",),
 }
 """Row of the page's table -> the options that a case must have to count there."""
 REFUSED = {("float8 tensorwise, weights gathered in float8", "tensor"): "float8.all_gather"}
@@ -69,7 +79,8 @@ REFUSED = {("float8 tensorwise, weights gathered in float8", "tensor"): "float8.
 
 COLUMNS = ("tensor", "context by heads", "context by gather", "tensor x context", "with shard", "with replicate")
 STAGED = ("pipeline", "pipeline with shard or replicate", "pipeline with tensor or context")
-"""Columns of the page's table; those of pipelines come last."""
+EXPERT = ("expert", "expert with tensor or context", "expert with pipeline")
+"""Columns of the page's table; those of pipelines and experts come last."""
 
 
 class Limits(NamedTuple):
@@ -144,6 +155,41 @@ _PIPELINES = """
 4.1.1.1.2  untied
 """
 
+_EXPERTS = """
+1.1.2.1.1.1  plain balance,documents sigmoid,muon
+1.1.2.1.1.2  plain sigmoid,documents sigmoid,groups,balance,untied balance,full,documents selective,sigmoid,half
+1.1.2.1.1.2  zero2,chunks,balance offload,untied z,masked muon,sigmoid bf16,balance prefetch,llama3 rowwise,sigmoid
+1.1.2.1.1.2  compile,rope,documents,balance compile,rope,sigmoid,selective compile,rope,full tensorwise,balance
+1.1.1.1.2.1  plain balance,documents sigmoid,untied
+1.1.1.1.2.2  plain balance,sigmoid,untied documents,chunks selective,balance full,half,sigmoid muon bf16 last
+1.1.1.1.2.2  compile,rope,balance tensorwise,gather_activations rowwise,sigmoid,documents
+1.1.1.2.1.1  balance
+1.1.1.2.1.2  balance,documents gather,sigmoid,groups gather,balance,untied bf16,sigmoid compile,rope,balance
+1.2.1.1.1.1  sigmoid,balance
+2.1.1.1.1.1  balance,sigmoid zbv,zero2,balance interleaved,documents,groups
+1.1.4.1.1.2  plain sigmoid,balance,documents zero2,six_experts muon,sigmoid
+1.1.4.1.1.4  plain sigmoid,full
+1.1.4.1.1.1  six_experts,balance
+1.2.2.1.1.2  balance bf16,sigmoid muon,groups
+1.2.1.1.2.2  sigmoid,balance,documents
+1.1.2.2.1.2  documents,balance
+1.1.2.2.1.4  gather,balance,sigmoid
+1.1.2.1.2.2  plain offload,balance
+1.1.2.1.2.4  documents,balance,sigmoid
+1.1.1.2.2.4  balance
+2.1.2.1.1.2  plain zbv,zero2,balance,sigmoid interleaved_zero_bubble,zero2,bf16 compile,rope,documents muon,sigmoid
+2.1.1.1.2.2  sigmoid balance,gpipe
+2.1.1.2.1.2  gather,balance
+2.2.1.1.1.1  sigmoid
+4.1.1.1.1.1  sigmoid,eight_blocks,interleaved
+1.1.8.1.1.8  sigmoid
+1.1.8.1.1.2  balance
+1.2.2.1.2.4  balance,sigmoid
+1.1.2.2.2.8  documents,balance
+2.1.2.1.2.4  documents,balance
+2.2.2.1.1.2  sigmoid,interleaved
+"""
+
 
 def options_of(case: str) -> set[str]:
     """The options of a case."""
@@ -153,15 +199,20 @@ def options_of(case: str) -> set[str]:
 def features_of(case: str) -> set[str]:
     """The options by which a case counts in FEATURES."""
     options = options_of(case)
+    if len(degrees_of(case)) > 4:
+        options |= {"accumulate"}
     if len(degrees_of(case)) == 5:
-        options |= {"accumulate", schedule_of(case)}
+        options |= {schedule_of(case)}
     return options | ({"plain"} if options <= {"eight", "gather", "accumulate", "1f1b"} else set())
 
 
 def columns_of(case: str) -> set[str]:
     """The columns of the page's table that a case counts in."""
-    *pipeline, replicate, shard, context, tensor = degrees_of(case)
-    if pipeline:
+    if len(degrees_of(case)) == 6:
+        pipeline, _, _, context, tensor, _ = degrees_of(case)
+        return {EXPERT[2 if pipeline > 1 else 1 if context * tensor > 1 else 0]}
+    *stages, replicate, shard, context, tensor = degrees_of(case)
+    if stages:
         wide = dict(zip(STAGED[1:], (replicate * shard > 1, context * tensor > 1), strict=True))
         return {column for column, is_wide in wide.items() if is_wide} or {STAGED[0]}
     by = "gather" if "gather" in options_of(case) else "heads"
@@ -176,8 +227,13 @@ def schedule_of(case: str) -> str:
 
 
 def degrees_of(case: str) -> tuple[int, ...]:
-    """replicate, shard, context, tensor, and before them that of the pipeline if the case names it."""
+    """replicate, shard, context, tensor, before them that of the pipeline, and after all of experts, if it has them."""
     return tuple(map(int, case.partition(":")[0].split(".")))
+
+
+def processes_of(case: str) -> int:
+    """The number of processes of a case; the expert degree is borrowed from others."""
+    return math.prod(degrees_of(case)[:5])
 
 
 def same_numbers(case: str) -> str:
@@ -185,12 +241,13 @@ def same_numbers(case: str) -> str:
 
     A process scales its own rows and tokens to float8 by themselves, so the one process must scale as many parts.
     """
-    *pipeline, replicate, shard, context, _ = degrees_of(case)
+    *_, replicate, shard, context, _ = degrees_of(case)[:5]
+    count = len(degrees_of(case))
     options = options_of(case) & CHANGES_NUMBERS
     if options & {*FLOAT8}:
-        rows = ROWS if pipeline or "accumulate" in options_of(case) else replicate * shard
+        rows = ROWS if count > 4 or "accumulate" in options_of(case) else replicate * shard
         options |= {f"parts{rows}x{context}"} | options_of(case) & {"gather"}
-    return ("1." if pipeline else "") + "1.1.1.1:" + ",".join(sorted(options))
+    return ".".join("1" * count) + ":" + ",".join(sorted(options))
 
 
 def parts_of_scales(case: str) -> tuple[int, int]:
@@ -212,9 +269,11 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
     """The fields of a recipe that a case changes, by section."""
     options = options_of(case)
     float8 = next((kind for kind in FLOAT8 if kind in options), "none")
-    pipeline = degrees_of(case)[0] if len(degrees_of(case)) == 5 else 0
+    pipeline = degrees_of(case)[0] if len(degrees_of(case)) > 4 else 0
+    is_sparse = len(degrees_of(case)) == 6
     model = MODEL | {"tied_embeddings": True} | (FLOAT8_MODEL if float8 != "none" else {})
     model |= {"layers": PIPELINE_BLOCKS} if pipeline else {}
+    model |= EXPERTS_MODEL if is_sparse else {}
     for option in sorted(options & MODELS.keys()):
         model |= MODELS[option]
     layers = model["layers"]
@@ -229,6 +288,7 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
         "float8": {
             "recipe": float8,
             "emulate": float8 != "none",
+            "exclude": ("lm_head", "experts") if is_sparse else ("lm_head",),
             "all_gather": "all_gather" in options,
             "gather_activations": "gather_activations" in options,
         },
@@ -241,6 +301,12 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
         },
         "mesh": {"context_by": "gather" if "gather" in options else "heads"},
         "optimizer": {"name": "muon" if "muon" in options else "adamw", "z_loss": 1e-2 if "z" in options else 0.0},
+        "experts": {
+            "balance": "loss" if "balance" in options else "bias" if "sigmoid" in options else "none",
+            "loss_weight": 0.05,
+            "bias_rate": 0.01,
+            "z_loss": 0.01 if "balance" in options else 0.0,
+        },
         "pipeline": {
             "schedule": schedule_of(case),
             "stages_per_rank": 3 if "three" in options else 0,
@@ -252,14 +318,14 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
 def _by_processes(text: str) -> dict[int, list[str]]:
     cases: dict[int, list[str]] = {}
     for mesh, *of_mesh in filter(None, map(str.split, text.splitlines())):
-        cases.setdefault(math.prod(degrees_of(mesh)), []).extend(
+        cases.setdefault(processes_of(mesh), []).extend(
             f"{mesh}:{options}".removesuffix(":plain") for options in of_mesh
         )
     return dict(sorted(cases.items()))
 
 
-CASES, PIPELINES = _by_processes(_CASES), _by_processes(_PIPELINES)
-"""Number of processes -> its cases; those with a pipeline are apart."""
+CASES, PIPELINES, EXPERTS = map(_by_processes, (_CASES, _PIPELINES, _EXPERTS))
+"""Number of processes -> its cases; those with a pipeline, and those with experts, are apart."""
 GENERATED = ("1.1.1.2:compile,rope,selective,documents",)
 """Compiled cases that run generated code, which takes a core 45 s each; of the others the graphs run, and their code
 with `pytest -m exhaustive tests/parallel/test_combinations.py`."""

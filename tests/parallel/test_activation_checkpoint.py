@@ -146,7 +146,7 @@ attention_that_drops.register_autograd(lambda context, gradient: gradient)
 class Dropping(nn.Module):
     """One block: attention, and a dropout after it."""
 
-    interface = SimpleNamespace(block_at={0: "block"}, all_layers=0, draws_random=True)
+    interface = SimpleNamespace(block_at={0: "block"}, all_layers=0, routers=None, draws_random=True)
 
     def __init__(self) -> None:
         super().__init__()

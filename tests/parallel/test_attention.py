@@ -11,7 +11,7 @@ from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.attention import causal_attention
+from models.attention import attend as attention_of
 from models.sizes import SIZES
 from parallel.config import AttentionConfig
 from parallel.errors import UserError
@@ -43,7 +43,7 @@ def attend(backend: str) -> tuple[torch.Tensor, bool]:
     query = torch.randn(2, 4, 16, 8, generator=generator, requires_grad=True)
     key, value = (torch.randn(2, 2, 16, 8, generator=generator, requires_grad=True) for _ in range(2))
     with Operators() as operators:
-        out = causal_attention(query, key, value)
+        out = attention_of(query, key, value)
     return out, any("flash" in name for name in operators.names)
 
 

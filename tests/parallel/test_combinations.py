@@ -33,7 +33,9 @@ from tests.compiling import compiling_in_turn, graphs_only
 from tests.meshes import mesh_degrees
 from tests.parallel.combinations import (
     CASES,
+    EXPERTS,
     FEATURES,
+    FLOAT32,
     GENERATED,
     LENGTH,
     PIPELINE_ROWS,
@@ -45,6 +47,7 @@ from tests.parallel.combinations import (
     limits_of,
     options_of,
     parts_of_scales,
+    processes_of,
     same_numbers,
     sections_of,
 )
@@ -104,7 +107,7 @@ def train_case(case: str, recipe: Recipe, world: World) -> dict[str, Any]:
     built.optimizer.register_step_pre_hook(keep)
     guard = StepGuard(mesh, device=world.device, max_skipped_steps=3, loss_spike_z=50.0)
     clock = RunClock(world.device)
-    is_staged, losses, norms, validation = len(degrees_of(case)) == 5, [], [], math.nan
+    is_staged, losses, norms, validation = len(degrees_of(case)) > 4, [], [], math.nan
     for step in range(1, STEPS + 1):
         batch = batch_of(step, options, rows=PIPELINE_ROWS if is_staged else ROWS)
         inputs, targets = (part[mesh.data_rank :: mesh.data_ranks] for part in batch)
@@ -122,6 +125,13 @@ def train_case(case: str, recipe: Recipe, world: World) -> dict[str, Any]:
     coordinates = mesh.devices.get_coordinate() or ()
     is_first = not any(coordinates if mesh.pipeline is None else coordinates[1:])  # of its stages
     found = {"losses": losses, "norms": norms, "gradients": gradients if is_first else {}}
+    if built.mesh.experts is not None:
+        routers: Any = built.model.routers
+        counted = sum_over_group(routers.found.clone(), built.mesh.experts.tokens)
+        found["loads"] = {layer: counted[place, :-2].tolist() for layer, place in routers.places.items()}
+        found["sums"] = {layer: counted[place, -2:].tolist() for layer, place in routers.places.items()}
+        biases = {layer: routers.bias_of(layer) for layer in routers.places}
+        found["biases"] = {layer: bias.tolist() for layer, bias in biases.items() if bias is not None}
     return found | ({"validation": validation, "logits": logits_of(built.model, options)} if is_staged else {})
 
 
@@ -165,11 +175,12 @@ def test_a_mesh_trains_to_the_numbers_of_one_process(case: str, trained: dict[st
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "case", [c for some in (CASES, PIPELINES) for cases in some.values() for c in cases if "compile" in options_of(c)]
+    "case",
+    [c for some in (CASES, PIPELINES, EXPERTS) for cases in some.values() for c in cases if "compile" in options_of(c)],
 )
 def test_generated_code_of_a_mesh_trains_to_the_numbers_of_one_process(case: str, small: Recipe) -> None:
     alone = run_processes(1, train_cases, [same_numbers(case)], small)
-    found = run_processes(math.prod(degrees_of(case)), train_cases, [case], small, {case})
+    found = run_processes(processes_of(case), train_cases, [case], small, {case})
     require_same_numbers(case, [one for [one] in found], *alone)
 
 
@@ -182,6 +193,11 @@ def require_same_numbers(case: str, found: list[dict[str, Any]], alone: list[dic
         error = np.linalg.norm(one["logits"] - expected["logits"]) / np.linalg.norm(expected["logits"])
         assert error < limits.gradient, f"logits are {error} off"
     assert all((one["losses"], one["norms"]) == (found[0]["losses"], found[0]["norms"]) for one in found)
+    for one in found if "loads" in expected else ():  # of the layers that a process has
+        for layer, sums in one["sums"].items():
+            np.testing.assert_allclose(sums, expected["sums"][layer], rtol=limits.norm)
+        for key in ("loads", "biases") if limits == FLOAT32 else ():  # rounded, some tokens choose others
+            assert one[key] == {layer: expected[key][layer] for layer in one[key]}
     gradients: dict[str, Any] = {}
     for one in found:
         for name, gradient in one["gradients"].items():  # a tied embedding is on two stages

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 import parallel.context
-from models.attention import attention_in_documents
+from models.attention import attend
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.documents import Documents, Lengths, Mask, of_chunk
@@ -242,14 +242,14 @@ def test_chunks_of_queries_attend_as_whole_rows_do(by: type, ends: float, by_len
     for size in (1, 4, 12):
         chunks = [slice(first, first + size) for first in range(0, LENGTH, size)]
         pieces = [
-            attention_in_documents(
+            attend(
                 inputs[0][:, :, chunk],
                 *(x[:, :, : chunk.stop] for x in inputs[1:]),
                 of_chunk(inside, chunk, length=LENGTH),
             )
             for chunk in chunks
         ]
-        found, expected = torch.cat(pieces, dim=2), attention_in_documents(*inputs, whole)
+        found, expected = torch.cat(pieces, dim=2), attend(*inputs, whole)
         torch.testing.assert_close(found, expected)
         upstream = torch.randn(found.shape, generator=generator)
         both = (torch.autograd.grad(out, inputs, upstream) for out in (found, expected))

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from models.decoder import Decoder
-from models.hf import config_from_hf, hf_name
+from models.hf import hf_name
+from models.hf_reading import config_from_hf
 from models.sizes import SIZES
 from parallel.errors import UserError
 from parallel.fsdp import materialize

@@ -48,7 +48,8 @@ def both_curves(family: str, recipe: Recipe) -> tuple[list[tuple[float, float]],
     """(loss, gradient norm) of each step: ours, theirs."""
     import json
 
-    from models.hf import config_from_hf, hf_name
+    from models.hf import hf_name
+    from models.hf_reading import config_from_hf
     from parallel.dist import start, stop
 
     theirs = their_model(family)

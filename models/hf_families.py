@@ -1,0 +1,139 @@
+"""What the families of transformers that our decoder computes differ in. Imports no torch.
+
+The classes of transformers are the reference for the defaults of missing keys.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from models.config import ModelConfig
+
+PARTS: dict[str, Any] = {
+    "qk_norm": "none",
+    "norms": "before",
+    "norm_offset": False,
+    "embedding_scale": False,
+    "activation": "silu",
+}
+"""Field -> its value in most families: which parts a block has. A family has them all, or is another one."""
+# Key -> its default in transformers.LlamaConfig.
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model_type."""
+
+    head: str
+    """Its class."""
+    defaults: Mapping[str, Any]
+    """Defaults of missing keys, where they are not those of DEFAULTS."""
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of PARTS, where they have other values."""
+    windows: str = ""
+    """Which layers have a window: "all" where there is one, those that "layer_types" names, or ""; "kinds": as before,
+    and both kinds have rotary embeddings of their own."""
+    every: int = 0
+    """Without layer_types, every n-th layer has no window."""
+    says: frozenset[str] = frozenset()
+    """Further fields of ours that its config.json can say."""
+    whole_heads: bool = False
+    """Whether transformers refuses widths that are not a multiple of the heads."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Our fields that follow from the family."""
+        return {**PARTS, **self.parts}
+
+
+_OLMO = {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": 50279, "vocab_size": 50304, "rms_norm_eps": 1e-5}
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", {}, whole_heads=True),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {"vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16}
+        | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True}
+        | {"no_rope_layers": None, "no_rope_layer_interval": 4}
+        | {"bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
+        says=frozenset({"no_rope_every"}),
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+        | {"sliding_window": 4096},
+        windows="all",
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128}
+        | {"max_position_embeddings": 32768, **_NO_TOKENS},
+        {"qk_norm": "head"},
+        windows="layer_types",
+    ),
+    "olmo2": Family("Olmo2ForCausalLM", _OLMO, {"qk_norm": "all", "norms": "after"}),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {**_OLMO, "rope_theta": 5e5, "sliding_window": 4096},
+        {"qk_norm": "all", "norms": "after"},
+        windows="kinds",
+        every=4,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+        | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072}
+        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096, "query_pre_attn_scalar": 256}
+        | {"tie_word_embeddings": True, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
+        {"qk_norm": "head", "norms": "both", "norm_offset": True, "embedding_scale": True, "activation": "gelu_tanh"},
+        windows="kinds",
+        every=6,
+        says=frozenset({"attention_scale_width", "logit_softcap", "rope_local_theta"}),
+        whole_heads=True,
+    ),
+}
+"""model_type -> its family; a model of ours is exported as the first one that can say it."""
+
+
+def family_of(model: ModelConfig) -> str | None:
+    """The model_type that the model is exported as; None if there is none."""
+    return next((name for name in FAMILIES if not [*unsaid(model, name)]), None)
+
+
+def unsaid(model: ModelConfig, name: str) -> Iterator[str]:
+    """The fields of a model that a config.json of this family cannot say."""
+    family = FAMILIES[name]
+    yield from (one for one, value in family.fields.items() if getattr(model, one) != value)
+    if family.whole_heads and model.width % model.heads:
+        yield "heads"
+    asked = {
+        "no_rope_every": not all(map(model.uses_rope, range(model.layers))),
+        "attention_scale_width": model.attention_scale_width not in (0, model.head_width),
+        "logit_softcap": model.logit_softcap > 0,
+        "rope_local_theta": model.rope_local_theta not in (0, model.rope_theta),
+    }
+    yield from (one for one, is_asked in asked.items() if is_asked and one not in family.says)
+    if model.window and not family.windows:
+        yield "window"
+    if model.full_attention_every and family.windows == "all":
+        yield "full_attention_every"
+    scales_full = model.rope_scaling == "none" or model.rope_scaled_layers == "full"
+    if model.window and model.rope_scaling != "none" and scales_full != (family.windows == "kinds"):
+        yield "rope_scaled_layers"
