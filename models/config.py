@@ -240,10 +240,19 @@ class ModelConfig:
 
     def num_params(self) -> int:
         """Total number of parameters; a tied embedding counts once."""
+        return self._num_params(self.experts)
+
+    @property
+    def parameters(self) -> str:
+        """Text such as "30,532,122,624 parameters, of which 3,353,032,704 compute a token"."""
+        active = f", of which {self._num_params(self.experts_per_token):,} compute a token" if self.experts else ""
+        return f"{self.num_params():,} parameters{active}"
+
+    def _num_params(self, experts: int) -> int:
         of_heads = {"none": 0, "head": 2, "all": self.heads + self.key_value_heads}[self.qk_norm] * self.head_width
         norms = self.width + self.layers * ((4 if self.norms == "both" else 2) * self.width + of_heads)
         embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
-        return self._matmul_params(self.experts) + norms + embedding
+        return self._matmul_params(experts) + norms + embedding
 
     def flops_per_token(self, sequence_length: float, attention: AttentionFlops) -> int:
         """Floating-point operations per token of one training step, forward and backward, without recomputation.

@@ -1,8 +1,8 @@
 """Balances the loads of routed experts, and tells of them."""
 
 import math
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ LONG = 100
 little."""
 OVERLOADED = 4.0
 """Multiple of the mean load, or 3/4 of what an expert with every token has, above which a load is too high."""
+BUSY = 1.2
+"""The same, of all experts of a process together, above which it is said of a slow process."""
 QUIET = 20
 """Rows of metrics.jsonl after one with names, in which nothing is named."""
 MOST_NAMED = 8
@@ -37,6 +39,7 @@ class Balance:
         self._stages = [mesh.pipeline.get_group()] if mesh.pipeline is not None else []
         self._layers = [layer for layer in range(whole.layers) if whole.is_sparse(layer)]
         self._own = [self._layers.index(layer) for layer in self._routers.places]
+        self._degree = mesh.degrees.expert
         self._chosen = whole.experts_per_token
         self._most = min(OVERLOADED, 0.75 * whole.experts / self._chosen)
         # Since the last row: what routers have found, of this process alone, and the number of steps.
@@ -101,6 +104,14 @@ class Balance:
             found.append(f"OVERLOADED EXPERTS: {_some(named)}")
         self._quiet = QUIET if found else 0
         return found
+
+    def causes(self, stragglers: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+        """Which of these processes, as in metrics.jsonl, compute more because their experts have more tokens."""
+        of_processes = self._shares.unflatten(1, (self._degree, -1)).mean((0, 2)).tolist()  # neighbours, on all meshes
+        for one in stragglers:
+            share = of_processes[one["rank"] % self._degree]
+            if one["phase"] == "compute" and share > BUSY:
+                yield f"OVERLOADED EXPERTS: those of rank {one['rank']} have {share:.1f}x the mean load"
 
     def _name(self, place: int, expert: int) -> str:
         return f"blocks.{self._layers[place]} expert {expert}"

@@ -29,7 +29,7 @@ def with_card(description: Description, checkpoint: Path) -> Description:
     progress, name = manifest.state["progress"], run.name if recipe else checkpoint.name
     model, task = description.model, "text2text" if description.model.is_encoder_decoder else "text"
     lines = ["---", "library_name: transformers", f"pipeline_tag: {task}-generation", "tags:", "- shardwright", "---"]
-    lines += ["", f"# {name}", "", f"A language model with {model.num_params():,} parameters. Trained with Shardwright"]
+    lines += ["", f"# {name}", "", f"A language model with {model.parameters}. Trained with Shardwright"]
     lines += [f"for {manifest.step:,} steps on {progress['tokens']:,} tokens.", "", "## Data", ""]
     try:
         consumed = consumed_tokens(from_json(progress.get("history", [])))

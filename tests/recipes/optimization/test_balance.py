@@ -1,8 +1,6 @@
 """The balance of routed experts: biases, columns of metrics.jsonl, and experts that are named."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from parallel.dist import World
 from recipes.optimization import balance
 from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
-from tests.training import change, run_all, take_step, train, training
+from tests.training import change, rows, run_all, take_step, train, training
 
 pytestmark = pytest.mark.slow
 
@@ -23,11 +21,6 @@ COLUMNS |= {"balance_loss", "router_z_loss"}
 
 def routed(small: Recipe, name: str, *, model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Recipe:
     return change(small, run={"name": name, "steps": 6}, model=EXPERTS | (model or {}), **sections)
-
-
-def rows(recipe: Recipe) -> list[dict[str, Any]]:
-    lines = (recipe.run.folder / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
 
 
 def favour(trainer: Any, expert: int) -> None:
@@ -92,7 +85,7 @@ def test_a_bias_moves_against_the_load_of_its_expert(alone: World, small: Recipe
         assert {abs(value) for value in bias[[0, 2, 3]].tolist()} <= {0.0, 0.5}
 
 
-def test_columns_are_equal_in_a_pipeline_with_divided_experts(small: Recipe, tmp_path: Path) -> None:
+def test_columns_are_equal_in_a_pipeline_with_divided_experts(small: Recipe) -> None:
     several = {"batch": {"micro_batch_size": 2}, "experts": {"balance": "loss"}}
     whole = routed(small, "whole", **several)
     mesh = {"pipeline": 2, "shard": 2, "expert": 2}
@@ -103,6 +96,14 @@ def test_columns_are_equal_in_a_pipeline_with_divided_experts(small: Recipe, tmp
     for alone, together in zip(rows(whole), rows(cut), strict=True):
         for column in COLUMNS:
             assert together[column] == pytest.approx(alone[column], rel=1e-5), column
+
+
+def test_a_process_that_is_slow_because_of_its_experts_is_said_to_be(alone: World, small: Recipe) -> None:
+    with training(routed(small, "slow"), alone) as trainer:
+        own = trainer.built.balance
+    own._degree, own._shares = 2, torch.tensor([[2.0, 1.0, 0.5, 0.5], [1.5, 1.5, 0.5, 0.5]])
+    slow = [{"rank": rank, "phase": phase} for rank in (2, 3) for phase in ("compute", "data")]
+    assert [*own.causes(slow)] == ["OVERLOADED EXPERTS: those of rank 2 have 1.5x the mean load"]
 
 
 def test_a_skipped_step_moves_no_bias_and_counts_no_load(alone: World, small: Recipe) -> None:
