@@ -50,8 +50,8 @@ def rows_are_aligned(recipe: Recipe) -> Iterator[Violation]:
 def fsdp_has_several_meshes(recipe: Recipe, axis: str) -> Iterator[Violation]:
     """FSDP shards experts over another mesh than the rest of a block, and then replaces no reduction."""
     installed = version("torch")
-    if tuple(int(part) for part in installed.split(".")[:2]) < (2, 13):
-        yield axis, f"needs torch 2.13 or later in a model with experts, and this is {installed}; write 1"
+    if tuple(int(part) for part in installed.split(".")[:2]) < (2, 12):
+        yield axis, f"needs torch 2.12 or later in a model with experts, and this is {installed}; write 1"
     rule = f"does not work in a model with experts and {axis} > 1"
     if recipe.fsdp.reduce_dtype != "float32":
         yield "fsdp.reduce_dtype", f'"{recipe.fsdp.reduce_dtype}" {rule}; write "float32"'

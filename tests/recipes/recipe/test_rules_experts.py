@@ -81,4 +81,4 @@ def test_experts_on_one_process_reduce_in_bfloat16_and_need_no_new_torch(monkeyp
     monkeypatch.setattr(rules_experts, "version", lambda name: "2.11.0+cu130")
     assert not broken_by(routed(fsdp=FSDPConfig(reduce_dtype="bfloat16")), processes=2)
     problem = broken_by(routed(mesh=MeshConfig(expert=2)), processes=2)["mesh.expert"]
-    assert problem == "needs torch 2.13 or later in a model with experts, and this is 2.11.0+cu130; write 1"
+    assert problem == "needs torch 2.12 or later in a model with experts, and this is 2.11.0+cu130; write 1"
