@@ -6,6 +6,7 @@ sent in the order of their experts, without padding, so that sums have the same 
 R degree, E experts, D model width, P rows: one for each token and expert of it.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from models.experts import Compute, Routers, inverted, permuted
 from models.interface import blocks_of, has_part, interface_of
+from parallel.errors import UserError
 from parallel.mesh import ExpertMesh, Mesh, group_of, share_timeout, without_noise_of_splits
 
 GROUPS: dict[str, ProcessGroup] = {}
@@ -66,6 +68,44 @@ def split_over(model: nn.Module, mesh: ExpertMesh) -> str:
         experts.matrices = _own  # type: ignore[assignment]
         block.set_submodule(inside.exchange, AllToAll(mesh.axis.get_group()))
     return f"expert parallelism: experts divided over {mesh.axis.size()} processes"
+
+
+def shards_of_experts(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
+    """What fully_shard asks for each parameter of a block: along which axis it is cut, and over which mesh.
+
+    Experts are no unit of their own: FSDP's hooks inside a block can neither be compiled nor recomputed (torch 2.13).
+    Raises UserError for torch 2.11, which has no mesh for each parameter.
+    """
+    assert mesh.experts is not None
+    over = mesh.experts.fsdp or mesh.fsdp
+    cut: Callable[[int], Any] = Shard if mesh.experts.fsdp is None else _cut_over(mesh.experts.fsdp)
+    inside = interface_of(model).inside_block
+    assert inside is not None and inside.experts is not None
+    having = [block.get_submodule(inside.experts) for block in blocks_of(model) if has_part(block, inside.experts)]
+    experts = {parameter for one in having for parameter in one.parameters()}
+
+    def place(parameter: nn.Parameter) -> Any:
+        if parameter not in experts:
+            return None
+        count, rows, _ = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+        # Fewer experts than processes would leave some of them padding only: then each process has parts of all.
+        return cut(1 if count % over.size(-1) and not rows % over.size(-1) else 0)
+
+    return place
+
+
+def _cut_over(mesh: DeviceMesh) -> Callable[[int], Any]:
+    """Axis -> what tells FSDP to cut a parameter along it over another mesh than the rest of its unit."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+        from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+    except ImportError as error:
+        raise UserError(
+            "mesh.expert and mesh.tensor of a model with experts need torch 2.12 or later, and this is"
+            f" {torch.__version__}; write 1 for both"
+        ) from error
+    info: Any = _get_mesh_info(mesh)
+    return lambda axis: ShardPlacementResult(Shard(axis), info)
 
 
 def _own(whole: DTensor) -> Tensor:

@@ -11,13 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from models.interface import blocks_of, has_part, interface_of
+from models.interface import blocks_of, interface_of
 from parallel.config import FSDPConfig
 from parallel.dist import reduce_scatter_single
 from parallel.errors import UserError
-from parallel.mesh import ExpertMesh, Mesh
+from parallel.mesh import Mesh
 
 
 def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> str:
@@ -44,7 +44,7 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         ),
     }
     reshard = config.reshard_after_forward
-    _shard_parts(model, mesh.experts, reshard_after_forward=reshard, **options)
+    _shard_parts(model, mesh, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
     for unit in units_of(model):
@@ -102,9 +102,13 @@ class Bfloat16ReduceScatter:
         return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
-def _shard_parts(model: nn.Module, experts: ExpertMesh | None, *, reshard_after_forward: bool, **options: Any) -> None:
+def _shard_parts(model: nn.Module, whole: Mesh, *, reshard_after_forward: bool, **options: Any) -> None:
     interface, shared = interface_of(model), _shared_parameters(model)
-    of_experts = None if experts is None else _placement_of_experts(model, experts)
+    of_experts = None
+    if whole.experts is not None:
+        from parallel.experts import shards_of_experts
+
+        of_experts = shards_of_experts(model, whole)
     for block in blocks_of(model):
         fully_shard(block, reshard_after_forward=reshard_after_forward, shard_placement_fn=of_experts, **options)
     if interface.routers is not None:
@@ -119,41 +123,6 @@ def _shard_parts(model: nn.Module, experts: ExpertMesh | None, *, reshard_after_
             cast(FSDPModule, embedding).set_unshard_in_backward(False)  # its gradient needs the tokens only
     if interface.head is not None:
         fully_shard(model.get_submodule(interface.head), reshard_after_forward=False, **options)
-
-
-def _placement_of_experts(model: nn.Module, mesh: ExpertMesh) -> Callable[[nn.Parameter], Any] | None:
-    """Which mesh shards a parameter of a block, and along which axis; None where all have the same.
-
-    Experts are no unit of their own: FSDP's hooks inside a block can neither be compiled nor recomputed (torch 2.13).
-    Raises UserError for a torch without a mesh for each parameter.
-    """
-    if mesh.fsdp is None:
-        return None
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
-        from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
-    except ImportError as error:
-        raise UserError(
-            "mesh.expert and mesh.tensor of a model with experts need torch 2.13 or later, and this is"
-            f" {torch.__version__}; write 1 for both"
-        ) from error
-    info: Any = _get_mesh_info(mesh.fsdp)
-    shards = mesh.fsdp.size(-1)
-    inside = interface_of(model).inside_block
-    assert inside is not None and inside.experts is not None
-    experts = set()
-    for block in blocks_of(model):
-        experts |= set(block.get_submodule(inside.experts).parameters()) if has_part(block, inside.experts) else set()
-
-    def place(parameter: nn.Parameter) -> Any:
-        if parameter not in experts:
-            return None
-        local = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
-        # Fewer experts than processes would leave some of them padding only: then each process has parts of all.
-        by_rows = local[0] % shards and not local[1] % shards
-        return ShardPlacementResult(Shard(1 if by_rows else 0), info)
-
-    return place
 
 
 def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:

@@ -33,9 +33,16 @@ NAMES: dict[str, tuple[str, str]] = {
     "_dump_nccl_trace": ("NCCL's flight recorder", C10D),
     "_flatten": ("several axes of a mesh as one", TORCH + "torch/distributed/device_mesh.py"),
     "_functional_collectives": ("all-to-all with gradients", TORCH + "torch/distributed/_functional_collectives.py"),
+    "_fsdp_common": (
+        "a mesh for each parameter of a unit",
+        TORCH + "torch/distributed/fsdp/_fully_shard/_fsdp_common.py",
+    ),
+    "_fsdp_init": ("a mesh as FSDP knows it", TORCH + "torch/distributed/fsdp/_fully_shard/_fsdp_init.py"),
+    "_fully_shard": ("the two above and below", TORCH + "torch/distributed/fsdp/_fully_shard/__init__.py"),
     "_fsdp_param_group": ("gathered weights, counted", TORCH + "torch/distributed/fsdp/_fully_shard/_fsdp_state.py"),
     "_get_backend": ("the time-out of the default group", C10D),
     "_get_fsdp_state": ("gathered weights, counted", TORCH + "torch/distributed/fsdp/_fully_shard/_fully_shard.py"),
+    "_get_mesh_info": ("a mesh as FSDP knows it", TORCH + "torch/distributed/fsdp/_fully_shard/_fsdp_init.py"),
     "_local_tensor": ("FSDP's extension of a shard", TORCH + "torch/distributed/tensor/_api.py"),
     "_root_post_backward_final_callback": (
         "gradients that FSDP reduces after a pipeline's schedule",

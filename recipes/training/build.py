@@ -58,13 +58,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     weights: trained weights to start from; None = random ones from the recipe's seed. mesh: None makes the recipe's.
     Raises UserError, on all processes, for weights that cannot be read and for what this device does not have.
     """
-    if mesh is None:
-        degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
-        mesh = build_mesh(degrees, device_type=world.device.type)
-    if recipe.model.experts:
-        from parallel.experts import with_experts
-
-        mesh = with_experts(mesh)
+    mesh = _whole_mesh(recipe, world, mesh)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
     stages = own = None
     if mesh.pipeline is not None:
@@ -115,6 +109,18 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
     )
+
+
+def _whole_mesh(recipe: Recipe, world: World, mesh: Mesh | None) -> Mesh:
+    """The mesh, or without one that of the recipe, with the groups that experts need."""
+    if mesh is None:
+        degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
+        mesh = build_mesh(degrees, device_type=world.device.type)
+    if not recipe.model.experts or mesh.experts is not None:
+        return mesh
+    from parallel.experts import with_experts
+
+    return with_experts(mesh)
 
 
 def _passes(recipe: Recipe, model: nn.Module, mesh: Mesh, stages: "Stages | None", *, reshards: bool) -> Passes:

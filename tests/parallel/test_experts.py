@@ -65,9 +65,9 @@ def averaged(unit: FSDPModule, factor: float) -> None:
 
 
 def experts_inside(model: nn.Module, mesh: Any) -> None:
-    """_placement_of_experts() that makes them units of their own, inside blocks."""
+    """shards_of_experts() that makes them units of their own, inside blocks."""
     for block in blocks_of(model):
-        fully_shard(block.get_submodule("feed_forward.experts"), mesh=mesh.fsdp)
+        fully_shard(block.get_submodule("feed_forward.experts"), mesh=mesh.experts.fsdp)
 
 
 NUMBERS = "Not equal to tolerance|^assert|Lists differ"
@@ -84,7 +84,7 @@ TRAPS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str]] = {
     ),
     "26: experts as a unit inside of a block that recomputes": (
         "1.1.2.1.1.2:selective",
-        lambda: mock.patch.object(fsdp, "_placement_of_experts", experts_inside),
+        lambda: mock.patch.object(of_parallel, "shards_of_experts", experts_inside),
         "of 2 failed",
     ),
     "27: torch's grouped product in a compiled block": (
