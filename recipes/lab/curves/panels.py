@@ -139,7 +139,7 @@ def curves(runs: Sequence[Run], axis: Axis) -> Curves:
         _norm("gradient norm before clipping", norm),
         _norm("gradient norm by group", groups),
         Panel("loads of experts, 1 = the mean", lines(loads, smooth=True), ends=FROM_ZERO),
-        Panel("experts without a token", lines({f"{LOAD}/dead": ""}), ends=FROM_ZERO),
+        Panel("dead experts", lines({f"{LOAD}/dead": ""}), ends=FROM_ZERO),
         Panel("tokens per second", lines({"tokens_per_second": ""}, smooth=True), unit="rate", ends=FROM_ZERO),
         Panel("MFU", lines({"mfu": ""}, smooth=True), unit="share", ends=FROM_ZERO),
         Panel("peak memory, GiB", lines(_memory(runs)), ends=FROM_ZERO),
