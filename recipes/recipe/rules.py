@@ -167,10 +167,7 @@ def violations(
         ("float8.all_gather float8.recipe", float8_gathers(float8)),
         ("float8.recipe float8.emulate run.device", float8_has_a_device(float8, device=run.device)),
         ("compile", autotune_has_a_compiler(recipe.compile)),
-        (
-            "float8.recipe float8.sample_every compile.enabled run.steps",
-            float8_can_be_sampled(float8, compiled=recipe.compile.enabled, steps=run.steps),
-        ),
+        ("float8 compile.enabled run.steps", float8_can_be_sampled(recipe)),
         ("float8.recipe float8.exclude model", float8_fits(float8, model=model)),
         ("checkpoint.export_hf checkpoint.every model", export_is_possible(recipe.checkpoint, model=model)),
         ("checkpoint validation", kept_checkpoints_are_saved(recipe.checkpoint, recipe.validation)),
@@ -361,13 +358,14 @@ def autotune_has_a_compiler(compile: CompileConfig) -> Iterator[Violation]:
         yield "compile.autotune", "times kernels while compiling, but enabled = false; write false, or enabled = true"
 
 
-def float8_can_be_sampled(float8: Float8Config, *, compiled: bool, steps: int) -> Iterator[Violation]:
+def float8_can_be_sampled(recipe: Recipe) -> Iterator[Violation]:
     """Hooks on the linears count the casts, and a block compiled as one graph runs no hooks."""
+    float8, steps = recipe.float8, recipe.run.steps
     if float8.sample_every == 0:
         return
     if float8.recipe == "none":
         yield "float8.sample_every", 'samples casts, but recipe = "none" makes none; write 0, or a recipe'
-    elif compiled:
+    elif recipe.compile.enabled:
         message = "needs hooks in the blocks, which compile.enabled = true rules out; write 0, or enabled = false"
         yield "float8.sample_every", message
     elif float8.sample_every > steps:
