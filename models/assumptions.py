@@ -24,7 +24,8 @@ def broken(model: nn.Module, interface: ModelInterface, *, dropout: bool) -> Ite
     if expert := next(
         (type(module).__name__ for module in model.modules() if EXPERTS.search(type(module).__name__)), ""
     ):
-        yield f"{kind} is a mixture of experts ({expert}); only dense models are supported"
+        native = 'our own decoder has those of model_type "qwen3_moe" and "dots1"'
+        yield f"{kind} is a mixture of experts ({expert}); transformers' are not supported, but {native}"
     if getattr(model, "_is_stateful", False):
         yield f"{kind} keeps a recurrent state; only models of attention are supported"
     for group in shared_parameters(model):

@@ -22,6 +22,9 @@ LARGEST = {
     "key_value_heads": 2**16,
     "head_width": 2**16,
     "vocabulary": 2**24,
+    "experts": 2**16,
+    "expert_width": 2**20,
+    "shared_experts": 2**10,
 }
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linears of a block, in their order."""
@@ -241,10 +244,19 @@ class ModelConfig:
 
     def num_params(self) -> int:
         """Total number of parameters; a tied embedding counts once."""
+        return self._num_params(self.experts)
+
+    @property
+    def parameters(self) -> str:
+        """Text such as "30,532,122,624 parameters, of which 3,353,032,704 compute a token"."""
+        active = f", of which {self._num_params(self.experts_per_token):,} compute a token" if self.experts else ""
+        return f"{self.num_params():,} parameters{active}"
+
+    def _num_params(self, experts: int) -> int:
         of_heads = {"none": 0, "head": 2, "all": self.heads + self.key_value_heads}[self.qk_norm] * self.head_width
         norms = self.width + self.layers * ((4 if self.norms == "both" else 2) * self.width + of_heads)
         embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
-        return self._matmul_params(self.experts) + norms + embedding
+        return self._matmul_params(experts) + norms + embedding
 
     def active_params(self) -> int:
         """Those of num_params() that compute a token."""

@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -117,6 +118,13 @@ def main(fault: str, ill: int, begin: int) -> None:
             self.built.parameters[0].to_local().detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
         return step(self)
 
+    def killed_once(self: Trainer) -> Any:
+        """As by the kernel, in the first attempt only."""
+        if self.step == begin and not Path("struck").exists():
+            Path("struck").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self)
+
     def left_out(value: Any, group: Any) -> Any:
         state["steps"] += 1
         return value if state["steps"] == begin else add(value, group)
@@ -163,6 +171,7 @@ def main(fault: str, ill: int, begin: int) -> None:
         "out_of_memory",
         "out_of_host_memory",
         "flip_once",
+        "killed_once",
         "slow_at_first",
         "fails_in_step",
         "interrupted_in_step",

@@ -59,9 +59,10 @@ def environment(home: Path) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHON": sys.executable, "NPROC": "2"}
 
 
-def run(folder: Path, arguments: list[str]) -> tuple[int, str, str]:
+def run(folder: Path, arguments: list[str], **variables: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr. It returns when no process holds them any more."""
-    done = subprocess.run(["bash", *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True)
+    every = environment(folder) | variables
+    done = subprocess.run(["bash", *arguments], cwd=folder, env=every, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -164,6 +165,19 @@ def test_the_recipe_of_a_pipeline_follows_the_same_curve(whole: str, folder: Pat
     assert (code, err) == (0, "")  # no warnings
     assert "pipeline parallelism: interleaved, blocks 0+2 | 1+3" in out
     assert losses(folder / "runs/stages") == pytest.approx(losses(folder / "runs/whole"), abs=1e-5)
+
+
+def test_the_recipe_with_experts_follows_one_curve_however_they_are_divided(folder: Path, corpus: Path) -> None:
+    script, _, *options = command(corpus, "--validation.batches", "1")
+    for processes, *more in (("1",), ("2", "--mesh.expert", "2")):
+        name = f"experts{processes}"
+        arguments = [script, "configs/moe_debug.toml", *options, "--run.name", name, *more]
+        code, out, err = run(folder, arguments, NPROC=processes, OMP_NUM_THREADS="1")
+        assert (code, err) == (0, "")  # no warnings
+    assert "experts divided over 2 processes" in out
+    assert losses(folder / "runs/experts2") == pytest.approx(losses(folder / "runs/experts1"), abs=1e-5)
+    for row in rows(folder / "runs/experts2"):
+        assert row.get("expert_load/dead", 0) == 0
 
 
 def test_a_run_saves_checkpoints_when_due_and_after_the_last_step(whole: str, folder: Path) -> None:

@@ -56,6 +56,7 @@ COLLECTIVES = {
 SUMS = "sums"
 """Label of sums of losses, counts and norms: everything that is not the work of an axis of the mesh."""
 FSDP_SCOPES = re.compile(r"^FSDP::")
+EXPERT_SCOPES = re.compile(r"^shardwright::exchange")  # parallel/experts.py
 CONTEXT_SCOPES = re.compile(r"^_Gather(Backward)?$")  # parallel/context.py
 TENSOR_SCOPES = re.compile(r"^_c10d_functional::|^_InChunks")  # DTensor's collectives, and those of the loss in parts
 CAST_SCOPES = re.compile(r"^aten::_to_copy$|^ToCopyBackward0$|float8", re.IGNORECASE)
@@ -246,13 +247,15 @@ def _label(name: str, group: str, around: Sequence[str]) -> str:
         return f"pipeline: {BETWEEN_STAGES}"  # whose kernels NCCL names as those of an all-to-all
     by_fsdp = any(FSDP_SCOPES.search(scope) for scope in around)
     axis = group.removeprefix("mesh_")  # init_device_mesh makes the description of the axis's name
-    if not group and (collective == "all-to-all" or any(CONTEXT_SCOPES.search(scope) for scope in around)):
+    if any(EXPERT_SCOPES.search(scope) for scope in around):
+        axis = "expert"
+    elif not group and (collective == "all-to-all" or any(CONTEXT_SCOPES.search(scope) for scope in around)):
         axis = "context"
     elif not group and any(TENSOR_SCOPES.search(scope) for scope in around):
         axis = "tensor"
     if axis != "tensor" and by_fsdp:  # where shard = 1, FSDP and context share a group
         axis = "replicate" if collective == "all-reduce" else "shard"
-    elif axis not in ("context", "tensor"):
+    elif axis not in ("context", "tensor", "expert"):
         axis = SUMS
     return f"{SUMS if 'gradient norm' in around else axis}: {collective}"
 

@@ -1,8 +1,8 @@
 """Balances the loads of routed experts, and tells of them."""
 
 import math
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,13 @@ from parallel.mesh import Mesh
 from parallel.passes import sum_over_group
 from recipes.optimization.config import ExpertsConfig
 
-DEAD_AFTER = 100
-"""Steps without a token after which an expert is dead: in a small batch, one step says little."""
+LONG = 100
+"""Steps without a token after which an expert is dead, and with too many after which it is overloaded: one says
+little."""
 OVERLOADED = 4.0
-"""Multiple of the mean load, or 3/4 of what an expert with every token has, above which an expert is named."""
+"""Multiple of the mean load, or 3/4 of what an expert with every token has, above which a load is too high."""
+BUSY = 1.2
+"""The same, of all experts of a process together, above which it is said of a slow process."""
 QUIET = 20
 """Rows of metrics.jsonl after one with names, in which nothing is named."""
 MOST_NAMED = 8
@@ -36,13 +39,14 @@ class Balance:
         self._stages = [mesh.pipeline.get_group()] if mesh.pipeline is not None else []
         self._layers = [layer for layer in range(whole.layers) if whole.is_sparse(layer)]
         self._own = [self._layers.index(layer) for layer in self._routers.places]
+        self._degree = mesh.degrees.expert
         self._chosen = whole.experts_per_token
         self._most = min(OVERLOADED, 0.75 * whole.experts / self._chosen)
         # Since the last row: what routers have found, of this process alone, and the number of steps.
         self._found: Tensor | float = 0.0
         self._steps = self._quiet = 0
-        self._shares: Tensor | None = None
-        self._idle: Tensor | int = 0
+        # Of all experts, (layers, E): shares of the mean load, for how many steps they had no token, and too many.
+        self._shares = self._idle = self._busy = torch.zeros(len(self._layers), whole.experts)
 
     @torch.no_grad()
     def move(self, skip: Tensor, *, is_logged: bool) -> Mapping[str, Tensor]:
@@ -73,34 +77,41 @@ class Balance:
         loads, losses = whole[:, :-2], whole[:, -2:]
         shares = loads / loads.sum(1, keepdim=True)
         self._shares = shares * loads.shape[1]
-        self._idle = torch.where(loads > 0, 0, self._idle + self._steps)
+        self._idle = (self._idle.to(loads.device) + self._steps) * (loads == 0)
+        self._busy = (self._busy.to(loads.device) + self._steps) * (self._shares > self._most)
         self._found, self._steps = 0.0, 0
         balance, squares = losses.sum(0) / (loads.sum() / self._chosen)
         return {
             "expert_load/largest": self._shares.max(),
             "expert_load/smallest": self._shares.min(),
             "expert_load/entropy": torch.special.entr(shares).sum(1).min() / math.log(max(2, loads.shape[1])),
-            "expert_load/dead": (self._idle >= DEAD_AFTER).sum(),
+            "expert_load/dead": (self._idle >= LONG).sum(),
             "balance_loss": balance,
             "router_z_loss": squares,
         }
 
     def lines(self) -> list[str]:
-        """Dead and overloaded experts of the last row, by name; nothing for some rows after a row with names."""
+        """Dead and overloaded experts, by name; nothing for some rows after a row with names."""
         self._quiet -= 1
-        if self._shares is None or isinstance(self._idle, int) or self._quiet > 0:
+        if self._quiet > 0:
             return []
-        shares, found = self._shares.cpu(), []
-        dead = [self._name(*place) for place in (self._idle >= DEAD_AFTER).nonzero().tolist()]
-        over = (shares > self._most).nonzero().tolist()
-        if dead:
-            found.append(f"DEAD EXPERTS: {_some(dead)}: no token for {DEAD_AFTER} steps or more")
-        if over:
-            over.sort(key=lambda place: -shares[*place].item())
-            loads = [f"{self._name(*place)}: {shares[*place].item():.1f}x the mean" for place in over]
-            found.append(f"OVERLOADED EXPERTS: {_some(loads)}")
+        found, shares = [], self._shares.tolist()
+        if dead := (self._idle >= LONG).nonzero().tolist():
+            found.append(f"DEAD EXPERTS: {_some([self._name(*place) for place in dead])}: no token for {LONG} steps")
+        if busy := (self._busy >= LONG).nonzero().tolist():
+            loads = [(shares[place][expert], self._name(place, expert)) for place, expert in busy]
+            named = [f"{name}: {share:.1f}x the mean" for share, name in sorted(loads, reverse=True)]
+            found.append(f"OVERLOADED EXPERTS: {_some(named)}")
         self._quiet = QUIET if found else 0
         return found
+
+    def causes(self, stragglers: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+        """Which of these processes, as in metrics.jsonl, compute more because their experts have more tokens."""
+        of_processes = self._shares.unflatten(1, (self._degree, -1)).mean((0, 2)).tolist()  # neighbours, on all meshes
+        for one in stragglers:
+            share = of_processes[one["rank"] % self._degree]
+            if one["phase"] == "compute" and share > BUSY:
+                yield f"OVERLOADED EXPERTS: those of rank {one['rank']} have {share:.1f}x the mean load"
 
     def _name(self, place: int, expert: int) -> str:
         return f"blocks.{self._layers[place]} expert {expert}"

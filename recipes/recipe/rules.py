@@ -22,10 +22,12 @@ from recipes.recipe.fields import Problem, Violation, field_types, sections, tom
 from recipes.recipe.rules_data import data_is_there, validation_is_possible
 from recipes.recipe.rules_mesh import (
     batch_divides,
+    experts_fit,
     float8_fits_tensor,
     gather_has_a_kernel,
     mesh_divides_model,
     mesh_fits,
+    pipeline_fits,
     tensor_can_overlap,
 )
 from recipes.recipe.rules_optimizer import moments_can_move, muon_fits, schedule_fits
@@ -155,6 +157,7 @@ def violations(
         ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
         ("mesh compile.enabled run.device", tensor_can_overlap(mesh, compile=recipe.compile, device=run.device)),
         ("mesh pipeline model batch fsdp compile activation_checkpointing float8", pipeline_fits(recipe, **world)),
+        ("mesh model fsdp float8 experts", experts_fit(recipe, **world)),
         ("mesh attention.backend model", gather_has_a_kernel(mesh, attention=recipe.attention, model=recipe.model)),
         ("batch.global_batch_size batch.micro_batch_size mesh", batch_divides(recipe.batch, mesh=mesh, **world)),
         ("attention data.document_mask run.device", attention_has_a_kernel(recipe)),
@@ -165,10 +168,7 @@ def violations(
         ("float8.all_gather float8.recipe", float8_gathers(float8)),
         ("float8.recipe float8.emulate run.device", float8_has_a_device(float8, device=run.device)),
         ("compile", autotune_has_a_compiler(recipe.compile)),
-        (
-            "float8.recipe float8.sample_every compile.enabled run.steps",
-            float8_can_be_sampled(float8, compiled=recipe.compile.enabled, steps=run.steps),
-        ),
+        ("float8 compile.enabled run.steps", float8_can_be_sampled(recipe)),
         ("float8.recipe float8.exclude model", float8_fits(float8, model=model)),
         ("checkpoint.export_hf checkpoint.every model", export_is_possible(recipe.checkpoint, model=model)),
         ("checkpoint validation", kept_checkpoints_are_saved(recipe.checkpoint, recipe.validation)),
@@ -186,14 +186,6 @@ def violations(
 def _overlap(one: str, other: str) -> bool:
     """Whether one of two dotted keys is the other, or a section that holds it."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
-
-
-def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
-    """What holds for the stages of a pipeline."""
-    if recipe.mesh.pipeline > 1:
-        from recipes.recipe.rules_pipeline import stages_can_run
-
-        yield from stages_can_run(recipe, processes=processes, nodes=nodes)
 
 
 def name_and_hardware_are_usable(run: RunConfig) -> Iterator[Violation]:
@@ -339,13 +331,14 @@ def autotune_has_a_compiler(compile: CompileConfig) -> Iterator[Violation]:
         yield "compile.autotune", "times kernels while compiling, but enabled = false; write false, or enabled = true"
 
 
-def float8_can_be_sampled(float8: Float8Config, *, compiled: bool, steps: int) -> Iterator[Violation]:
+def float8_can_be_sampled(recipe: Recipe) -> Iterator[Violation]:
     """Hooks on the linears count the casts, and a block compiled as one graph runs no hooks."""
+    float8, steps = recipe.float8, recipe.run.steps
     if float8.sample_every == 0:
         return
     if float8.recipe == "none":
         yield "float8.sample_every", 'samples casts, but recipe = "none" makes none; write 0, or a recipe'
-    elif compiled:
+    elif recipe.compile.enabled:
         message = "needs hooks in the blocks, which compile.enabled = true rules out; write 0, or enabled = false"
         yield "float8.sample_every", message
     elif float8.sample_every > steps:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from models.config import LINEARS, LINEARS_IN, ModelConfig
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees, PipelineConfig
@@ -10,6 +11,9 @@ from parallel.errors import UserError, listed
 from parallel.nodes import Node, require_like_nodes, require_neighbours
 from recipes.data.config import BatchConfig
 from recipes.recipe.fields import Problem, Violation, refusal
+
+if TYPE_CHECKING:
+    from recipes.recipe.schema import Recipe
 
 ONE_STAGE_EACH = PipelineConfig()
 """1F1B, the default order of a pipeline."""
@@ -43,6 +47,22 @@ def mesh_fits(mesh: MeshConfig, *, processes: int | None, nodes: int | None) -> 
         for line in str(error).splitlines():  # "mesh.tensor = 2: what is wrong" or "mesh: what is wrong"
             place, _, message = line.partition(": ")
             yield place.partition(" ")[0], message
+
+
+def pipeline_fits(recipe: "Recipe", *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
+    """What holds for the stages of a pipeline."""
+    if recipe.mesh.pipeline > 1:
+        from recipes.recipe.rules_pipeline import stages_can_run
+
+        yield from stages_can_run(recipe, processes=processes, nodes=nodes)
+
+
+def experts_fit(recipe: "Recipe", *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
+    """What holds for routed experts."""
+    if recipe.model.experts or recipe.mesh.expert > 1:
+        from recipes.recipe.rules_experts import experts_can_run
+
+        yield from experts_can_run(recipe, processes=processes, nodes=nodes)
 
 
 def mesh_divides_model(
@@ -309,12 +329,12 @@ def enough_micro_batches(
 def fitted_mesh(mesh: MeshConfig, processes: int | None, nodes: int | None) -> MeshDegrees:
     """The mesh with -1 and "node" replaced; if the numbers are unknown, as small as its degrees allow."""
     inner = mesh.context * mesh.tensor
-    if mesh.shard in (-1, "node"):  # what is not known has room for the experts
-        inner = math.lcm(inner, mesh.expert)
+    rest = mesh.expert // math.gcd(mesh.expert, inner)  # of shard, from which experts are borrowed, too
     if mesh.shard == "node":
         nodes = nodes or max(1, mesh.replicate) * mesh.pipeline
-        return mesh.fit(processes or nodes * inner, nodes=nodes)
-    return mesh.fit(processes or max(1, abs(mesh.replicate * mesh.shard)) * inner * mesh.pipeline)
+        return mesh.fit(processes or nodes * inner * rest, nodes=nodes)
+    data = abs(mesh.replicate) * rest if mesh.shard == -1 else max(1, abs(mesh.replicate * mesh.shard))
+    return mesh.fit(processes or data * inner * mesh.pipeline)
 
 
 def micro_batches(batch: BatchConfig, degrees: MeshDegrees) -> str:

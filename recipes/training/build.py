@@ -72,7 +72,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     cut = f"pipeline parallelism: {recipe.pipeline.schedule}, {stages}; the counts below are rank 0's"
     report += [cut] if stages else []
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
-    report += _attention(recipe, world.device)
+    report += _kernels(recipe, world.device)
     report += advice(recipe.mesh, float8=recipe.float8, degrees=mesh.degrees)
     report += parallelize(
         model,
@@ -150,7 +150,7 @@ def _balance(recipe: Recipe, model: nn.Module, mesh: Mesh) -> "Balance | None":
     return Balance(model, mesh, recipe.experts, whole=recipe.model)
 
 
-def _attention(recipe: Recipe, device: torch.device) -> list[str]:
+def _kernels(recipe: Recipe, device: torch.device) -> list[str]:
     model, batch, dtype = recipe.model, recipe.batch, getattr(torch, recipe.fsdp.param_dtype)
     lines = choose_attention(recipe.attention, device_type=device.type, dtype=dtype)
     # A bias of positions, which an encoder-decoder model adds, has kernels of its own.
@@ -158,6 +158,9 @@ def _attention(recipe: Recipe, device: torch.device) -> list[str]:
         masked = recipe.data.document_mask or recipe.data.has_pairs or recipe.mesh.gathers_tokens
         tokens = batch.micro_batch_size, batch.sequence_length
         lines.append(kernel_of_auto(model, dtype=dtype, tokens=tokens, masked=masked, device=device))
+    if device.type == "cuda" and model.experts and dtype == torch.float32:
+        slow = "warning: on GPUs, experts in float32 are computed one after the other (torch's grouped products)"
+        lines.append(f'{slow}; write fsdp.param_dtype = "bfloat16"')
     return lines
 
 

@@ -225,11 +225,10 @@ def _lines_of_stages(stages: Sequence[Facts], other: str) -> list[str]:
 
 def _head(recipe: Recipe) -> list[str]:
     """What is trained."""
-    parameters = f"{recipe.model.num_params():,} parameters"
     tokens = sum(tokens_of(stage) for stage in stages_of(recipe))
     total = f"; {recipe.run.steps:,} steps, {tokens:,} tokens in {len(recipe.stages)} stages" if recipe.stages else ""
     return [
-        f"{recipe.run.name}: {recipe.model.name} with {parameters}{total}",
+        f"{recipe.run.name}: {recipe.model.name} with {recipe.model.parameters}{total}",
         *([f"model: {recipe.model.computed_by}"] if recipe.model.name.startswith("from_") else []),
     ]
 

@@ -97,7 +97,7 @@ def run_header(stage: Stage, degrees: MeshDegrees, throughput: Throughput, parts
     encoder_decoder = model.is_encoder_decoder
     sequences = f"pairs, at most {batch.sequence_length} tokens of a prompt and {data.answer_length} of an answer"
     peak = "unknown, so no MFU" if throughput.peak is None else f"{throughput.peak / 1e12:.1f} TFLOP/s (dense bf16)"
-    headline = f"{recipe.run.name}: {model.name} with {model.num_params():,} parameters"
+    headline = f"{recipe.run.name}: {model.name} with {model.parameters}"
     if stage.name:
         headline += f"; stage {stage.name}, steps {stage.first + 1} to {stage.last} of {recipe.run.steps}"
     lines = [

@@ -92,6 +92,8 @@ def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True
     if not on_host and world.device.type == "cuda" and not isinstance(recipe.model, TransformersConfig):
         found = [*_with_peaks(found, recipe, world)]
     lines = [(f"{key} = {toml(value)}", effect) for key, value, effect in found]
+    if recipe.mesh.expert > 1 and started:
+        lines.append(("experts.balance", "uneven loads fill some processes: see expert_load/largest in metrics.jsonl"))
     lines += [("NPROC, nodes", "more of them, with mesh.shard = -1: each process holds a smaller part of the state")]
     width = max(len(field) for field, _ in lines)
     return [

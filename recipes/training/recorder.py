@@ -157,6 +157,7 @@ class Recorder:
             self._loader.note_bad_rows()
             self._console.log(step_line(row, self._steps))
             experts = self._balance.lines() if self._balance else []
+            experts += self._balance.causes(slow.get("stragglers", ())) if self._balance and names else []
             for name in [*names, *full, *experts]:
                 self._console.log(f"step {step:>6}  {name}")
             self._console.progress(step, self._steps, f"loss {mean_loss:.3f}")

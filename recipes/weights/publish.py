@@ -32,7 +32,7 @@ def with_card(description: Description, checkpoint: Path) -> Description:
     model, task = description.model, "text2text" if description.model.is_encoder_decoder else "text"
     lines = ["---", "library_name: transformers", f"pipeline_tag: {task}-generation", "tags:", "- shardwright", "---"]
     made_of = tomli.loads(recipe)["model"] if recipe else {}
-    lines += ["", f"# {name}", "", f"A language model with {model.num_params():,} parameters. Trained with Shardwright"]
+    lines += ["", f"# {name}", "", f"A language model with {model.parameters}. Trained with Shardwright"]
     lines += [f"for {manifest.step:,} steps on {progress['tokens']:,} tokens."]
     if made_of.get("upcycle"):
         lines.append(f"Upcycled: each expert began as the feed-forward of the dense model in `{made_of['weights']}`.")

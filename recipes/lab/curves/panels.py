@@ -19,6 +19,7 @@ EARLY = 30
 FROM_ZERO = (0.0, None)
 INTERVALS = 60
 """Intervals of a run for which it is drawn what took their time."""
+LOAD = "expert_load"
 STEP, SKIPPED = "step", "skipped"
 """The parts of the wall time that come first."""
 Place = Callable[[Numbers], Numbers]
@@ -129,6 +130,7 @@ def curves(runs: Sequence[Run], axis: Axis) -> Curves:
     norm = lines({"grad_norm": ""}, smooth=True)
     by_group = lines(named("grad_norm/"), smooth=True) if len(runs) == 1 else []
     groups = [replace(line, raw=None) for line in by_group]
+    loads = {f"{LOAD}/{name}": name for name in ("largest", "entropy", "smallest")}
     panels = [
         Panel("training loss, nats per token", loss, joints=_joints(runs, axis, loss), ends=_ends(loss)),
         Panel("validation loss, nats per token", lines(named(VALIDATION), dots=True)),
@@ -136,6 +138,8 @@ def curves(runs: Sequence[Run], axis: Axis) -> Curves:
         Panel("learning rate", lines({"lr": ""}), ends=FROM_ZERO),
         _norm("gradient norm before clipping", norm),
         _norm("gradient norm by group", groups),
+        Panel("loads of experts, 1 = the mean", lines(loads, smooth=True), ends=FROM_ZERO),
+        Panel("dead experts", lines({f"{LOAD}/dead": ""}), ends=FROM_ZERO),
         Panel("tokens per second", lines({"tokens_per_second": ""}, smooth=True), unit="rate", ends=FROM_ZERO),
         Panel("MFU", lines({"mfu": ""}, smooth=True), unit="share", ends=FROM_ZERO),
         Panel("peak memory, GiB", lines(_memory(runs)), ends=FROM_ZERO),

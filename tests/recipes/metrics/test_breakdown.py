@@ -180,6 +180,7 @@ def test_communication_on_a_gpu_is_told_apart_by_axis_and_collective() -> None:
         *launched("ncclDevKernel_SendRecv", 350, 40, at=30, stream=21, group="mesh_context"),
         *launched("ncclDevKernel_SendRecv", 400, 20, at=32, stream=21, group="mesh_context"),
         *launched("ncclDevKernel_SendRecv", 430, 20, at=34, stream=23, group="mesh_pipeline"),
+        *launched("ncclDevKernel_SendRecv", 640, 30, at=36, stream=24, group="mesh_expert"),
         *launched("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 450, 50, at=40, stream=22, group="mesh_tensor"),
         cpu("FSDP::post_backward_reduce (blocks.0)", 50, 30, cat="user_annotation"),
         *launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 500, 5, at=52, stream=22, group="mesh_tensor"),  # norms
@@ -196,6 +197,7 @@ def test_communication_on_a_gpu_is_told_apart_by_axis_and_collective() -> None:
     in_microseconds = {label: (round(1e6 * s), round(1e6 * e), n) for label, (s, e, n) in found.collectives.items()}
     assert in_microseconds == {
         "context: all-to-all": (60, 60, 2),
+        "expert: all-to-all": (30, 30, 1),
         "pipeline: send and receive": (20, 20, 1),
         "replicate: all-reduce": (70, 70, 1),
         "shard: all-gather": (150, 50, 1),
@@ -368,7 +370,9 @@ def record_meshes(recipe: Recipe, folder: str) -> None:
     for case in CALLS:
         degrees, _, by = case.partition(":")
         mesh = build_mesh(mesh_degrees(degrees), device_type="cpu")
-        built = build(change(recipe, mesh={"context_by": by or "heads"}), world, mesh=mesh)
+        experts = {"experts": 4, "experts_per_token": 2, "expert_width": 32} if by == "experts" else {}
+        layout = {"context_by": "gather" if by == "gather" else "heads"}
+        built = build(change(recipe, mesh=layout, model=experts), world, mesh=mesh)
         guard = StepGuard(mesh, device=world.device, max_skipped_steps=3, loss_spike_z=0.0)
         clock, config = RunClock(world.device), ProfileConfig(trace_steps=1, after=1)
         profiler = StepProfiler(config, world, folder=Path(folder) / case, clock=clock, log=print)
@@ -386,6 +390,13 @@ SHARD = {"shard: all-gather": 2 * 2 + 1, "shard: reduce-scatter": 2 + 1}
 CALLS = {
     "2.1.1.2": TENSOR | {"replicate: all-reduce": 2 + 1},
     "1.1.2.2": TENSOR | SHARD | {"context: all-to-all": 4 * 2},
+    # Each layer tells counts once, and exchanges rows there and back, forward and backward. Its experts are gathered
+    # over another mesh than its rest; routers are gathered once.
+    "1.1.4.1.1.2:experts": {
+        "expert: all-to-all": 2 * 5,
+        "shard: all-gather": 2 * 2 * 2 + 1 + 1,
+        "shard: reduce-scatter": 2 * 2 + 1 + 1,
+    },
     "1.2.2.1:gather": SHARD | {"context: all-gather": 2, "context: reduce-scatter": 2},
 }
 

@@ -71,6 +71,13 @@ def test_norms_by_group_are_drawn_of_a_single_run(tmp_path: Path) -> None:
     assert not [found for found in curves(read_runs(folders), "steps").panels if "by group" in found.title]
 
 
+def test_loads_of_experts_are_drawn(tmp_path: Path) -> None:
+    loads = {"expert_load/largest": 2.5, "expert_load/smallest": 0.5, "expert_load/entropy": 0.9, "expert_load/dead": 1}
+    drawn = curves(read_runs([run_folder(tmp_path / "a", row(1, **loads))]), "steps")
+    assert [line.name for line in panel(drawn, "loads of experts").lines] == ["largest", "entropy", "smallest"]
+    assert panel(drawn, "dead experts").lines[0].y.tolist() == [1]
+
+
 def test_the_high_start_of_a_long_run_does_not_flatten_the_rest(tmp_path: Path) -> None:
     rows = [row(step, loss=12.0 if step < 3 else 2.0 + 1 / step) for step in range(1, 201)]
     bottom, top = panel(curves(read_runs([run_folder(tmp_path / "a", *rows)]), "steps"), "training").ends

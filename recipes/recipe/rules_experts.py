@@ -1,0 +1,59 @@
+"""Rules about routed experts and the axis that divides them. Imports no torch."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+
+from parallel.errors import listed
+from recipes.recipe.fields import Violation
+from recipes.recipe.rules_mesh import mesh_fits
+from recipes.recipe.schema import Recipe
+
+
+def experts_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
+    """What holds for a model with experts, and for a mesh that divides them."""
+    model, mesh = recipe.model, recipe.mesh
+    if not model.experts:
+        yield "mesh.expert", "divides routed experts, but the model has none (model.experts = 0); write 1"
+        return
+    if model.experts % mesh.expert:
+        possible = [
+            degree
+            for degree in range(1, min(mesh.expert, model.experts + 1))
+            if model.experts % degree == 0
+            and not any(mesh_fits(replace(mesh, expert=degree), processes=processes, nodes=nodes))
+        ]
+        rule = f"{mesh.expert} processes cannot share model.experts = {model.experts} equally"
+        yield "mesh.expert", f"{rule}; write {listed(possible or [1], last='or')}"
+    yield from rows_are_aligned(recipe)
+    if recipe.experts.balance == "bias" and not model.router_bias:
+        rule = '"bias" moves biases of routers, but model.router_bias = false'
+        yield "experts.balance", f'{rule}; write router_bias = true, or balance = "loss"'
+    if mesh.expert > 1 or mesh.tensor > 1:
+        yield from fsdp_has_several_meshes(recipe, "mesh.expert" if mesh.expert > 1 else "mesh.tensor")
+    if recipe.float8.all_gather:
+        yield "float8.all_gather", "was not tried with experts; write false"
+    if mesh.overlap_tensor:
+        yield "mesh.overlap_tensor", "was not tried with experts; write false"
+
+
+def rows_are_aligned(recipe: Recipe) -> Iterator[Violation]:
+    """torch's grouped products refuse rows of other lengths, on any device."""
+    dtype = recipe.fsdp.param_dtype
+    unit = 8 if dtype == "bfloat16" else 4
+    for field in ("width", "expert_width"):
+        if (width := getattr(recipe.model, field)) % unit:
+            rule = f"experts need a multiple of {unit} in {dtype}, rows of 16 bytes each"
+            yield f"model.{field}", f"{rule}; write {width + -width % unit}"
+
+
+def fsdp_has_several_meshes(recipe: Recipe, axis: str) -> Iterator[Violation]:
+    """FSDP shards experts over another mesh than the rest of a block, and then replaces no reduction."""
+    installed = version("torch")
+    if tuple(int(part) for part in installed.split(".")[:2]) < (2, 12):
+        yield axis, f"needs torch 2.12 or later in a model with experts, and this is {installed}; write 1"
+    rule = f"does not work in a model with experts and {axis} > 1"
+    if recipe.fsdp.reduce_dtype != "float32":
+        yield "fsdp.reduce_dtype", f'"{recipe.fsdp.reduce_dtype}" {rule}; write "float32"'
+    if recipe.fsdp.symmetric_memory:
+        yield "fsdp.symmetric_memory", f"{rule}; write false"
