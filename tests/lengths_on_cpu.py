@@ -1,7 +1,7 @@
 """The code path of GPUs for documents by their lengths, on the CPU: its kernel is replaced by the same mathematics."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from unittest.mock import patch
@@ -15,11 +15,23 @@ Ends = tuple[Tensor, Tensor]
 """Cumulative lengths of the documents' queries and of their keys."""
 
 
-def probabilities(query: Tensor, key: Tensor) -> Tensor:
-    """Attention weights of one document: (heads, queries or keys, head width) each -> (heads, queries, keys)."""
-    scores = query @ key.mT / query.shape[-1] ** 0.5
-    later = torch.ones_like(scores, dtype=torch.bool).triu(1 + key.shape[1] - query.shape[1])  # the last are aligned
-    return scores.masked_fill(later, -math.inf).softmax(-1)
+def probabilities(query: Tensor, key: Tensor, scale: float | None, window: Sequence[int] | None) -> Tensor:
+    """Attention weights of one document: (heads, queries or keys, head width) each -> (heads, queries, keys).
+
+    window: tokens before and after each one that it sees, -1 = all; causal without it.
+    """
+    scores = query @ key.mT * scale_of(query, scale)
+    before, after = window or (-1, 0)
+    assert after == 0
+    shift = key.shape[1] - query.shape[1]  # the last are aligned
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + shift)
+    if before >= 0:
+        hidden |= torch.ones_like(hidden).tril(shift - before - 1)
+    return scores.masked_fill(hidden, -math.inf).softmax(-1).nan_to_num(0.0)
+
+
+def scale_of(query: Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
 
 
 def alone(ends: Ends, query: Tensor, *others: Tensor, by_query: int = 0) -> Iterator[tuple[Tensor, ...]]:
@@ -34,22 +46,23 @@ def alone(ends: Ends, query: Tensor, *others: Tensor, by_query: int = 0) -> Iter
         yield tuple(piece.repeat_interleave(heads // piece.shape[1], 1).transpose(0, 1) for piece in pieces)
 
 
-def forward(query, key, value, cumulative, of_keys, longest, longest_keys, causal, *args, **kwargs):  # type: ignore[no-untyped-def]
+def forward(query, key, value, cumulative, of_keys, longest, longest_keys, causal, scale=None, window=None, *args):  # type: ignore[no-untyped-def]
     """As torch_attn::_varlen_attn."""
-    assert causal
+    assert causal or window
     for ends, packed, most in ((cumulative, query, longest), (of_keys, key, longest_keys)):
         assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(packed) and ends.diff().max() <= most
-    pieces = [probabilities(q, k) @ v for q, k, v in alone((cumulative, of_keys), query, key, value)]
+    pieces = [probabilities(q, k, scale, window) @ v for q, k, v in alone((cumulative, of_keys), query, key, value)]
     out = torch.cat(pieces, dim=1).transpose(0, 1).contiguous()
     return out, query.new_zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
 
 
-def backward(gradient, query, key, value, out, lse, cumulative, of_keys, *args, **kwargs):  # type: ignore[no-untyped-def]
+def backward(gradient, query, key, value, out, lse, cumulative, of_keys, *args):  # type: ignore[no-untyped-def]
     """As torch_attn::_varlen_attn_backward."""
+    *_, scale, window = args
     pieces = []
     for q, g, k, v in alone((cumulative, of_keys), query, gradient, key, value, by_query=1):
-        p = probabilities(q, k)
-        by_scores = p * (g @ v.mT - (g * (p @ v)).sum(-1, keepdim=True)) / query.shape[-1] ** 0.5
+        p = probabilities(q, k, scale, window)
+        by_scores = p * (g @ v.mT - (g * (p @ v)).sum(-1, keepdim=True)) * scale_of(q, scale)
         pieces.append((by_scores @ k, by_scores.mT @ q, p.mT @ g))
     found = (torch.cat(parts, dim=1).transpose(0, 1) for parts in zip(*pieces, strict=True))
     # A key and a value serve several queries and get the sum of their gradients.

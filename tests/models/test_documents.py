@@ -245,6 +245,16 @@ def test_attention_by_lengths_takes_grouped_heads_as_they_are_and_equals_the_doc
     assert heads == {(config.heads, config.key_value_heads, config.key_value_heads)}
 
 
+@pytest.mark.parametrize("every", [0, 2])
+def test_windows_and_scales_by_lengths_are_those_of_a_mask(every: int) -> None:
+    config = replace(SMOLLM3, window=5, full_attention_every=every, attention_scale_width=3, init_std=0.05)
+    model, (tokens, targets) = build(config), batch()
+    expected = results(model, tokens, targets, documents_of(tokens))
+    assert not torch.equal(results(build(SMOLLM3), tokens, targets, documents_of(tokens))[0], expected[0])
+    with lengths_on_cpu():
+        assert_close(results(model, tokens, targets, documents_of(tokens)), expected)
+
+
 class AttentionCalls(TorchDispatchMode):
     """Counts forward calls of the kernel."""
 
