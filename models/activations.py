@@ -27,16 +27,20 @@ class Widths:
     inner: float
     """Inner width of the feed-forward."""
     heads: float
+    normed: float = 0.0
+    """Width of what norms of queries and keys, and those after parts beside those before them, read: a rough figure for
+    all that these keep; with "selective", nothing."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "Widths":
         """The widths on a process that holds the model whole."""
         query, key = model.heads * model.head_width, model.key_value_heads * model.head_width
-        return cls(model.width, model.width, query, key, key, model.feed_forward_width, model.heads)
+        normed = (query + key) * (model.qk_norm != "none") + 2 * model.width * (model.norms == "both")
+        return cls(model.width, model.width, query, key, key, model.feed_forward_width, model.heads, normed)
 
     def cut(self, degree: int) -> "Widths":
         """The widths on a process with 1 / degree of each matrix, and of the stream's tokens."""
-        names = ("stream", "query", "key", "seen", "inner", "heads")
+        names = ("stream", "query", "key", "seen", "inner", "heads", "normed")
         return replace(self, **{name: getattr(self, name) / degree for name in names})
 
 
@@ -61,8 +65,9 @@ def saved_per_token(widths: Widths, kept: Kept) -> float:
         return kept.element * widths.stream
     if kept.mode == "selective":
         return kept.element * _products(widths, kept) + 4 * widths.heads + 2 * _scale(widths)
-    exchanged = kept.element * widths.query if kept.exchanged else 0
-    return exchanged + (_compiled(widths, kept) if kept.compiled else _eager(widths, kept))
+    more = kept.element * widths.query if kept.exchanged else 0
+    more += widths.normed * (kept.element if kept.compiled or kept.fused_norms else 2 * 4)
+    return more + (_compiled(widths, kept) if kept.compiled else _eager(widths, kept))
 
 
 def norm_per_token(widths: Widths, kept: Kept) -> float:

@@ -99,7 +99,7 @@ class ModelConfig:
     activation: Activation = "silu"
     """Of the feed-forward's gate: "silu" (SwiGLU), or "gelu_tanh", GELU by tanh (Gemma)."""
     logit_softcap: Annotated[float, Ge(0)] = 0.0
-    """Cap logits to this x tanh(logits / this) (Gemma 2: 30); 0 = off. No Hugging Face format of ours has it."""
+    """Cap logits to this x tanh(logits / this) (Gemma 2: 30); 0 = off. Of Hugging Face's formats, Gemma 3's has it."""
     init_std: Annotated[float, Gt(0)] = 0.02
     """Standard deviation of the initial weights; / sqrt(2 x layers) for projections into the residual stream."""
     weights: str = ""

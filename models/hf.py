@@ -1,6 +1,6 @@
-"""Names and shapes of the decoder's weights, and its config.json, as Hugging Face has them. Imports no torch.
+"""Names and shapes of the decoder's weights, and its config.json, as Hugging Face has them.
 
-models/hf_reading.py reads a config.json; models/hf_families.py is what both know of each family.
+models/hf_reading.py reads a config.json; models/hf_families.py is what both know of each family. Imports no torch.
 """
 
 import re

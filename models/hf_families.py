@@ -1,6 +1,6 @@
-"""What the families of transformers that our decoder computes differ in. Imports no torch.
+"""What the families of transformers that our decoder computes differ in.
 
-The classes of transformers are the reference for the defaults of missing keys.
+The classes of transformers are the reference for the defaults of missing keys. Imports no torch.
 """
 
 from collections.abc import Iterator, Mapping

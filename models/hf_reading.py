@@ -1,6 +1,6 @@
-"""Reads the config.json of a model that our decoder computes (models/hf_families.py). Imports no torch.
+"""Reads the config.json of a model that our decoder computes (models/hf_families.py).
 
-The classes of transformers are the reference for what its keys mean.
+The classes of transformers are the reference for what its keys mean. Imports no torch.
 """
 
 import sys
@@ -222,17 +222,16 @@ def _windows(given: Reader, family: Family, layers: int) -> dict[str, Any]:
     if not family.windows or (types is None and family.windows == "layer_types"):
         return {}
     every = given.values.get("sliding_window_pattern") or family.every
-    if types is None and not (type(every) is int and every >= 1):
+    if types is not None:
+        every = types.index(KINDS[0]) + 1 if KINDS[0] in types else 0
+    elif type(every) is not int or every < 1:
         given.refuse("sliding_window_pattern", "must be an integer >= 1")
         return {}
-    full = [layer for layer in range(layers) if not (layer + 1) % every]
-    if types is not None:
-        full = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
-        every = full[0] + 1 if full else 0
-        if len(types) != layers:
-            given.refuse("layer_types", f"must name the kinds of {layers} layers")
-        elif full != [layer for layer in range(layers) if every and not (layer + 1) % every]:
-            given.decline("layer_types", "only every n-th layer may be 'full_attention', or none")
+    full = [layer for layer in range(layers) if every and not (layer + 1) % every]
+    if types is not None and len(types) != layers:
+        given.refuse("layer_types", f"must name the kinds of {layers} layers")
+    elif types is not None and full != [layer for layer, kind in enumerate(types) if kind == KINDS[0]]:
+        given.decline("layer_types", "only every n-th layer may be 'full_attention', or none")
     if len(full) == layers:
         return {}
     return {"window": given.integer("sliding_window"), "full_attention_every": every}

@@ -68,23 +68,64 @@ SMOLLM2_135M = ModelConfig(
     norm_eps=1e-5,
     rope_theta=100_000.0,
 )
-QWEN3_30B_A3B = ModelConfig(
-    name="qwen3_30b_a3b",
-    layers=48,
-    width=2048,
-    feed_forward_width=6144,
-    heads=32,
-    key_value_heads=4,
-    head_width=128,
-    vocabulary=151936,
-    tied_embeddings=False,
-    norm_eps=1e-6,
+QWEN3_8B = replace(
+    replace(LLAMA3_8B, layers=36, feed_forward_width=12288, vocabulary=151936, norm_eps=1e-6),
+    name="qwen3_8b",
     rope_theta=1_000_000.0,
     qk_norm="head",
+)
+QWEN3_30B_A3B = replace(
+    replace(QWEN3_8B, layers=48, width=2048, feed_forward_width=6144, key_value_heads=4),
+    name="qwen3_30b_a3b",
     experts=128,
     experts_per_token=8,
     expert_width=768,
 )
+OLMO3_7B = replace(
+    replace(LLAMA2_7B, vocabulary=100278, norm_eps=1e-6, rope_theta=500_000.0),
+    name="olmo3_7b",
+    window=4096,
+    full_attention_every=4,
+    qk_norm="all",
+    norms="after",
+)
+GEMMA3_1B = ModelConfig(
+    name="gemma3_1b",
+    layers=26,
+    width=1152,
+    feed_forward_width=6912,
+    heads=4,
+    key_value_heads=1,
+    head_width=256,
+    vocabulary=262144,
+    tied_embeddings=True,
+    norm_eps=1e-6,
+    rope_theta=1_000_000.0,
+    rope_local_theta=10_000.0,
+    window=512,
+    full_attention_every=6,
+    qk_norm="head",
+    norms="both",
+    norm_offset=True,
+    embedding_scale=True,
+    activation="gelu_tanh",
+)
+GEMMA3_4B = replace(
+    GEMMA3_1B,
+    name="gemma3_4b",
+    layers=34,
+    width=2560,
+    feed_forward_width=10240,
+    heads=8,
+    key_value_heads=4,
+    vocabulary=262208,
+    window=1024,
+)
+
+
+def _qwen3(size: str, layers: int, width: int, inner: int, heads: int, *, tied: bool) -> ModelConfig:
+    shape = {"layers": layers, "width": width, "feed_forward_width": inner, "heads": heads, "tied_embeddings": tied}
+    return replace(QWEN3_8B, name=f"qwen3_{size}", **shape)  # type: ignore[arg-type]
 
 
 def _debug(size: ModelConfig, name: str) -> ModelConfig:
@@ -158,6 +199,33 @@ SIZES: dict[str, ModelConfig] = {
             feed_forward_width=12288,
             heads=64,
             expert_width=1536,
+        ),
+        _debug(QWEN3_8B, "qwen3_debug"),
+        replace(_debug(GEMMA3_1B, "gemma3_debug"), window=64, full_attention_every=2),
+        _qwen3("0.6b", 28, 1024, 3072, 16, tied=True),
+        _qwen3("1.7b", 28, 2048, 6144, 16, tied=True),
+        _qwen3("4b", 36, 2560, 9728, 32, tied=True),
+        QWEN3_8B,
+        _qwen3("32b", 64, 5120, 25600, 64, tied=False),
+        OLMO3_7B,
+        replace(
+            OLMO3_7B, name="olmo3_32b", layers=64, width=5120, feed_forward_width=27648, heads=40, key_value_heads=8
+        ),
+        GEMMA3_1B,
+        GEMMA3_4B,
+        replace(
+            GEMMA3_4B, name="gemma3_12b", layers=48, width=3840, feed_forward_width=15360, heads=16, key_value_heads=8
+        ),
+        replace(
+            GEMMA3_4B,
+            name="gemma3_27b",
+            layers=62,
+            width=5376,
+            feed_forward_width=21504,
+            heads=32,
+            key_value_heads=16,
+            head_width=128,
+            attention_scale_width=168,
         ),
     )
 }

@@ -66,7 +66,8 @@ def kernel_of_auto(
     number = torch._fused_sdp_choice(query, key, key, attn_mask=mask, is_causal=not masked, enable_gqa=grouped)
     kernel = torch.nn.attention.SDPBackend(number)
     if kernel != torch.nn.attention.SDPBackend.MATH:
-        return f"attention: {kernel.name.removesuffix('_ATTENTION').lower()} kernels, as torch chooses"
+        windows = ", flash kernels in windows" if config.window and dtype != torch.float32 else ""
+        return f"attention: {kernel.name.removesuffix('_ATTENTION').lower()} kernels, as torch chooses{windows}"
     scores = rows * config.heads * length**2 * dtype.itemsize
     return (
         f"attention: WARNING: torch has only math kernels for {str(dtype).removeprefix('torch.')} and these heads,"

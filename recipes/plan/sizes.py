@@ -89,10 +89,18 @@ class Sizes:
         model, tensor = self.recipe.model, self.degrees.tensor
         width, inner = model.width, inner // tensor
         query, key = (heads * model.head_width // tensor for heads in (model.heads, model.key_value_heads))
-        norms = [(width, 1)] * 2
+        norms = [(features, 1) for features in self.norms_of_block]
         attention = [(query, width), (key, width), (key, width), (width, query)]
         feed_forward = [(inner, width), (inner, width), (width, inner)] if inner else []
         return Unit.of(*norms, *attention, *feed_forward, shards=self.shards)
+
+    @cached_property
+    def norms_of_block(self) -> list[int]:
+        """The features of each of a block's norms."""
+        model, tensor = self.recipe.model, self.degrees.tensor
+        heads = {"none": (), "head": (1, 1), "all": (model.heads // tensor, model.key_value_heads // tensor)}
+        of_stream = [model.width] * (4 if model.norms == "both" else 2)
+        return of_stream + [count * model.head_width for count in heads[model.qk_norm]]
 
     @cached_property
     def table(self) -> Unit:
@@ -128,7 +136,7 @@ class Sizes:
     def gathered_block(self) -> int:
         """Bytes of a block's weights as they arrive."""
         if self.recipe.float8.all_gather and not not_float8(self.recipe.float8):  # else at most as without
-            norms = 2 * self.recipe.model.width
+            norms = sum(self.norms_of_block)
             return self.block.whole - norms + self.gathered * norms
         return self.gathered * self.block.whole
 

@@ -221,7 +221,7 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> tuple[_P
     tokens, tensor = work.tokens, work.tensor
     forward, backward, last = _linears(work, gpu, rates)
     again = {"none": 0.0, "selective": 0.0, "full": forward - last, "every second product": forward / 2}[recompute]
-    flops = 2 * work.query / tensor * work.sequence * tokens
+    flops = 2 * work.query / tensor * work.sequence * tokens * work.attended
     attention, attention_backward = attention_seconds(
         *(flops, work.kernel),
         gpu=gpu,

@@ -49,6 +49,8 @@ class Work:
     """Stages that each process of a pipeline has."""
     stages: tuple[int, int] | None = None
     """Most layers of a process without the output projection, and those of the one with it; None: equal ones."""
+    attended: float = 1.0
+    """Share of a causal text's pairs of tokens that windows leave, the mean of all layers."""
     bubble: float = 1.0
     """Share of a pipeline's bubble that gradients of weights do not fill."""
     gated: bool = True
@@ -143,6 +145,7 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         stages=_stages(recipe, degrees) if degrees.pipeline > 1 else None,
         bubble=1 / 3 if recipe.pipeline.splits_backward else 1.0,
         sequence=batch.sequence_length,
+        attended=model.attention_share(batch.sequence_length),
         micro_batch=batch.micro_batch_size,
         micro_batches=max(1, batch.global_batch_size // (degrees.data_parallel * batch.micro_batch_size)),
         context_by=recipe.mesh.context_by,

@@ -246,8 +246,13 @@ def advice(mesh: MeshConfig, *, float8: Float8Config, degrees: MeshDegrees | Non
     return found
 
 
-def gather_has_a_kernel(mesh: MeshConfig, *, attention: AttentionConfig) -> Iterator[Violation]:
-    """The last queries of a row attend to all keys: cuDNN would align the first of them with the first key."""
+def gather_has_a_kernel(mesh: MeshConfig, *, attention: AttentionConfig, model: ModelConfig) -> Iterator[Violation]:
+    """The last queries of a row attend to all keys: cuDNN would align the first of them with the first key.
+
+    Nor has it windows.
+    """
+    if model.window and attention.backend == "cudnn":
+        yield "attention.backend", f'"cudnn" has no kernel for model.window = {model.window}; write "auto"'
     if mesh.gathers_tokens and attention.backend == "cudnn":
         rule = 'cannot attend from a part of the tokens to all, which mesh.context_by = "gather" needs'
         yield "attention.backend", f'{rule}; write "auto" or "flash"'

@@ -181,7 +181,10 @@ def _fits(recipe: Recipe, world: World) -> bool:
     except UserError:
         return False
     found = mesh_divides_model(mesh, model=recipe.model, batch=batch, float8=float8, **known)
-    others = [*float8_fits_tensor(mesh, float8=float8), *gather_has_a_kernel(mesh, attention=recipe.attention)]
+    others = [
+        *float8_fits_tensor(mesh, float8=float8),
+        *gather_has_a_kernel(mesh, attention=recipe.attention, model=recipe.model),
+    ]
     return not [*found, *others]
 
 

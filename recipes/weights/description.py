@@ -20,6 +20,7 @@ IMMATERIAL = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transfo
 OF_EXPERTS = ("expert", "shared_experts", "dense_layers", "router", "normalize_scores", "groups_per_token")
 """Beginnings of the fields of a model that a dense one does not have."""
 LLAMA3_ROPE = ("rope_factor", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length")
+YARN = ("rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_scaled_layers")
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,20 @@ def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, 
         keys = (key for key in {**theirs, **ours} if key not in IMMATERIAL)
         yield from ((key, theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key))
         return
-    skipped = {*UNCHECKED, "no_rope_every", "no_rope_layers"}
+    # Which layers have rotary embeddings and windows counts, not how that is said.
+    patterns = {"uses_rope": ("no_rope_every", "no_rope_layers"), "window_of": ("window", "full_attention_every")}
+    skipped = {*UNCHECKED, *patterns["uses_rope"], *patterns["window_of"]}
     if not (model.experts and stored.experts):  # upcycling_problems() has the rest
         skipped |= {one.name for one in fields(ModelConfig) if one.name.startswith(OF_EXPERTS)}
         skipped -= set() if model.upcycle else {"experts"}
     if model.rope_scaling == "none" or stored.rope_scaling == "none":
-        skipped |= set(LLAMA3_ROPE)
+        skipped |= {*LLAMA3_ROPE, *YARN}
     for name in (one.name for one in fields(ModelConfig)):
         if name not in skipped and getattr(model, name) != (theirs := getattr(stored, name)):
             yield name, theirs
     layers = range(min(model.layers, stored.layers))
-    if [model.uses_rope(layer) for layer in layers] != [stored.uses_rope(layer) for layer in layers]:
-        for name in ("no_rope_every", "no_rope_layers"):
+    for pattern, names in patterns.items():
+        both = [[getattr(one, pattern)(layer) for layer in layers] for one in (model, stored)]
+        for name in names if both[0] != both[1] else ():
             if getattr(model, name) != (theirs := getattr(stored, name)):
                 yield name, theirs

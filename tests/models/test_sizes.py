@@ -7,8 +7,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.config import ModelConfig
+from models.config import ModelConfig, TextFacts
 from models.decoder import Decoder
+from models.hf import config_to_hf
 from models.sizes import SIZES
 
 # From the published checkpoints (safetensors index totals; the papers round them).
@@ -27,6 +28,18 @@ PUBLISHED = {
     "llama3_405b": 405_853_388_800,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_1.7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_32b": 32_762_123_264,
+    "olmo3_7b": 7_298_011_136,
+    "olmo3_32b": 32_233_522_176,
+    "gemma3_1b": 999_885_952,
+    # Without the tower for images and its projection: 416,866,032 and 1152 times the width and one.
+    "gemma3_4b": 4_300_079_472 - 416_866_032 - 1152 * 2561,
+    "gemma3_12b": 12_187_325_040 - 416_866_032 - 1152 * 3841,
+    "gemma3_27b": 27_432_406_640 - 416_866_032 - 1152 * 5377,
 }
 
 
@@ -35,8 +48,9 @@ def on_meta(config: ModelConfig) -> Decoder:
         return Decoder(config)
 
 
-def test_all_published_sizes_and_two_debug_sizes_exist() -> None:
-    assert set(SIZES) == {*PUBLISHED, "smollm3_debug", "llama3_debug", "moe_debug"}
+def test_all_published_sizes_and_debug_sizes_exist() -> None:
+    assert {*PUBLISHED} == {name for name in SIZES if not name.endswith("_debug")}
+    assert len(SIZES) == len(PUBLISHED) + 5
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -52,7 +66,31 @@ def test_the_parameter_count_equals_the_formula_and_the_published_number(name: s
     assert config.num_params() == PUBLISHED.get(name, config.num_params())
 
 
-@pytest.mark.parametrize(("name", "length"), [("smollm3_debug", 64), ("llama3_debug", 96), ("smollm2_135m", 32)])
+@pytest.mark.parametrize("name", [name for name in SIZES if name.startswith(("qwen3", "olmo3", "gemma3"))])
+def test_the_parameter_count_is_that_of_transformers(name: str) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**config_to_hf(SIZES[name], TextFacts(4096)))
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == SIZES[name].num_params()
+
+
+@pytest.mark.parametrize("length", [100, 512, 600, 8192])
+def test_flops_count_the_tokens_that_windows_leave(length: int) -> None:
+    config = SIZES["gemma3_1b"]
+    pairs = {window: sum(min(token + 0.5, window) for token in range(length)) for window in (512, length)}
+    windows, per_pair = 22, 12 * config.heads * config.head_width
+    expected = 6 * config.matmul_params()
+    expected += per_pair * (windows * pairs[512] + (config.layers - windows) * pairs[length]) / length
+    assert config.flops_per_token(length, "causal") == pytest.approx(expected, rel=1e-6)
+    assert config.flops_per_token(0, "causal") == 6 * config.matmul_params()
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("qwen3_debug", 64), ("gemma3_debug", 48), ("smollm3_debug", 64), ("llama3_debug", 96), ("smollm2_135m", 32)],
+)
 def test_flops_per_token_equal_the_count_of_torch(name: str, length: int) -> None:
     """torch counts the products it runs. The math attention kernel multiplies every pair: the "full" convention."""
     config = replace(SIZES[name], layers=2)

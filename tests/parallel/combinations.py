@@ -19,6 +19,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "eight": {"heads": 8, "key_value_heads": 4, "head_width": 6},
     "rope": {"no_rope_every": 0},
     "six": {"layers": 6},
+    "gemma": {
+        **{"no_rope_every": 0, "qk_norm": "head", "norms": "both", "norm_offset": True, "embedding_scale": True},
+        **{"activation": "gelu_tanh", "window": 7, "full_attention_every": 2, "attention_scale_width": 20},
+        **{"rope_local_theta": 100.0, "rope_scaling": "linear", "rope_scaled_layers": "full"},
+    },
+    "olmo": {
+        **{"no_rope_every": 0, "tied_embeddings": False, "qk_norm": "all", "norms": "after"},
+        **{"window": 7, "full_attention_every": 2, "rope_original_length": 16},
+        **{"rope_scaling": "yarn", "rope_scaled_layers": "full"},
+    },
     "eight_blocks": {"layers": 8},
     "sigmoid": {"router": "sigmoid", "router_bias": True, "router_scale": 2.5, "shared_experts": 1, "dense_layers": 1},
     "groups": {"expert_groups": 4, "groups_per_token": 2, "experts_per_token": 3},
@@ -53,6 +63,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "prefetching two blocks": ("prefetch",),
     "a head of its own (untied)": ("untied",),
     "Llama 3 (untied, scaled RoPE in all layers)": ("llama3",),
+    "Gemma 3 (windows, norms of heads and around parts)": ("gemma",),
+    "OLMo 3 (windows, norms of all heads together and after parts)": ("olmo",),
     "a part of the tokens without targets": ("masked",),
     "targets in one part of the vocabulary": ("last",),
     "z-loss": ("z",),
@@ -108,6 +120,9 @@ _CASES = """
 1.1.1.2  bf16,reduce16,prefetch,chunks tensorwise tensorwise,full,half,untied rowwise rowwise_with_gw_hp
 1.1.1.2  tensorwise,gather_activations
 1.1.1.2  compile,rope,selective,documents compile,rope,full,half,untied compile,rope,tensorwise
+1.1.1.2  gemma,documents gemma,compile,selective gemma,tensorwise,gather_activations,full
+1.1.1.2  olmo,full olmo,compile,documents olmo,rowwise,documents olmo,bf16,chunks
+1.1.2.1  gemma gemma,gather,documents gemma,compile,gather,full olmo,documents olmo,gather,selective
 1.1.2.1  plain untied,documents,chunks accumulate,zero2,offload full,half selective,documents masked,llama3,documents
 1.1.2.1  last bf16 tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp rowwise,accumulate,documents
 1.1.2.1  gather gather,documents gather,untied,full,offload gather,masked,accumulate,zero2 gather,bf16,selective
@@ -123,6 +138,8 @@ _CASES = """
 1.1.2.2  compile,rope,documents
 1.1.4.1  documents gather,untied,documents tensorwise
 1.1.1.4  eight,documents,chunks,untied
+1.2.1.2  olmo,documents gemma,zero2,accumulate
+1.1.2.2  gemma,documents olmo,gather,full
 1.2.2.2  gather,documents
 2.1.2.2  untied,chunks,offload
 2.2.2.1  documents,zero2
@@ -138,6 +155,7 @@ _PIPELINES = """
 2.1.1.1.1  interleaved,three,six,selective,half split,untied,prefetch varied,documents muon,untied zbv,zero2,varied
 2.1.1.1.1  bf16,documents bf16,reduce16,interleaved bf16,untied,zbv,zero2 bf16,untied,interleaved_zero_bubble,zero2
 2.1.1.1.1  tensorwise,documents rowwise,interleaved,documents tensorwise,zbv,zero2
+2.1.1.1.1  gemma,documents olmo,interleaved,full
 2.1.1.1.1  compile,rope,documents compile,rope,interleaved,selective
 4.1.1.1.1  plain gpipe,documents,untied interleaved,eight_blocks,documents,untied zbv,zero2,eight_blocks bf16
 4.1.1.1.1  split,six,z interleaved_zero_bubble,zero2,eight_blocks,untied
@@ -145,7 +163,8 @@ _PIPELINES = """
 2.1.2.1.1  interleaved,prefetch,bf16,reduce16 interleaved_zero_bubble,zero2,z gpipe,zero2,masked zbv,zero2,offload,muon
 2.2.1.1.1  plain interleaved,documents zbv,zero2,untied rowwise
 2.1.1.1.2  plain zbv,zero2,untied,documents interleaved,selective,z bf16,gpipe compile,rope,full,half,untied
-2.1.1.1.2  tensorwise,gather_activations,documents
+2.1.1.1.2  tensorwise,gather_activations,documents olmo,documents
+2.1.1.2.1  gemma,documents
 2.1.1.2.1  documents gather,documents gather,interleaved,untied zbv,zero2,documents gather,bf16
 2.1.1.2.1  rowwise,interleaved_zero_bubble,zero2
 2.1.2.1.2  documents

@@ -119,7 +119,7 @@ class Space:
             mesh_divides_model(mesh, model=model, batch=batch, float8=float8, **world),
             float8_fits_tensor(mesh, float8=float8),
             tensor_can_overlap(mesh, compile=recipe.compile, device=recipe.run.device),
-            gather_has_a_kernel(mesh, attention=recipe.attention),
+            gather_has_a_kernel(mesh, attention=recipe.attention, model=recipe.model),
             batch_divides(batch, mesh=mesh, **world),
             pipeline_fits(recipe, **world),
             blocks_can_recompute(recipe.activation_checkpointing, model=model),

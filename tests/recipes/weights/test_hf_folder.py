@@ -73,6 +73,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
     "llama3": ("llama", {"rope_parameters": ROPE, "head_dim": 16}, "30KB", torch.float32),
     "llama32": ("llama", {"rope_parameters": ROPE, "tie_word_embeddings": True}, "1GB", torch.bfloat16),
     "two-ends": ("llama", {"rms_norm_eps": 1e-5, "eos_token_id": [3, 1]}, "1GB", torch.float32),
+    "qwen3": ("qwen3", {"head_dim": 20, "tie_word_embeddings": True}, "40KB", torch.bfloat16),
+    "mistral": ("mistral", {"sliding_window": 5, "head_dim": 20}, "40KB", torch.float32),
+    "olmo2": ("olmo2", {}, "40KB", torch.float32),
+    "olmo3": ("olmo3", {"sliding_window": 5, "num_hidden_layers": 5}, "40KB", torch.bfloat16),
+    "gemma3": ("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 2, "head_dim": 20}, "40KB", torch.float32),
 }  # fmt: skip
 SMALL = replace(SIZES["llama3_debug"], layers=2, width=36, feed_forward_width=50, vocabulary=67, heads=3, head_width=6)
 SMALL = replace(SMALL, key_value_heads=1)
@@ -84,9 +89,9 @@ def save_reference(folder: Path, case: str) -> Any:
     import transformers  # not at the top: the processes that run_processes starts need none of it
 
     family, changes, file_size, dtype = CASES[case]
-    config_class = {"smollm3": transformers.SmolLM3Config, "llama": transformers.LlamaConfig}[family]
+    config = transformers.AutoConfig.for_model(family, **{**SHARED, **changes})
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_class(**{**SHARED, **changes})).to(dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     model.save_pretrained(folder, max_shard_size=file_size)
     (folder / "tokenizer.json").write_text(TOKENIZER)
     # Anew from the folder: .to() rounded the rotary frequencies, which loading does not.
