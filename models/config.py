@@ -22,8 +22,8 @@ LARGEST = {
     "key_value_heads": 2**16,
     "head_width": 2**16,
     "vocabulary": 2**24,
-    "experts": 2**16,
-    "expert_width": 2**20,
+    "experts": 2**14,
+    "expert_width": 2**22,
     "shared_experts": 2**10,
 }
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -74,6 +74,13 @@ QWEN3_8B = replace(
     rope_theta=1_000_000.0,
     qk_norm="head",
 )
+QWEN3_30B_A3B = replace(
+    replace(QWEN3_8B, layers=48, width=2048, feed_forward_width=6144, key_value_heads=4),
+    name="qwen3_30b_a3b",
+    experts=128,
+    experts_per_token=8,
+    expert_width=768,
+)
 OLMO3_7B = replace(
     replace(LLAMA2_7B, vocabulary=100278, norm_eps=1e-6, rope_theta=500_000.0),
     name="olmo3_7b",
@@ -113,18 +120,6 @@ GEMMA3_4B = replace(
     key_value_heads=4,
     vocabulary=262208,
     window=1024,
-)
-QWEN3_30B_A3B = replace(
-    QWEN3_8B,
-    name="qwen3_30b_a3b",
-    layers=48,
-    width=2048,
-    feed_forward_width=6144,
-    heads=32,
-    key_value_heads=4,
-    experts=128,
-    experts_per_token=8,
-    expert_width=768,
 )
 
 
@@ -195,6 +190,16 @@ SIZES: dict[str, ModelConfig] = {
             heads=128,
             rope_scaling="llama3",
         ),
+        QWEN3_30B_A3B,
+        replace(
+            QWEN3_30B_A3B,
+            name="qwen3_235b_a22b",
+            layers=94,
+            width=4096,
+            feed_forward_width=12288,
+            heads=64,
+            expert_width=1536,
+        ),
         _debug(QWEN3_8B, "qwen3_debug"),
         replace(_debug(GEMMA3_1B, "gemma3_debug"), window=64, full_attention_every=2),
         _qwen3("0.6b", 28, 1024, 3072, 16, tied=True),
@@ -221,16 +226,6 @@ SIZES: dict[str, ModelConfig] = {
             key_value_heads=16,
             head_width=128,
             attention_scale_width=168,
-        ),
-        QWEN3_30B_A3B,
-        replace(
-            QWEN3_30B_A3B,
-            name="qwen3_235b_a22b",
-            layers=94,
-            width=4096,
-            feed_forward_width=12288,
-            heads=64,
-            expert_width=1536,
         ),
     )
 }

@@ -197,6 +197,7 @@ def test_experts_that_our_decoder_does_not_compute_are_refused_with_the_reason(
     [
         ("Qwen3-MoE", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: is more than experts = 8"),
         ("Qwen3-MoE", {"num_experts": 0}, "num_experts = 0: must be an integer"),
+        ("Qwen3-MoE", {"num_experts": 10**9}, "experts = 1000000000: is more than 16,384"),
         ("dots1", {"n_group": 3}, "n_group = 3: must divide"),
         ("dots1", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1: must be an integer >= 0"),
         ("dots1", {"n_shared_experts": None}, "n_shared_experts = None"),
