@@ -148,6 +148,8 @@ def test_a_recipe_loads_on_the_hardware_of_its_name(path: Path) -> None:
     if isinstance(recipe.model, TransformersConfig):
         assert path.stem.startswith(recipe.model.settings["model_type"])
         return
+    if recipe.model.name == "custom":  # all of its shape is written
+        return
     assert recipe.model.name == max(
         (name for name in ("smollm3_debug", "llama3_debug", "smollm3_3b", "llama2_7b", "llama3_8b", "llama3_70b",
                      "llama3_405b")
