@@ -282,11 +282,15 @@ class Decoder(nn.Module):
         for layer, block in zip(self.layers, self.blocks, strict=True):
             if layer not in layers:
                 continue
-            given = x, *tables[self.rope_of[layer]], None if cache is None else cache.layers[layer], inside
+            beside = (
+                *tables[self.rope_of[layer]],
+                None if cache is None else cache.layers[layer],
+                inside,
+            )  # x would stay
             if self.routers is not None and layer in routers:
-                x = self.routers.noted(layer, *block(*given, *routers[layer]))
+                x = self.routers.noted(layer, *block(x, *beside, *routers[layer]))
             else:
-                x = block(*given)
+                x = block(x, *beside)
         if layers.stop < self.config.layers:
             return x
         x = cast(nn.RMSNorm, self.norm)(x)
