@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from models.loss import SummedLoss
 if TYPE_CHECKING:
     from models.cache import KeyValueCache, LayerCache
     from models.documents import Documents, Restriction
+    from models.experts import Routed
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -131,6 +132,25 @@ class Block(nn.Module):
         return x + self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
 
 
+class SparseBlock(Block):
+    """A block whose feed-forward is of routed experts."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        from models.experts import SparseFeedForward  # most models have none
+
+        shared = config.shared_experts * config.expert_width
+        of_all_tokens = FeedForward(config.width, shared, config.activation) if shared else None
+        routed = SparseFeedForward(config, activation=ACTIVATIONS[config.activation], shared=of_all_tokens)
+        super().__init__(config, layer, feed_forward=routed)
+
+    def forward(self, *arguments: Any) -> "tuple[Tensor, Routed]":  # type: ignore[override]
+        """What a Block takes, then weight and bias of its router. Returns (B, T, D), and what balancing reads."""
+        *of_block, weight, bias = arguments
+        x = self.attend(*of_block)
+        out, routed = self.feed_forward(self.feed_forward_norm(x), weight, bias)
+        return x + self.feed_forward_post_norm(out), routed
+
+
 class OffsetNorm(nn.RMSNorm):
     """RMSNorm with weights that are stored minus one (Gemma), in float32: 1 + w has few digits of w in bfloat16."""
 
@@ -199,14 +219,14 @@ class Decoder(nn.Module):
         self.scale = Scale() if config.embedding_scale else nn.Identity()
         self.blocks = nn.ModuleList()
         sparse = [layer for layer in self.layers if config.is_sparse(layer)]
-        kinds: dict[int, type[Block]] = {}
         self.routers = None
-        if sparse:  # most models have no experts
-            from models.experts import Routers, SparseBlock
+        if sparse:
+            from models.experts import Routers
 
-            self.routers, kinds = Routers(config, sparse), dict.fromkeys(sparse, SparseBlock)
+            self.routers = Routers(config, sparse)
+        self.blocks = nn.ModuleList()
         for layer in self.layers:
-            self.blocks.add_module(str(layer), kinds.get(layer, Block)(config, layer))
+            self.blocks.add_module(str(layer), (SparseBlock if layer in sparse else Block)(config, layer))
         self.norm = _norm(config) if ends else None
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False) if ends and not tied else None
         self.tied_head = TiedHead() if ends and tied else None

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear
 
 from models.config import ModelConfig
-from models.decoder import ACTIVATIONS, Block, FeedForward
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """From rows (R, D), those of one expert after those of another, and the number of rows of each, to as many rows."""
@@ -101,29 +100,17 @@ class _WithLoss(torch.autograd.Function):
         return gradient, scale, None
 
 
-class SparseBlock(Block):
-    """A block whose feed-forward is of routed experts."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__(config, layer, feed_forward=SparseFeedForward(config))
-
-    def forward(self, *arguments: Any) -> tuple[Tensor, Routed]:  # type: ignore[override]
-        """What a Block takes, then weight and bias of its router. Returns (B, T, D), and what balancing reads."""
-        *of_block, weight, bias = arguments
-        x = self.attend(*of_block)
-        out, routed = self.feed_forward(self.feed_forward_norm(x), weight, bias)
-        return x + self.feed_forward_post_norm(out), routed
-
-
 class SparseFeedForward(nn.Module):
     """Routed experts and, perhaps, experts that compute all tokens."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, config: ModelConfig, *, activation: Callable[[Tensor], Tensor], shared: nn.Module | None
+    ) -> None:
+        """activation: of the gates; shared: what computes all tokens."""
         super().__init__()
         self.config = config
-        self.experts, self.exchange = Experts(config), Exchange()
-        shared = config.shared_experts * config.expert_width
-        self.shared_experts = FeedForward(config.width, shared, config.activation) if shared else None
+        self.experts, self.exchange = Experts(config, activation), Exchange()
+        self.shared_experts = shared
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Routed]:
         """x: (B, T, D); weight: (E, D) and bias: (E,) of the router. Returns (B, T, D), and what balancing reads."""
@@ -160,13 +147,13 @@ class SparseFeedForward(nn.Module):
 class Experts(nn.Module):
     """A gated linear unit by each expert, of the rows that are its own."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         count, width, inner = config.experts, config.width, config.expert_width
         self.gate_proj = nn.Parameter(torch.empty(count, inner, width))
         self.up_proj = nn.Parameter(torch.empty(count, inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = activation
 
     def matrices(self, whole: Tensor) -> Tensor:
         """Those of the experts that are here, (E', ...): expert parallelism replaces this."""

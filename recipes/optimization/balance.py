@@ -114,7 +114,7 @@ class Balance:
                 yield f"OVERLOADED EXPERTS: those of rank {one['rank']} have {share:.1f}x the mean load"
 
     def _name(self, place: int, expert: int) -> str:
-        return f"blocks.{self._layers[place]} expert {expert}"
+        return f"layer {self._layers[place]} expert {expert}"
 
 
 def _some(names: list[str]) -> str:

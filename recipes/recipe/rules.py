@@ -22,12 +22,10 @@ from recipes.recipe.fields import Problem, Violation, field_types, sections, tom
 from recipes.recipe.rules_data import data_is_there, validation_is_possible
 from recipes.recipe.rules_mesh import (
     batch_divides,
-    experts_fit,
     float8_fits_tensor,
     gather_has_a_kernel,
     mesh_divides_model,
     mesh_fits,
-    pipeline_fits,
     tensor_can_overlap,
 )
 from recipes.recipe.rules_optimizer import moments_can_move, muon_fits, schedule_fits
@@ -186,6 +184,22 @@ def violations(
 def _overlap(one: str, other: str) -> bool:
     """Whether one of two dotted keys is the other, or a section that holds it."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
+    """What holds for the stages of a pipeline."""
+    if recipe.mesh.pipeline > 1:
+        from recipes.recipe.rules_pipeline import stages_can_run
+
+        yield from stages_can_run(recipe, processes=processes, nodes=nodes)
+
+
+def experts_fit(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
+    """What holds for routed experts."""
+    if recipe.model.experts or recipe.mesh.expert > 1:
+        from recipes.recipe.rules_experts import experts_can_run
+
+        yield from experts_can_run(recipe, processes=processes, nodes=nodes)
 
 
 def name_and_hardware_are_usable(run: RunConfig) -> Iterator[Violation]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from models.config import LINEARS, LINEARS_IN, ModelConfig
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees, PipelineConfig
@@ -11,9 +10,6 @@ from parallel.errors import UserError, listed
 from parallel.nodes import Node, require_like_nodes, require_neighbours
 from recipes.data.config import BatchConfig
 from recipes.recipe.fields import Problem, Violation, refusal
-
-if TYPE_CHECKING:
-    from recipes.recipe.schema import Recipe
 
 ONE_STAGE_EACH = PipelineConfig()
 """1F1B, the default order of a pipeline."""
@@ -47,22 +43,6 @@ def mesh_fits(mesh: MeshConfig, *, processes: int | None, nodes: int | None) -> 
         for line in str(error).splitlines():  # "mesh.tensor = 2: what is wrong" or "mesh: what is wrong"
             place, _, message = line.partition(": ")
             yield place.partition(" ")[0], message
-
-
-def pipeline_fits(recipe: "Recipe", *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
-    """What holds for the stages of a pipeline."""
-    if recipe.mesh.pipeline > 1:
-        from recipes.recipe.rules_pipeline import stages_can_run
-
-        yield from stages_can_run(recipe, processes=processes, nodes=nodes)
-
-
-def experts_fit(recipe: "Recipe", *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
-    """What holds for routed experts."""
-    if recipe.model.experts or recipe.mesh.expert > 1:
-        from recipes.recipe.rules_experts import experts_can_run
-
-        yield from experts_can_run(recipe, processes=processes, nodes=nodes)
 
 
 def mesh_divides_model(

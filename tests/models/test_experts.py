@@ -1,7 +1,7 @@
 """Routed experts against a loop over tokens, and what a model says of its routers."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def made(config: ModelConfig) -> tuple[SparseFeedForward, Tensor, Tensor | None, Tensor]:
     """A feed-forward with random values, weight and bias of its router, and tokens (2, 24, D)."""
     generator = torch.Generator().manual_seed(0)
-    model = SparseFeedForward(config)
+    model = cast(SparseFeedForward, build_model(config).blocks[0].feed_forward)
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) / 4
     weight = torch.randn(config.experts, config.width, generator=generator).requires_grad_()

@@ -11,7 +11,7 @@ from parallel.config import ActivationCheckpointingConfig, MeshConfig, MeshDegre
 from parallel.errors import UserError
 from recipes.plan.hardware import Gpu
 from recipes.recipe.fields import sections
-from recipes.recipe.rules import blocks_can_recompute, float8_fits
+from recipes.recipe.rules import blocks_can_recompute, float8_fits, pipeline_fits
 from recipes.recipe.rules_mesh import (
     batch_divides,
     fitted_mesh,
@@ -19,7 +19,6 @@ from recipes.recipe.rules_mesh import (
     gather_has_a_kernel,
     mesh_divides_model,
     mesh_fits,
-    pipeline_fits,
     tensor_can_overlap,
 )
 from recipes.recipe.rules_optimizer import moments_can_move

@@ -58,8 +58,8 @@ def test_all_tokens_to_one_expert_train_and_are_named(
     names = trainer.built.balance
     names._quiet = 0
     dead, over = names.lines()
-    assert dead.startswith("DEAD EXPERTS: blocks.0 expert 0, blocks.0 expert 2, blocks.0 expert 3, blocks.1 expert 0")
-    assert over == "OVERLOADED EXPERTS: blocks.1 expert 1: 4.0x the mean, blocks.0 expert 1: 4.0x the mean"
+    assert dead.startswith("DEAD EXPERTS: layer 0 expert 0, layer 0 expert 2, layer 0 expert 3, layer 1 expert 0")
+    assert over == "OVERLOADED EXPERTS: layer 1 expert 1: 4.0x the mean, layer 0 expert 1: 4.0x the mean"
     assert names.lines() == []  # not at every row
 
 

@@ -77,7 +77,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
     "mistral": ("mistral", {"sliding_window": 5, "head_dim": 20}, "40KB", torch.float32),
     "olmo2": ("olmo2", {}, "40KB", torch.float32),
     "olmo3": ("olmo3", {"sliding_window": 5, "num_hidden_layers": 5}, "40KB", torch.bfloat16),
-    "gemma3": ("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 2, "head_dim": 20}, "40KB", torch.float32),
+    "gemma3": (
+        *("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 2, "head_dim": 20}),
+        *("40KB", torch.float32),
+    ),
 }  # fmt: skip
 SMALL = replace(SIZES["llama3_debug"], layers=2, width=36, feed_forward_width=50, vocabulary=67, heads=3, head_width=6)
 SMALL = replace(SMALL, key_value_heads=1)
