@@ -5,11 +5,13 @@ Files have a tensor for each expert; ours are all experts of a layer together. I
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig
 from models.hf_families import Family
-from models.hf_reading import Reader
+
+if TYPE_CHECKING:
+    from models.hf_reading import Reader
 
 PROJECTIONS = ("gate", "up", "down")
 IN_BLOCK = {
@@ -58,7 +60,7 @@ def router_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"routers.{layer}.bias", (config.experts,)
 
 
-def fields_of_experts(given: Reader, family: Family, layers: int) -> dict[str, Any]:
+def fields_of_experts(given: "Reader", family: Family, layers: int) -> dict[str, Any]:
     """The fields of experts of a config.json."""
     of_qwen = family.experts is not None and family.experts["router"] == "softmax"
     keys = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in given.values]

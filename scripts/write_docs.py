@@ -212,9 +212,11 @@ def predictions() -> dict[str, tuple[Recipe, Hardware, Prediction]]:
     """Predictions by path, for every recipe for GPUs with our decoder, on the hardware of its name or on eight H100."""
     by_path = {}
     for path in [*sorted(CONFIGS.glob("*.toml")), *sorted((CONFIGS / "benchmarks").glob("*.toml"))]:
-        if not path.stem.startswith(tuple(SIZES)):
+        sizes = [size for size in SIZES if path.stem.startswith(size)]
+        if not sizes:
             continue
-        recipe = load(path, rules=False)
+        # Weights of others are not here.
+        recipe = load(path, [f"--model.name={max(sizes, key=len)}", "--model.weights="], rules=False)
         if recipe.run.device == "cuda":
             hardware = hardware_of(path.stem) or Hardware("H100", processes=8)
             degrees = recipe.mesh.fit(hardware.processes, nodes=hardware.nodes)

@@ -31,7 +31,7 @@ def routed(*, model: dict[str, Any] | None = None, **sections: Any) -> Recipe:
         (routed(experts=ExpertsConfig(balance="bias")), None, "experts.balance", "write router_bias = true, or"),
         (routed(model={"expert_width": 60}), None, "model.expert_width", "a multiple of 8 in bfloat16"),
         (routed(model={"width": 132}), None, "model.width", "rows of 16 bytes each; write 136"),
-        (routed(model={"experts": 2**20}), None, "model.experts", "is more than 65,536"),
+        (routed(model={"experts": 2**20}), None, "model.experts", "is more than 16,384"),
         (
             routed(mesh=MeshConfig(expert=2), fsdp=FSDPConfig(reduce_dtype="bfloat16")),
             2,
