@@ -92,9 +92,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         if given.values.get("final_logit_softcapping") is not None:
             values["logit_softcap"] = given.number("final_logit_softcapping")
     if family.experts is not None:
-        from models.hf_experts import fields_of_experts
-
-        values |= fields_of_experts(given, family, layers)
+        values |= _experts(given, family, layers)
     model = ModelConfig(name="from_weights", **values)
     if not given.problems:
         # Rules across fields cannot judge values that are wrong by themselves.
@@ -330,3 +328,38 @@ def _no_rope(given: Reader, layers: int) -> dict[str, Any]:
     if without == tuple(range(interval - 1, layers, interval)):
         return {"no_rope_every": interval}
     return {"no_rope_layers": without}
+
+
+def _experts(given: Reader, family: Family, layers: int) -> dict[str, Any]:
+    """The fields of experts of a config.json."""
+    of_qwen = family.experts is not None and family.experts["router"] == "softmax"
+    keys = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in given.values]
+    if len({given.values[key] for key in keys if type(given.values[key]) is int}) > 1:
+        given.refuse(keys[0], f"is not {keys[1]} = {given.values[keys[1]]}, which says the same")
+    values = {
+        **(family.experts or {}),
+        "experts": given.integer(keys[-1] if keys else "num_experts" if of_qwen else "n_routed_experts"),
+        "experts_per_token": given.integer("num_experts_per_tok"),
+        "expert_width": given.integer("moe_intermediate_size"),
+        "normalize_scores": given.boolean("norm_topk_prob"),
+    }
+    if of_qwen:
+        dense = given.values.get("mlp_only_layers") or []
+        if given.values.get("decoder_sparse_step") != 1:
+            given.decline("decoder_sparse_step", "dense layers among sparse ones are not supported")
+        if dense != [*range(len(dense))] if isinstance(dense, list) else True:
+            given.decline("mlp_only_layers", "only the first layers may be dense")
+            dense = []
+        return values | {"dense_layers": len(dense)}
+    first, window = given.values.get("first_k_dense_replace") or 0, given.values.get("sliding_window")
+    if type(first) is not int or first < 0:
+        given.refuse("first_k_dense_replace", "must be an integer >= 0")
+    if given.values.get("layer_types") is None and window is not None and layers > given.integer("max_window_layers"):
+        given.decline("max_window_layers", "layers with a window are not supported")
+    return values | {
+        "dense_layers": first,
+        "shared_experts": given.integer("n_shared_experts"),
+        "router_scale": given.number("routed_scaling_factor"),
+        "expert_groups": given.integer("n_group", null=1),
+        "groups_per_token": given.integer("topk_group", null=1),
+    }

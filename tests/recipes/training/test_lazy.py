@@ -13,8 +13,8 @@ from tests.sources import code_lines
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
-MOST_MODULES = 78
-MOST_LINES = 9_250
+MOST_MODULES = 79
+MOST_LINES = 9_700
 """Lines of code."""
 MOST_FILES_OF_A_STEP = 15
 NOT_ASKED_FOR = {
