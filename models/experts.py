@@ -125,8 +125,9 @@ class SparseFeedForward(nn.Module):
         hits.scatter_add_(1, experts.view(len(x), -1), torch.ones_like(hits[:, :1]).expand(-1, x.shape[1] * chosen))
         order = experts.flatten().argsort(stable=True)  # (R,)
         inverse = inverted(order)
-        rows = self.exchange(_Copied.apply(tokens, order, inverse, chosen), hits.sum(0).long(), self.experts)
-        out = permuted(rows, inverse, order).unflatten(0, (-1, chosen))  # (N, K, D)
+        rows = _Copied.apply(tokens, order, inverse, chosen)  # (R, D)
+        rows = permuted(self.exchange(rows, hits.sum(0).long(), self.experts), inverse, order)
+        out = rows.unflatten(0, (-1, chosen))  # (N, K, D)
         # In the order of the choice, which is the same on any mesh.
         y = (out * (weights * self.config.router_scale).to(out.dtype)[..., None]).sum(1).view_as(x)
         shares = scores / scores.sum(-1, keepdim=True)

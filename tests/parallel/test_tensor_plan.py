@@ -177,16 +177,19 @@ def test_initial_weights_do_not_depend_on_how_they_are_cut() -> None:
 REFUSED = {
     "gpt2_debug --mesh.tensor 2": "GPT2LMHeadModel has no tp_plan of transformers that was compared with one process",
     "t5_debug --mesh.tensor 2": "T5ForConditionalGeneration has no tp_plan",
-    "qwen3_debug --mesh.tensor 4": "4 processes cannot share model.key_value_heads = 2 equally; write 1 or 2",
-    "qwen3_debug --mesh.context 2": "Qwen3ForCausalLM of transformers sees whole rows only; write 1",
-    "qwen3_debug --mesh.tensor 2 --model.dropout true": "would drop other numbers; write 1, or model.dropout = false",
-    "qwen3_debug --mesh.tensor 2 --mesh.overlap_tensor true --compile.enabled true": "mesh.overlap_tensor",
+    "qwen2 --mesh.tensor 4": "4 processes cannot share model.key_value_heads = 2 equally; write 1 or 2",
+    "qwen2 --mesh.context 2": "qwen2 of transformers sees whole rows only; write 1",
+    "qwen2 --mesh.tensor 2 --model.dropout true": "would drop other numbers; write 1, or model.dropout = false",
+    "qwen2 --mesh.tensor 2 --mesh.overlap_tensor true --compile.enabled true": "mesh.overlap_tensor",
 }
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_what_cannot_be_cut_is_refused_by_its_name(command: str) -> None:
+def test_what_cannot_be_cut_is_refused_by_its_name(command: str, tmp_path: Path) -> None:
     recipe, *arguments = command.split()
+    if recipe == "qwen2":
+        (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": recipe, "vocab_size": 4096}))
+        recipe, arguments = "qwen3_debug", [*arguments, f"--model.config={tmp_path}"]
     with pytest.raises(UserError) as refusal:
         load(CONFIGS / f"{recipe}.toml", arguments)
     assert REFUSED[command] in " ".join(str(refusal.value).split())
@@ -197,7 +200,7 @@ def test_what_cannot_be_cut_is_refused_by_its_name(command: str) -> None:
     [
         ({"model_type": "olmo", "clip_qkv": 8.0}, "olmo cannot be cut with clip_qkv = 8.0 in its config.json; write 1"),
         ({"model_type": "cohere", "use_qk_norm": True}, "cohere cannot be cut with use_qk_norm = True"),
-        ({"model_type": "qwen3", "vocab_size": 97}, "write 1, or vocab_size in config.json = 128"),
+        ({"model_type": "qwen2", "vocab_size": 97}, "write 1, or vocab_size in config.json = 128"),
     ],
 )
 def test_settings_that_cannot_be_cut_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, T
     save_file(change(load_file(file)), file)
 
 
-@pytest.mark.parametrize("case", CASES)
+# Our decoder computes the other two: test_hf_folder.py.
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("qwen3", "mistral")])
 def test_import_and_export_keep_every_bit_and_every_key_of_config_json(case: str, tmp_path: Path) -> None:
     write_reference(tmp_path / "in", *CASES[case])
     out = round_trip(tmp_path / "in", tmp_path)
