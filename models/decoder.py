@@ -302,11 +302,8 @@ class Decoder(nn.Module):
         for layer, block in zip(self.layers, self.blocks, strict=True):
             if layer not in layers:
                 continue
-            beside = (
-                *tables[self.rope_of[layer]],
-                None if cache is None else cache.layers[layer],
-                inside,
-            )  # x would stay
+            seen = None if cache is None else cache.layers[layer]
+            beside = (*tables[self.rope_of[layer]], seen, inside)  # without x, which would live until the loss
             if self.routers is not None and layer in routers:
                 x = self.routers.noted(layer, *block(x, *beside, *routers[layer]))
             else:
@@ -342,7 +339,7 @@ class Decoder(nn.Module):
         biases start at 0.
         """
         if values.dim() == 1:
-            is_zero = name.endswith(".bias") or (self.config.norm_offset and self.config.qk_norm != "all")
+            is_zero = name.endswith(".bias") or self.config.norm_offset
             values.fill_(0.0 if is_zero else 1.0)
             return
         into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
