@@ -29,24 +29,34 @@ def muon(model: nn.Module, config: OptimizerConfig = CONFIG, *, dtype: torch.dty
 
 def torch_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
     """torch's own for plain parameters: Muon for matrices of blocks, AdamW for the others, decayed and not."""
-    matrices = [one for block in blocks_of(model) for one in block.parameters() if one.dim() == 2]
+    matrices = [one for block in blocks_of(model) for one in block.parameters() if one.dim() >= 2]
     chosen = {*matrices}
     rest = [one for one in model.parameters() if one not in chosen]
     head = [] if model.lm_head is None else [model.lm_head.weight]
+    head += [] if model.routers is None else [*model.routers.parameters()]
     undecayed = [one for one in rest if all(one is not other for other in head)]
     adamw = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    return [
-        torch.optim.Muon(
-            matrices,
-            lr=config.matrix_lr or config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            nesterov=config.nesterov,
-            ns_steps=config.ns_steps,
-            adjust_lr_fn=config.lr_adjust,
-        ),
-        torch.optim.AdamW([{"params": undecayed, "weight_decay": 0.0}, {"params": head}], **adamw, weight_decay=0.1),
-    ]
+    flat = [one for one in matrices if one.dim() == 2]
+    # Each expert by itself, in the memory of all.
+    alone = {nn.Parameter(one.data[e]): (one, e) for one in matrices if one.dim() == 3 for e in range(len(one))}
+    muon = torch.optim.Muon(
+        [*flat, *alone],
+        lr=config.matrix_lr or config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        ns_steps=config.ns_steps,
+        adjust_lr_fn=config.lr_adjust,
+    )
+
+    def take_gradients(*_: object) -> None:
+        for parameter, (experts, index) in alone.items():
+            assert experts.grad is not None
+            parameter.grad = experts.grad[index]
+
+    muon.register_step_pre_hook(take_gradients)
+    groups = [{"params": undecayed, "weight_decay": 0.0}, {"params": head}]
+    return [muon, torch.optim.AdamW(groups, **adamw, weight_decay=0.1)]
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
@@ -74,6 +84,7 @@ def plain_copy(model: nn.Module, config: ModelConfig) -> nn.Module:
     ("size", "config"),
     [
         ("smollm3_debug", CONFIG),
+        ("moe_debug", CONFIG),
         ("llama3_debug", replace(CONFIG, lr_adjust="original", nesterov=False, momentum=0.9, ns_steps=6)),
     ],
 )
@@ -90,11 +101,12 @@ def test_ten_steps_equal_those_of_torch_in_one_process(size: str, config: Optimi
             losses.append(loss.item())
             for one in stepped:
                 one.step()
-                one.zero_grad()
+            model.zero_grad()
         assert losses[0] == pytest.approx(losses[1], rel=1e-5), step
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         # Not element by element: where gradients are nearly zero, AdamW makes much of their rounding.
-        assert (one.to_local() - other).norm() < 1e-5 * other.norm(), name
+        # Routed experts get few rows each, so their gradients are rounded more.
+        assert (one.to_local() - other).norm() < (1e-4 if shape.experts else 1e-5) * other.norm(), name
 
 
 @pytest.mark.usefixtures("alone")
