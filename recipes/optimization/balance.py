@@ -32,7 +32,10 @@ class Balance:
     def __init__(self, model: nn.Module, mesh: Mesh, config: ExpertsConfig, *, whole: ModelConfig) -> None:
         """whole: the model, of which a process of a pipeline has a part."""
         assert mesh.experts is not None
-        self._routers = cast(Routers, model.get_submodule(cast(str, interface_of(model).routers)))
+        name = interface_of(model).routers
+        self._routers = cast(Routers, model.get_submodule(name)) if name else Routers(whole, [])
+        if not name:  # a stage of dense layers, which counts nothing
+            self._routers.begin(torch.ones((), device=mesh.devices.device_type))
         self._tokens, self._config = mesh.experts.tokens, config
         self._routers.balance_weight = config.loss_weight if config.balance == "loss" else 0.0
         self._routers.z_weight = config.z_loss

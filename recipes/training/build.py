@@ -143,9 +143,9 @@ def _passes(recipe: Recipe, model: nn.Module, mesh: Mesh, stages: "Stages | None
 
 
 def _balance(recipe: Recipe, model: nn.Module, mesh: Mesh) -> "Balance | None":
-    if interface_of(model).routers is None:
+    if not recipe.model.experts:
         return None
-    from recipes.optimization.balance import Balance
+    from recipes.optimization.balance import Balance  # also for a stage without experts: all stages add up loads
 
     return Balance(model, mesh, recipe.experts, whole=recipe.model)
 

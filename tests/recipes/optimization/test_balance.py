@@ -85,11 +85,17 @@ def test_a_bias_moves_against_the_load_of_its_expert(alone: World, small: Recipe
         assert {abs(value) for value in bias[[0, 2, 3]].tolist()} <= {0.0, 0.5}
 
 
-def test_columns_are_equal_in_a_pipeline_with_divided_experts(small: Recipe) -> None:
-    several = {"batch": {"micro_batch_size": 2}, "experts": {"balance": "loss"}}
-    whole = routed(small, "whole", **several)
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_columns_are_equal_in_a_pipeline_with_divided_experts(small: Recipe, dense_layers: int) -> None:
+    """With a dense layer, the first stage has no experts."""
+    several = {
+        "batch": {"micro_batch_size": 2},
+        "experts": {"balance": "loss"},
+        "model": {"dense_layers": dense_layers},
+    }
+    whole = routed(small, f"whole{dense_layers}", **several)
     mesh = {"pipeline": 2, "shard": 2, "expert": 2}
-    cut = routed(small, "cut", **several, mesh=mesh, fsdp={"reshard_after_forward": False})
+    cut = routed(small, f"cut{dense_layers}", **several, mesh=mesh, fsdp={"reshard_after_forward": False})
     assert run_processes(1, run_all, [whole]) == [[0]]
     assert run_processes(4, run_all, [cut]) == [[0]] * 4
     assert len(rows(whole)) == 6
