@@ -56,10 +56,10 @@ class Routers(nn.Module):
         """The bias of a layer's router, (E,), if it has one."""
         return cast(Router, self.get_submodule(str(layer))).bias
 
-    def begin(self, target_tokens: Tensor) -> None:
-        """Count anew, for a step with so many targets."""
-        self._scale = 1 / target_tokens
-        self.found = torch.zeros(len(self.places), self.count + 2, device=target_tokens.device)
+    def begin(self, tokens: Tensor) -> None:
+        """Count anew, for a step whose global batch has so many tokens."""
+        self._scale = 1 / tokens
+        self.found = torch.zeros(len(self.places), self.count + 2, device=tokens.device)
 
     def sum_of_rows(self, hits: Tensor) -> Tensor:
         """The hits of whole rows, (B, E): where a process has a part of their tokens, this is replaced."""

@@ -72,7 +72,7 @@ class Passes:
             progressed: called before each micro-batch.
         """
         losses = torch.zeros(2 if self.has_z_loss else (), device=target_tokens.device)
-        self._begin(target_tokens)
+        self._begin(micro_batches, device=target_tokens.device)
         for index, (inputs, targets, documents) in enumerate(micro_batches):
             progressed()
             expect_micro_batch(self.units, is_last=index == len(micro_batches) - 1, reshards=self.reshards)
@@ -83,10 +83,11 @@ class Passes:
             losses += micro_losses.detach()
         return losses
 
-    def _begin(self, target_tokens: Tensor) -> None:
+    def _begin(self, micro_batches: Sequence[Batch], *, device: torch.device) -> None:
         """Count the loads of experts anew."""
-        if self._routers is not None:
-            self._routers.begin(target_tokens)
+        if self._routers is not None:  # all tokens are routed, also those without a target
+            tokens = torch.full((), sum(targets.numel() for _, targets, _ in micro_batches), device=device)
+            self._routers.begin(sum_over_group(tokens, self.mesh.data_group))
 
     def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The given parameters without those that an earlier stage has as well."""

@@ -108,7 +108,7 @@ class Pipeline(Passes):
         root.set_is_last_backward(False)
         if self._is_cold:
             self._compile_all_stages()
-        self._begin(target_tokens)
+        self._begin(micro_batches, device=target_tokens.device)
         numbers = torch.arange(len(micro_batches))
         first = (numbers,) if 0 in self._own else ()
         schedule, cause = self._planned(), None

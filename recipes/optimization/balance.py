@@ -78,12 +78,12 @@ class Balance:
         for group in [self._tokens, *self._stages]:
             sum_over_group(whole, group)
         loads, losses = whole[:, :-2], whole[:, -2:]
-        shares = loads / loads.sum(1, keepdim=True)
+        shares = loads / loads.sum(1, keepdim=True).clamp(min=1)  # 0 if all steps since the last row were skipped
         self._shares = shares * loads.shape[1]
-        self._idle = (self._idle.to(loads.device) + self._steps) * (loads == 0)
+        self._idle = (self._idle.to(loads.device) + self._steps * loads.any()) * (loads == 0)
         self._busy = (self._busy.to(loads.device) + self._steps) * (self._shares > self._most)
         self._found, self._steps = 0.0, 0
-        balance, squares = losses.sum(0) / (loads.sum() / self._chosen)
+        balance, squares = losses.sum(0) / (loads.sum() / self._chosen).clamp(min=1)
         return {
             "expert_load/largest": self._shares.max(),
             "expert_load/smallest": self._shares.min(),

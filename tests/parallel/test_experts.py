@@ -21,6 +21,7 @@ from torch.nn.functional import grouped_mm
 from models import experts as of_models
 from models.experts import Experts, Routers, SparseFeedForward
 from models.interface import blocks_of
+from models.loss import IGNORED, SummedLoss
 from parallel import experts as of_parallel
 from parallel import fsdp
 from parallel.dist import start, stop
@@ -282,3 +283,24 @@ def message_of_build(recipe: Recipe) -> str:
     finally:
         stop()
     return ""
+
+
+def gradients_of_routers(recipe: Recipe, masked: bool) -> list[list[float]]:
+    """Of the balance loss and the z-loss alone, in a step of which most tokens may have no target."""
+    built = built_for("1.1.1.1.1.1:balance", recipe)
+    inputs, targets = batch_of(1, set())
+    if masked:
+        targets[:, 3:] = IGNORED
+    built.passes._begin([(inputs, targets, None)], device=inputs.device)
+    with mock.patch.object(SummedLoss, "forward", lambda self, logits, targets: logits.sum() * 0):
+        built.model(inputs, targets).backward()
+    found = [parameter.grad.to_local().flatten().tolist() for parameter in built.model.routers.parameters()]
+    stop()
+    return found
+
+
+def test_losses_of_routers_are_means_over_all_tokens_however_many_have_targets(small: Recipe) -> None:
+    """Prompts are routed, too: divided by the answers' tokens, the losses would weigh many times as much."""
+    [few], [all_of_them] = (run_processes(1, gradients_of_routers, small, masked) for masked in (True, False))
+    assert any(any(gradient) for gradient in few)
+    np.testing.assert_allclose(few, all_of_them, rtol=1e-6)
