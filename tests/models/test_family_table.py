@@ -10,7 +10,7 @@ from tests.models.family_table import BEGIN, END, PAGE, REFUSALS, lists, measure
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Mistral, sliding window", "BART"])
+@pytest.mark.parametrize("family", ["Gemma 2", "BART"])
 def test_a_family_trains_as_in_transformers(family: str) -> None:
     row = measure(family, compiles=False)
     assert row["folder"] == "same bytes"
