@@ -1,4 +1,4 @@
-"""The shape of a dense decoder, and numbers computed from it. Imports no torch."""
+"""The shape of a decoder, and numbers computed from it. Imports no torch."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -191,13 +191,17 @@ class ModelConfig:
         if self.dense_layers >= self.layers:
             found["dense_layers"] = f"leaves none of the {self.layers} layers to experts; write less, or experts = 0"
         if self.experts % self.expert_groups:
-            found["expert_groups"] = f"must divide experts = {self.experts}"
+            found["expert_groups"] = f"must divide experts = {self.experts}; write one of its divisors, or 1"
         elif self.groups_per_token > self.expert_groups:
-            found["groups_per_token"] = f"is more than expert_groups = {self.expert_groups}"
+            found["groups_per_token"] = f"is more than expert_groups = {self.expert_groups}; write that at most"
         elif self.groups_per_token < self.expert_groups and self.experts < 2 * self.expert_groups:
-            found["expert_groups"] = f"leaves fewer than two of {self.experts} experts to a group"
+            found["expert_groups"] = (
+                f"leaves a group fewer than two of {self.experts} experts; write {self.experts // 2} or less"
+            )
         elif self.groups_per_token * self.experts // self.expert_groups < min(self.experts_per_token, self.experts):
-            found["groups_per_token"] = f"has fewer experts than experts_per_token = {self.experts_per_token}"
+            found["groups_per_token"] = (
+                f"has fewer experts than experts_per_token = {self.experts_per_token}; write more"
+            )
         return found
 
     def uses_rope(self, layer: int) -> bool:
@@ -249,7 +253,7 @@ class ModelConfig:
     @property
     def parameters(self) -> str:
         """Text such as "30,532,122,624 parameters, of which 3,353,032,704 compute a token"."""
-        active = f", of which {self._num_params(self.experts_per_token):,} compute a token" if self.experts else ""
+        active = f", of which {self.active_params():,} compute a token" if self.experts else ""
         return f"{self.num_params():,} parameters{active}"
 
     def _num_params(self, experts: int) -> int:
@@ -260,7 +264,7 @@ class ModelConfig:
 
     def active_params(self) -> int:
         """Those of num_params() that compute a token."""
-        return self.num_params() - self._matmul_params(self.experts) + self.matmul_params()
+        return self._num_params(self.experts_per_token) if self.experts else self.num_params()
 
     def flops_per_token(self, sequence_length: float, attention: AttentionFlops) -> int:
         """Floating-point operations per token of one training step, forward and backward, without recomputation.

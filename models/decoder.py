@@ -140,8 +140,7 @@ class SparseBlock(Block):
 
         shared = config.shared_experts * config.expert_width
         of_all_tokens = FeedForward(config.width, shared, config.activation) if shared else None
-        routed = SparseFeedForward(config, activation=ACTIVATIONS[config.activation], shared=of_all_tokens)
-        super().__init__(config, layer, feed_forward=routed)
+        super().__init__(config, layer, feed_forward=SparseFeedForward(config, shared=of_all_tokens))
 
     def forward(self, *arguments: Any) -> "tuple[Tensor, Routed]":  # type: ignore[override]
         """What a Block takes, then weight and bias of its router. Returns (B, T, D), and what balancing reads."""

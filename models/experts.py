@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import grouped_mm, linear
+from torch import Tensor, library, nn
+from torch.nn.functional import grouped_mm, linear, silu
 
 from models.config import ModelConfig
 
@@ -103,13 +103,11 @@ class _WithLoss(torch.autograd.Function):
 class SparseFeedForward(nn.Module):
     """Routed experts and, perhaps, experts that compute all tokens."""
 
-    def __init__(
-        self, config: ModelConfig, *, activation: Callable[[Tensor], Tensor], shared: nn.Module | None
-    ) -> None:
-        """activation: of the gates; shared: what computes all tokens."""
+    def __init__(self, config: ModelConfig, *, shared: nn.Module | None) -> None:
+        """shared: what computes all tokens."""
         super().__init__()
         self.config = config
-        self.experts, self.exchange = Experts(config, activation), Exchange()
+        self.experts, self.exchange = Experts(config), Exchange()
         self.shared_experts = shared
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Routed]:
@@ -146,15 +144,14 @@ class SparseFeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """A gated linear unit by each expert, of the rows that are its own."""
+    """SwiGLU by each expert, of the rows that are its own."""
 
-    def __init__(self, config: ModelConfig, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         count, width, inner = config.experts, config.width, config.expert_width
         self.gate_proj = nn.Parameter(torch.empty(count, inner, width))
         self.up_proj = nn.Parameter(torch.empty(count, inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
-        self.activation = activation
 
     def matrices(self, whole: Tensor) -> Tensor:
         """Those of the experts that are here, (E', ...): expert parallelism replaces this."""
@@ -164,7 +161,7 @@ class Experts(nn.Module):
         """rows: (R, D), those of one expert after those of another; counts: (E,), how many of each. Returns (R, D)."""
         ends = counts.cumsum(0).to(torch.int32)
         gate, up, down = (self.matrices(whole) for whole in (self.gate_proj, self.up_proj, self.down_proj))
-        return by_experts(self.activation(by_experts(rows, gate, ends)) * by_experts(rows, up, ends), down, ends)
+        return by_experts(silu(by_experts(rows, gate, ends)) * by_experts(rows, up, ends), down, ends)
 
 
 class Exchange(nn.Module):
@@ -206,7 +203,7 @@ class _Copied(torch.autograd.Function):
 # grouped product has a fake kernel for bfloat16 only, up to 2.13.)
 
 
-@torch.library.custom_op("shardwright::by_experts", mutates_args=())
+@library.custom_op("shardwright::by_experts", mutates_args=())
 def by_experts(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Each row by the matrix of its expert: (R, in), (E, out, in) -> (R, out). ends: (E,), where their rows end."""
     return grouped_mm(rows, matrices.mT, offs=ends)
@@ -217,7 +214,7 @@ def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], matrices.shape[1])
 
 
-@torch.library.custom_op("shardwright::gradient_of_experts", mutates_args=())
+@library.custom_op("shardwright::gradient_of_experts", mutates_args=())
 def gradient_of_experts(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """The gradient of by_experts() for its matrices: (R, out), (R, in) -> (E, out, in)."""
     return grouped_mm(gradient.mT, rows, offs=ends)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -146,7 +146,7 @@ class AllToAll(nn.Module):
 # Operators, so that a compiled block is one graph: what they return has a size that follows from routing.
 
 
-@torch.library.custom_op("shardwright::exchange_counts", mutates_args=())
+@library.custom_op("shardwright::exchange_counts", mutates_args=())
 def exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """From the rows that this process has for each expert, (E,), those that each process has for this one's experts.
 
@@ -166,7 +166,7 @@ def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
     return counts.new_empty(degree, counts.shape[0] // degree), counts.new_empty(2, degree, device="cpu")
 
 
-@torch.library.custom_op("shardwright::exchange", mutates_args=())
+@library.custom_op("shardwright::exchange", mutates_args=())
 def exchange(rows: Tensor, sizes: Tensor, back: bool, count: int, group: str) -> Tensor:
     """Send rows to the processes of their experts, or back again. sizes: as of exchange_counts().
 
@@ -181,7 +181,7 @@ def exchange(rows: Tensor, sizes: Tensor, back: bool, count: int, group: str) ->
 @exchange.register_fake
 def _(rows: Tensor, sizes: Tensor, back: bool, count: int, group: str) -> Tensor:
     unknown = isinstance(count, int) and count < 0
-    return rows.new_empty(torch.library.get_ctx().new_dynamic_size() if unknown else count, rows.shape[1])
+    return rows.new_empty(library.get_ctx().new_dynamic_size() if unknown else count, rows.shape[1])
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, bool, int, str], output: Tensor) -> None:

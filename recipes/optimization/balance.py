@@ -15,12 +15,11 @@ from parallel.passes import sum_over_group
 from recipes.optimization.config import ExpertsConfig
 
 LONG = 100
-"""Steps without a token after which an expert is dead, and with too many after which it is overloaded: one says
-little."""
+"""Steps without a token after which an expert is dead, and with too many tokens after which it is overloaded."""
 OVERLOADED = 4.0
 """Multiple of the mean load, or 3/4 of what an expert with every token has, above which a load is too high."""
 BUSY = 1.2
-"""The same, of all experts of a process together, above which it is said of a slow process."""
+"""Multiple of the mean load that all experts of a slow process together must exceed to be named as the cause."""
 QUIET = 20
 """Rows of metrics.jsonl after one with names, in which nothing is named."""
 MOST_NAMED = 8

@@ -90,8 +90,7 @@ class SparseSizes(Sizes):
 
     @cached_property
     def _results(self) -> float:
-        """Bytes per token of results that selective checkpointing keeps although nothing reads them: what experts
-        return, and what is sent."""
+        """Bytes per token that selective checkpointing keeps of what experts return, and of rows that were sent."""
         there = self.rows * self.element * self.recipe.model.width
         return there if self.degrees.expert == 1 else 2 * there + self._choice
 

@@ -92,6 +92,10 @@ def upcycling_problems(model: ModelConfig, dense: ModelConfig) -> Iterator[tuple
         yield "expert_width", f"must be {width}, the whole feed-forward that each expert starts as; write that"
     elif model.shared_experts:
         yield "shared_experts", "would be added to what the dense model computes; write 0"
+    elif not model.normalize_scores:
+        yield "normalize_scores", "must be true, so that scores add up to 1 and the model begins as the dense one"
+    elif model.router_scale != 1:
+        yield "router_scale", "must be 1, so that the model begins as the dense one; write 1"
 
 
 def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, Any]]:

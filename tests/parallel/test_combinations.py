@@ -156,15 +156,22 @@ def train_cases(cases: list[str], recipe: Recipe, generated: Collection[str] = G
     return found
 
 
+def trained_on(cases: dict[int, list[str]], recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
+    """Case -> what each process found, with the cases of one process that have the same numbers.
+
+    cases: by their number of processes.
+    """
+    alone = sorted({same_numbers(case) for some in cases.values() for case in some})
+    found = {}
+    for processes, some in {1: alone, **cases}.items():
+        answers = run_processes(processes, train_cases, list(some), recipe)
+        found |= dict(zip(some, zip(*answers, strict=True), strict=True))
+    return {case: list(of_processes) for case, of_processes in found.items()}
+
+
 @pytest.fixture(scope="module")
 def trained(small: Recipe) -> dict[str, list[dict[str, Any]]]:
-    """Case -> what each process found, with the cases of one process that have the same numbers."""
-    alone = sorted({same_numbers(case) for cases in CASES.values() for case in cases})
-    found = {}
-    for processes, cases in {1: alone, **CASES}.items():
-        answers = run_processes(processes, train_cases, list(cases), small)
-        found |= dict(zip(cases, zip(*answers, strict=True), strict=True))
-    return {case: list(of_processes) for case, of_processes in found.items()}
+    return trained_on(CASES, small)
 
 
 @pytest.mark.slow

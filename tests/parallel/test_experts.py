@@ -35,7 +35,7 @@ from recipes.training.build import Built, build
 from recipes.training.step import train_step
 from tests.meshes import mesh_degrees
 from tests.parallel.combinations import EXPERTS, degrees_of, processes_of, same_numbers, sections_of
-from tests.parallel.test_combinations import batch_of, require_same_numbers, train_cases
+from tests.parallel.test_combinations import batch_of, require_same_numbers, train_cases, trained_on
 from tests.processes import run_processes
 from tests.training import change
 
@@ -44,13 +44,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def trained(small: Recipe) -> dict[str, list[dict[str, Any]]]:
-    """Case -> what each process found, with the cases of one process that have the same numbers."""
-    alone = sorted({same_numbers(case) for cases in EXPERTS.values() for case in cases})
-    found = {}
-    for processes, cases in {1: alone, **EXPERTS}.items():
-        answers = run_processes(processes, train_cases, list(cases), small)
-        found |= dict(zip(cases, zip(*answers, strict=True), strict=True))
-    return {case: list(of_processes) for case, of_processes in found.items()}
+    return trained_on(EXPERTS, small)
 
 
 @pytest.mark.parametrize("case", [case for cases in EXPERTS.values() for case in cases])

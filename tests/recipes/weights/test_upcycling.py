@@ -116,6 +116,8 @@ def problems_of(folder: Path, tmp_path: Path, **fields: Any) -> str:
         ),
         ({"expert_width": 24}, "model.expert_width = 24 must be 48, the whole feed-forward"),
         ({"shared_experts": 1}, "model.shared_experts = 1 would be added"),
+        ({"normalize_scores": False}, "model.normalize_scores = false must be true"),
+        ({"router_scale": 2.5}, "model.router_scale = 2.5 must be 1, so that the model begins as the dense one"),
         ({"experts": 0, "experts_per_token": 1}, "model.upcycle = true is for a model with experts"),
         ({"width": 64}, "model.width = 64 is 32 in the weights"),
     ],
