@@ -11,6 +11,7 @@ import json
 import os
 import re
 import time
+import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -94,7 +95,7 @@ def _all_cases(overrides: list[str]) -> Iterator[tuple[Path, list[str]]]:
     """Each different block that a GPU holds whole, with each kind of float8 and of checkpointing."""
     seen = set()
     for path in sorted([*(CONFIGS / "benchmarks").glob("*.toml"), *CONFIGS.glob("*.toml")]):
-        if not path.stem.startswith(tuple(SIZES)):  # a model of transformers
+        if not path.stem.startswith(tuple(SIZES)) or _needs_weights(path):  # a model of transformers, or not here
             continue
         recipe = load(path, overrides, rules=False)
         if not recipe.compile.enabled or recipe.run.device != "cuda" or not _is_whole(recipe):
@@ -106,8 +107,13 @@ def _all_cases(overrides: list[str]) -> Iterator[tuple[Path, list[str]]]:
             yield path, [*overrides, *variant(float8, gathered, mode)]
 
 
+def _needs_weights(path: Path) -> bool:
+    """Whether only the weights of a recipe say how large its model is."""
+    return tomllib.loads(path.read_text()).get("model", {}).get("name") == "from_weights"
+
+
 def _is_whole(recipe: Recipe) -> bool:
-    return recipe.mesh.tensor * recipe.mesh.context == 1
+    return recipe.mesh.tensor * recipe.mesh.context * recipe.mesh.expert == 1
 
 
 def variant(float8: str, gathered: bool, mode: str) -> list[str]:
