@@ -266,6 +266,10 @@ class ModelConfig:
         """Those of num_params() that compute a token."""
         return self._num_params(self.experts_per_token) if self.experts else self.num_params()
 
+    def non_embedding_params(self) -> int:
+        """Those of active_params() outside of embedding and output projection."""
+        return self.active_params() - self.vocabulary * self.width * (1 if self.tied_embeddings else 2)
+
     def flops_per_token(self, sequence_length: float, attention: AttentionFlops) -> int:
         """Floating-point operations per token of one training step, forward and backward, without recomputation.
 

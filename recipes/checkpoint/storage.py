@@ -61,7 +61,7 @@ class Plan:
 
     def tensors(self, state: Mapping[str, Tensor]) -> Iterator[Tensor]:
         """The current values of the pieces, on their device."""
-        return (_local(state[piece.tensor]) for piece in self.pieces)
+        return (local(state[piece.tensor]) for piece in self.pieces)
 
 
 def make_plan(
@@ -122,11 +122,11 @@ def _box(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if not isinstance(value, DTensor):
         return (0,) * value.dim(), tuple(value.shape)
     shape, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    assert tuple(shape) == tuple(_local(value).shape), f"{tuple(_local(value).shape)} instead of {tuple(shape)}"
+    assert tuple(shape) == tuple(local(value).shape), f"{tuple(local(value).shape)} instead of {tuple(shape)}"
     return tuple(start), tuple(shape)
 
 
-def _local(value: Tensor) -> Tensor:
+def local(value: Tensor) -> Tensor:
     """This process's part of a tensor."""
     return (value.to_local() if isinstance(value, DTensor) else value).detach()
 
@@ -231,7 +231,7 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
         if stored is None or stored.shape != tuple(value.shape):
             what = "does not hold" if stored is None else f"has the shape {list(stored.shape)} for"
             raise UserError(f"{path} {what} {name}, which has the shape {list(value.shape)} here")
-        for shard, part in parts_of(name, stored, *_box(value), _local(value)):
+        for shard, part in parts_of(name, stored, *_box(value), local(value)):
             wanted.setdefault(shard, []).append(part)
 
     def read(number: int) -> None:

@@ -27,6 +27,10 @@ class ValidationConfig:
     """Tasks of the lm-evaluation-harness to evaluate at each validation: names, YAML files and folders of them."""
     task_limit: Annotated[int, Ge(0)] = 0
     """Documents of each task; 0 = all."""
+    average: Annotated[int, Ge(0)] = 0
+    """Validate the average of the newest so many checkpoints, too, this step's weights included; 0 = none."""
+    ladder: str = ""
+    """A ladder.json of scripts/ladder.py: say how far the losses are from those that small runs predict."""
 
     @property
     def texts(self) -> dict[str, str]:

@@ -1,0 +1,96 @@
+"""What a ladder of small runs says of the loss of another run: scripts/ladder.py writes it, runs and plans read it.
+
+L(N, D) = E + A / N^a + B / D^b (Hoffmann et al. 2022, arXiv 2203.15556, approach 3). L: the mean loss over tokens of the
+validation text, nats; N: ModelConfig.non_embedding_params(); D: tokens. Imports no torch.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy
+from annotated_types import Gt, MinLen
+from numpy.typing import NDArray
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+
+from parallel.errors import UserError
+from recipes.files.reading import read_text
+
+Positive = Annotated[FiniteFloat, Gt(0)]
+
+
+class Law(NamedTuple):
+    """The constants of a law."""
+
+    E: FiniteFloat
+    A: Positive
+    a: Positive
+    B: Positive
+    b: Positive
+
+
+class Prediction(NamedTuple):
+    """A loss with its 95% interval."""
+
+    loss: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A law, and how uncertain it is."""
+
+    law: Law
+    samples: Annotated[tuple[Law, ...], MinLen(1)]
+    """Laws of resampled runs (bootstrap)."""
+    residuals: Annotated[tuple[FiniteFloat, ...], MinLen(1)]
+    """log(loss / law) of every run: the noise of one, by its seed for example."""
+
+    def predict(self, parameters: float, tokens: float) -> Prediction:
+        """The loss that one run of this size and length will have."""
+        loss, *drawn = losses([self.law, *self.samples], parameters, tokens)
+        noisy = numpy.add.outer(numpy.log(drawn), self.residuals)
+        return Prediction(float(loss), *map(float, numpy.exp(numpy.quantile(noisy, [0.025, 0.975]))))
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The contents of ladder.json."""
+
+    recipe: str
+    """The file that the small runs were scaled from."""
+    conditions: dict[str, Any]
+    """Dotted key -> value, as in TOML, of what losses depend on besides N and D: text, tokenizer, vocabulary."""
+    fits: Annotated[tuple[tuple[float, Fit], ...], MinLen(1)]
+    """(share of the steps of a run, the fit of the losses there), ascending; the last one is the end, 1.0."""
+    parameters: int
+    """N of the largest rung."""
+    tokens: int
+    """D of the longest run."""
+
+    def predict(self, parameters: float, tokens: float, *, share: float = 1.0) -> Prediction | None:
+        """The loss after this share of the steps of a run of D tokens in all; None before the first share with a fit."""
+        shares = [one for one, _ in self.fits]
+        if share < shares[0]:
+            return None
+        found = numpy.array([fit.predict(parameters, tokens) for _, fit in self.fits])
+        return Prediction(*(float(numpy.interp(share, shares, column)) for column in found.T))
+
+
+def losses(laws: list[Law], parameters: Any, tokens: Any) -> NDArray[numpy.float64]:
+    """L of each law at N and D, nats."""
+    E, A, a, B, b = numpy.array(laws).T
+    found: NDArray[numpy.float64] = E + A * float(parameters) ** -a + B * float(tokens) ** -b
+    return found
+
+
+def read_ladder(path: Path) -> Ladder:
+    """Raises UserError if this is not a file of scripts/ladder.py."""
+    try:
+        ladder: Ladder = TypeAdapter(Ladder).validate_json(read_text(path))
+        return ladder
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        why = f"{place}: {error.errors()[0]['msg']}"
+        raise UserError(f"{path} is not a ladder.json of scripts/ladder.py ({why})") from None
