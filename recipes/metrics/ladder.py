@@ -1,7 +1,7 @@
 """What a ladder of small runs says of the loss of another run: scripts/ladder.py writes it, runs and plans read it.
 
-L(N, D) = E + A / N^a + B / D^b (Hoffmann et al. 2022, arXiv 2203.15556, approach 3). L: the mean loss over tokens of the
-validation text, nats; N: ModelConfig.non_embedding_params(); D: tokens. Imports no torch.
+L(N, D) = E + A / N^a + B / D^b (Hoffmann et al. 2022, arXiv 2203.15556, approach 3). L: the mean loss over tokens of
+the validation text, nats; N: ModelConfig.non_embedding_params(); D: tokens. Imports no torch.
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class Ladder:
     """D of the longest run."""
 
     def predict(self, parameters: float, tokens: float, *, share: float = 1.0) -> Prediction | None:
-        """The loss after this share of the steps of a run of D tokens in all; None before the first share with a fit."""
+        """The loss after this share of the steps of a run of D tokens in all; None before the first fit."""
         shares = [one for one, _ in self.fits]
         if share < shares[0]:
             return None
