@@ -1,0 +1,116 @@
+"""What `scripts/ladder.py` does, from a recipe to its predicted loss. Imports no torch until it fits."""
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy
+
+from parallel.errors import UserError
+from recipes.files.lock import FolderLock
+from recipes.lab.ladder.points import Point
+from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, sizes
+from recipes.lab.ladder.runs import Failed, point_of, runs_of, train, write_recipes
+from recipes.lab.plan.options import amount
+from recipes.lab.sweep.grid import processes_here
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
+
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of a run's steps, after which the losses of all runs get a law of their own."""
+
+
+def climb(
+    options: Namespace, overrides: list[str], *, task: str | None, devices: int, log: Callable[[str], None]
+) -> int:
+    """Train the runs that are not done, and answer. Returns the exit code, 1 if a run failed.
+
+    task: of a SLURM array, which trains one rung and seed, and answers nothing. Raises UserError.
+    """
+    recipe, processes = load(options.recipe, overrides, rules=False), processes_here(devices)
+    require_scalable(recipe, options.recipe)
+    folder = options.output / recipe.run.name
+    found = _budgets(recipe, options, folder=folder, processes=processes)
+    groups = [list(group) for _, group in groupby(found, lambda one: (one.rung.name, one.seed))]
+    runs = runs_of(found)
+    write_recipes(runs, folder, processes=processes)
+    flops, large = sum(_own_flops(run) for run in runs), _flops(recipe)
+    log(
+        f"{recipe.run.name}: {len({one.rung.name for one in found})} rungs, {len(runs)} runs in {len(groups)} groups on"
+        f" {processes} processes, {flops:.2e} FLOPs in all, {100 * flops / large:.2g}% of the recipe's; in {folder}"
+    )
+    if options.dry_run:
+        for number, group in enumerate(groups):
+            log(f"  task {number}: {', '.join(run.run.name for run in runs_of(group))}")
+        return 0
+    if task is not None:
+        if not task.isdecimal() or int(task) >= len(groups):
+            raise UserError(f"SLURM_ARRAY_TASK_ID={task}: this ladder has the tasks 0 to {len(groups) - 1}")
+        return int(bool(train(runs_of(groups[int(task)]), folder, processes=processes, log=log)))
+    lock = FolderLock()
+    lock.take(folder, log=log, remedy="write another --output", here=0, elsewhere=0)
+    try:
+        failed = train(runs, folder, processes=processes, log=log)
+        _answer(recipe, options.recipe, found, failed, folder=folder, log=log)
+    finally:
+        lock.release()
+    return int(bool(failed))
+
+
+def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int) -> list[Budget]:
+    """The runs that the options ask for. Raises UserError for what cannot be read."""
+    of_runs = options.tokens or options.tokens_per_parameter
+    name = "--tokens" if options.tokens else "--tokens-per-parameter"
+    for key, value, least in (("--rungs", options.rungs, 3), ("--seeds", options.seeds, 1)):
+        if value < least:
+            raise UserError(f"{key} {value}: must be {least} or more")
+    parameters = [amount("--parameters", one) for one in (options.parameters or "").split(",") if one]
+    tokens = sorted(amount(name, one) for one in of_runs.split(","))
+    if len(tokens) < 2:
+        raise UserError(f"{name} {of_runs}: one length says nothing of others; write two or more, such as 10,20,40")
+    return budgets(
+        recipe,
+        sorted(map(round, parameters)) or sizes(recipe, options.rungs),
+        folder=folder,
+        tokens=tokens,
+        per_parameter=not options.tokens,
+        seeds=options.seeds,
+        rates=[amount("--rates", one) for one in options.rates.split(",") if one],
+        processes=processes,
+    )
+
+
+def _answer(
+    recipe: Recipe,
+    path: Path,
+    found: Sequence[Budget],
+    failed: Sequence[Failed],
+    *,
+    folder: Path,
+    log: Callable[[str], None],
+) -> None:
+    points = [(budget, point) for budget in found if (point := point_of(budget))]
+    for budget, point in points:
+        log(
+            f"{point.rung} seed {point.seed} {'sweep' if budget.sweep else ''} {point.tokens:,} tokens: {point.loss:.4f}"
+        )
+
+
+def at_share(points: Sequence[Point], share: float) -> list[Point]:
+    """The same runs, with the loss after this share of their steps."""
+    return [replace(one, loss=float(numpy.interp(share, *zip(*one.curve, strict=True)))) for one in points]
+
+
+def _flops(recipe: Recipe) -> float:
+    """Of a whole run."""
+    length = recipe.batch.sequence_length
+    tokens = recipe.run.steps * recipe.batch.global_batch_size * length
+    return float(tokens) * recipe.model.flops_per_token(length, "causal")
+
+
+def _own_flops(recipe: Recipe) -> float:
+    """Of a run, without those of its trunk."""
+    before = int(recipe.run.continue_from.rpartition("@")[2] or 0)
+    return _flops(recipe) * (1 - before / recipe.run.steps)
