@@ -1,4 +1,4 @@
-"""Predict the loss of a recipe from small runs of the same shape: `scripts/ladder.py RECIPE`; see --help. Imports no torch."""
+"""Predict the loss of a recipe from small runs: `scripts/ladder.py RECIPE`; see --help. Imports no torch."""
 
 import argparse
 import os
@@ -43,9 +43,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens-per-parameter", default="10,20,40", help="lengths of their runs (%(default)s)")
     parser.add_argument("--tokens", help="lengths of all runs instead, such as 1B,2B")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each, with different seeds (%(default)s)")
-    parser.add_argument(
-        "--rates", default="0.5,2", help="factors of the learning rate to try on three rungs; '' = none"
-    )
+    parser.add_argument("--rates", default="0.5,2", help="factors of the rate to try on three rungs; '' = none")
     parser.add_argument("--output", type=Path, default=Path("runs/ladders"), help="folder of all ladders (%(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="write and list the recipes without training them")
     options, overrides = parser.parse_known_args(arguments)

@@ -91,16 +91,21 @@ def _answer(
     folder: Path,
     log: Callable[[str], None],
 ) -> None:
-    points = [(budget, point) for budget in found if (point := point_of(budget))]
-    for budget, point in points:
-        log(
-            f"{point.rung} seed {point.seed} {'sweep' if budget.sweep else ''} {point.tokens:,} tokens: {point.loss:.4f}"
-        )
+    """Fit the laws, and write and log what they say. Raises UserError if too few runs have ended."""
+    from recipes.lab.ladder.fit import best_rates, fit_law, miss_of_top
+
+    points = [point for budget in found if not budget.sweep and (point := point_of(budget))]
+    fits = tuple((share, fit_law(at_share(points, share))) for share in SHARES)
 
 
 def at_share(points: Sequence[Point], share: float) -> list[Point]:
     """The same runs, with the loss after this share of their steps."""
-    return [replace(one, loss=float(numpy.interp(share, *zip(*one.curve, strict=True)))) for one in points]
+    return [replace(one, loss=_between(one.curve, share)) for one in points]
+
+
+def _between(curve: Sequence[tuple[float, float]], share: float) -> float:
+    shares, losses = map(list, zip(*curve, strict=True))
+    return float(numpy.interp(share, shares, losses))
 
 
 def _flops(recipe: Recipe) -> float:

@@ -2,19 +2,21 @@
 
 Width, heads and depth of a rung shrink together, by the cube root of the parameters. Learning rate and batch follow
 Bhagia et al. 2024 (arXiv 2412.04403, after Porian et al., arXiv 2406.19146): rate ~ N^(-1/3), sequences ~ N^(2/3), N
-without embeddings. Warm-up and decay keep their shares of a run; text, vocabulary and length are those of the large one.
+without embeddings. Warm-up and decay keep their shares of a run; text, vocabulary and length stay as they are.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, log
 from pathlib import Path
+from typing import Any
 
 from models.config import ModelConfig
 from parallel.config import ActivationCheckpointingConfig, Float8Config, MeshConfig, PipelineConfig
 from parallel.errors import UserError
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.metrics.config import ProfileConfig
+from recipes.optimization.config import OptimizerConfig
 from recipes.recipe.load import shown
 from recipes.recipe.schema import Recipe
 
@@ -163,7 +165,6 @@ def budgets(
 def _of_rung(recipe: Recipe, rung: Rung, *, folder: Path, processes: int) -> Recipe:
     """What all runs of a rung share."""
     ratio = rung.parameters / recipe.model.non_embedding_params()
-    rate = ratio ** (-1 / 3)
     asked = recipe.batch.global_batch_size * ratio ** (2 / 3)
     micro = min(recipe.batch.micro_batch_size, max(1, round(asked / processes)))
     sequences = max(1, round(asked / micro / processes)) * micro * processes
@@ -177,11 +178,15 @@ def _of_rung(recipe: Recipe, rung: Rung, *, folder: Path, processes: int) -> Rec
         pipeline=PipelineConfig(),
         float8=Float8Config(),
         activation_checkpointing=ActivationCheckpointingConfig(),
-        optimizer=replace(recipe.optimizer, lr=recipe.optimizer.lr * rate, matrix_lr=recipe.optimizer.matrix_lr * rate),
+        optimizer=_with_rate(recipe.optimizer, ratio ** (-1 / 3)),
         checkpoint=CheckpointConfig(keep=1),
         validation=replace(recipe.validation, batches=batches, sample_tokens=0, tasks=(), average=0, ladder=""),
         profile=ProfileConfig(),
     )
+
+
+def _with_rate(optimizer: OptimizerConfig, factor: float) -> OptimizerConfig:
+    return replace(optimizer, lr=optimizer.lr * factor, matrix_lr=optimizer.matrix_lr * factor)
 
 
 def _of_seed(
@@ -198,7 +203,7 @@ def _of_seed(
     warmup = max(1, round(shares[0] * steps[0])) if is_shared and warmup else 0
     common = gcd(*branches)
 
-    def run(name: str, length: int, kind: str, decay: int, warmup: int, start: str = "") -> Recipe:
+    def run(name: str, length: int, kind: Any, decay: int, warmup: int, start: str = "") -> Recipe:
         every = common if is_shared else max(1, length // WINDOWS)
         return replace(
             small,

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -107,10 +107,8 @@ def point_of(budget: Budget) -> Point | None:
         last = int(after.run.continue_from.rpartition("@")[2]) if after else budget.steps
         curve |= {step: loss for step, loss in losses_of(recipe).items() if step <= last}
     shares = tuple((step / budget.steps, loss) for step, loss in sorted(curve.items()))
-    point = Point(
-        budget.rung.name, budget.seed, budget.rung.parameters, budget.tokens, budget.flops, curve[budget.steps]
-    )
-    return replace(point, curve=shares)
+    rung, loss = budget.rung, curve[budget.steps]
+    return Point(rung.name, budget.seed, rung.parameters, budget.tokens, budget.flops, loss, shares)
 
 
 def _file(recipe: Recipe, folder: Path) -> Path:
