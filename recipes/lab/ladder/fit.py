@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from parallel.errors import UserError, listed
+from parallel.errors import UserError
 from recipes.lab.ladder.points import Point
 from recipes.metrics.ladder import Fit, Law, Prediction, losses
 
@@ -89,7 +89,9 @@ def best_rates(trials: Iterable[tuple[int, float, float]]) -> Rates | None:
         if not 0 < lowest < len(rates) - 1:
             edges.append(parameters)
         elif numpy.isfinite(near := means[lowest - 1 : lowest + 2]).all():
-            bend, slope, _ = numpy.polyfit(numpy.log(rates[lowest - 1 : lowest + 2]) - numpy.log(rates[lowest]), near, 2)
+            bend, slope, _ = numpy.polyfit(
+                numpy.log(rates[lowest - 1 : lowest + 2]) - numpy.log(rates[lowest]), near, 2
+            )
             best[parameters] *= float(numpy.exp(-slope / (2 * bend))) if bend > 0 else 1.0
     if len(best) < 2:
         return None

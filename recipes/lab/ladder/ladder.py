@@ -92,7 +92,7 @@ def _answer(
     log: Callable[[str], None],
 ) -> None:
     """Fit the laws, and write and log what they say. Raises UserError if too few runs have ended."""
-    from recipes.lab.ladder.fit import best_rates, fit_law, miss_of_top
+    from recipes.lab.ladder.fit import fit_law
 
     points = [point for budget in found if not budget.sweep and (point := point_of(budget))]
     fits = tuple((share, fit_law(at_share(points, share))) for share in SHARES)

@@ -139,9 +139,7 @@ def budgets(
     """
     models = [scaled(recipe.model, size) for size in parameters]
     if len(set(models)) < len(models):
-        raise UserError(
-            f"the rungs {list(parameters)} are too close: two are the same model; name fewer, or larger ones"
-        )
+        raise UserError(f"two of the rungs {list(parameters)} come out as the same model; name fewer, or larger ones")
     rungs = [Rung(f"{model.non_embedding_params() / 1e6:.3g}M", model) for model in models]
     tried = {rungs[0].name, rungs[len(rungs) // 2].name, rungs[-1].name} if rates else set()
     found = []
@@ -152,13 +150,10 @@ def budgets(
         for seed in range(recipe.run.seed, recipe.run.seed + seeds):
             found += _of_seed(small, rung, seed, steps, large=recipe)
         for factor in rates if rung.name in tried else ():
-            rate = replace(
-                small.optimizer, lr=factor * small.optimizer.lr, matrix_lr=factor * small.optimizer.matrix_lr
-            )
-            one = _of_seed(replace(small, optimizer=rate), rung, recipe.run.seed, steps[:1], large=recipe, forks=False)
-            run = one[0].recipes[0].run
-            renamed = replace(one[0].recipes[0], run=replace(run, name=f"{run.name}-rate{factor:g}"))
-            found.append(replace(one[0], recipes=(renamed,), sweep=True))
+            other = replace(small, optimizer=_with_rate(small.optimizer, factor))
+            (one,) = _of_seed(other, rung, recipe.run.seed, steps[:1], large=recipe, forks=False)
+            run = replace(one.recipes[0].run, name=f"{one.recipes[0].run.name}-rate{factor:g}")
+            found.append(replace(one, recipes=(replace(one.recipes[0], run=run),), sweep=True))
     return found
 
 
@@ -185,47 +180,44 @@ def _of_rung(recipe: Recipe, rung: Rung, *, folder: Path, processes: int) -> Rec
     )
 
 
-def _with_rate(optimizer: OptimizerConfig, factor: float) -> OptimizerConfig:
-    return replace(optimizer, lr=optimizer.lr * factor, matrix_lr=optimizer.matrix_lr * factor)
-
-
 def _of_seed(
     small: Recipe, rung: Rung, seed: int, steps: Sequence[int], *, large: Recipe, forks: bool = True
 ) -> list[Budget]:
-    """The runs of a rung with one seed: the trunk of a constant rate and a fork that decays for each length, or whole
-    runs where the rate falls all the time."""
-    warmup, decay = large.schedule.phases(large.run.steps)
-    shares = warmup / large.run.steps, (decay / large.run.steps if large.schedule.kind == "wsd" else 0.0)
-    is_shared = forks and large.schedule.kind in ("wsd", "constant")
-    branches = [max(WINDOWS, round(one * (1 - shares[1]))) for one in steps]
-    window = max(1, branches[0] // WINDOWS)
-    branches = [window * round(branch / window) for branch in branches] if is_shared else branches
-    warmup = max(1, round(shares[0] * steps[0])) if is_shared and warmup else 0
-    common = gcd(*branches)
+    """The runs of a rung with one seed: the trunk of a constant rate, and a fork that decays for each length. Where the
+    rate falls all the time, or without forks, a whole run for each."""
+    schedule, total = large.schedule, large.run.steps
+    warmup, decay = (one / total for one in schedule.phases(total))
+    decay = decay if schedule.kind == "wsd" else 0.0
 
-    def run(name: str, length: int, kind: Any, decay: int, warmup: int, start: str = "") -> Recipe:
-        every = common if is_shared else max(1, length // WINDOWS)
+    def run(name: str, length: int, kind: Any, *, warm: int, cool: int, every: int, save: int, start: str) -> Recipe:
+        run = replace(small.run, name=f"{rung.name}-seed{seed}{name}", seed=seed, steps=length, continue_from=start)
         return replace(
             small,
-            run=replace(small.run, name=f"{rung.name}-seed{seed}{name}", seed=seed, steps=length, continue_from=start),
-            schedule=replace(small.schedule, kind=kind, warmup_steps=warmup, decay_steps=decay),
-            checkpoint=replace(small.checkpoint, every=every, keep_every=every if is_shared else 0),
-            validation=replace(small.validation, every=window if is_shared else every),
+            run=run,
+            schedule=replace(schedule, kind=kind, warmup_steps=warm, decay_steps=cool),
+            checkpoint=replace(small.checkpoint, every=save, keep_every=save),
+            validation=replace(small.validation, every=every),
         )
 
     found = []
-    trunk = run("", branches[-1], "constant", 0, warmup)
-    for length, branch in zip(steps, branches, strict=True):
-        cool = round(branch * shares[1] / (1 - shares[1]))
-        end = branch + cool
-        if is_shared and cool:
-            start = f"{trunk.run.folder}@{branch}"
-            fork = run(f"-{end}steps", end, "wsd", cool, warmup, start)
-            found.append(Budget(rung, seed, (trunk, fork), end))
-        elif is_shared:
-            found.append(Budget(rung, seed, (trunk,), branch))
-        else:
-            own = max(1, round(shares[0] * length)) if warmup or shares[0] else 0
-            whole = run(f"-{length}steps", length, large.schedule.kind, round(shares[1] * length), own)
-            found.append(Budget(rung, seed, (whole,), length))
+    if not forks or schedule.kind not in ("wsd", "constant"):
+        for end in steps:
+            warm, cool, every = round(warmup * end), round(decay * end), -(-end // WINDOWS)
+            name = f"-{end}steps"
+            whole = run(name, end, schedule.kind, warm=warm, cool=cool, every=every, save=end, start="")
+            found.append(Budget(rung, seed, (whole,), end))
+        return found
+    every = max(1, round(steps[0] * (1 - decay) / WINDOWS))
+    branches = [every * max(1, round(one * (1 - decay) / every)) for one in steps]
+    warm, save = round(warmup * steps[0]), gcd(*branches)
+    trunk = run("", branches[-1], "constant", warm=warm, cool=0, every=every, save=save, start="")
+    for branch in branches:
+        cool = round(branch * decay / (1 - decay))
+        end, start = branch + cool, f"{trunk.run.folder}@{branch}"
+        fork = run(f"-{end}steps", end, "wsd", warm=warm, cool=cool, every=every, save=save, start=start)
+        found.append(Budget(rung, seed, (trunk, fork) if cool else (trunk,), end))
     return found
+
+
+def _with_rate(optimizer: OptimizerConfig, factor: float) -> OptimizerConfig:
+    return replace(optimizer, lr=optimizer.lr * factor, matrix_lr=optimizer.matrix_lr * factor)
