@@ -20,6 +20,11 @@ from recipes.recipe.schema import Recipe
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of a run's steps, after which the losses of all runs get a law of their own."""
+FILE = "ladder.json"
+SAME = 0.05
+"""Lengths of two runs that differ by less than this share are compared when learning rates are."""
+FEWEST = 3
+"""Sizes that determine a law."""
 
 
 def climb(
@@ -53,7 +58,8 @@ def climb(
     lock.take(folder, log=log, remedy="write another --output", here=0, elsewhere=0)
     try:
         failed = train(runs, folder, processes=processes, log=log)
-        _answer(recipe, options.recipe, found, failed, folder=folder, log=log)
+        for line in ["", *_answer(recipe, options.recipe, found, failed, folder=folder)]:
+            log(line)
     finally:
         lock.release()
     return int(bool(failed))
@@ -83,19 +89,40 @@ def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int
 
 
 def _answer(
-    recipe: Recipe,
-    path: Path,
-    found: Sequence[Budget],
-    failed: Sequence[Failed],
-    *,
-    folder: Path,
-    log: Callable[[str], None],
-) -> None:
-    """Fit the laws, and write and log what they say. Raises UserError if too few runs have ended."""
-    from recipes.lab.ladder.fit import fit_law
+    recipe: Recipe, path: Path, found: Sequence[Budget], failed: Sequence[Failed], *, folder: Path
+) -> list[str]:
+    """Fit the laws and write them, with a page. Returns the lines for the screen. Raises UserError if too few runs have
+    ended, or if they do not determine a law."""
+    from recipes.lab.ladder.answer import Answer, lines, write_page
 
-    points = [point for budget in found if not budget.sweep and (point := point_of(budget))]
-    fits = tuple((share, fit_law(at_share(points, share))) for share in SHARES)
+    reached = [(budget, point) for budget in found if (point := point_of(budget))]
+    points = [point for budget, point in reached if not budget.sweep]
+    swept = {budget.rung: budget.tokens for budget, _ in reached if budget.sweep}
+    trials = [
+        (point.parameters, budget.recipes[0].optimizer.lr, point.loss)
+        for budget, point in reached
+        if abs(budget.tokens / swept.get(budget.rung, 1) - 1) < SAME
+    ]
+    answer = Answer(
+        model=recipe.model,
+        tokens=recipe.run.steps * recipe.batch.global_batch_size * recipe.batch.sequence_length,
+        sequence_length=recipe.batch.sequence_length,
+        learning_rate=recipe.optimizer.lr,
+        ladder=Ladder(
+            recipe=shown(path),
+            conditions=conditions(recipe),
+            fits=tuple((share, fit_law(at_share(points, share))) for share in SHARES),
+            parameters=max(point.parameters for point in points),
+            tokens=max(point.tokens for point in points),
+        ),
+        points=points,
+        rates=best_rates(trials),
+        missed=miss_of_top(points) if len({point.parameters for point in points}) > FEWEST else (),
+        failed={one.name: one.reason for one in failed},
+    )
+    write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(answer.ladder))
+    write_page(folder, answer, command=f"python scripts/ladder.py {shown(path)}")
+    return [*lines(answer), "", f"wrote {folder}: {FILE} ladder.md ladder.png"]
 
 
 def at_share(points: Sequence[Point], share: float) -> list[Point]:

@@ -189,13 +189,13 @@ def _of_seed(
     warmup, decay = (one / total for one in schedule.phases(total))
     decay = decay if schedule.kind == "wsd" else 0.0
 
-    def run(name: str, length: int, kind: Any, *, warm: int, cool: int, every: int, save: int, start: str) -> Recipe:
+    def run(name: str, length: int, kind: Any, *, warm: int, cool: int, every: int, keep: int, start: str) -> Recipe:
         run = replace(small.run, name=f"{rung.name}-seed{seed}{name}", seed=seed, steps=length, continue_from=start)
         return replace(
             small,
             run=run,
             schedule=replace(schedule, kind=kind, warmup_steps=warm, decay_steps=cool),
-            checkpoint=replace(small.checkpoint, every=save, keep_every=save),
+            checkpoint=replace(small.checkpoint, every=keep or every, keep_every=keep),
             validation=replace(small.validation, every=every),
         )
 
@@ -204,17 +204,17 @@ def _of_seed(
         for end in steps:
             warm, cool, every = round(warmup * end), round(decay * end), -(-end // WINDOWS)
             name = f"-{end}steps"
-            whole = run(name, end, schedule.kind, warm=warm, cool=cool, every=every, save=end, start="")
+            whole = run(name, end, schedule.kind, warm=warm, cool=cool, every=every, keep=0, start="")
             found.append(Budget(rung, seed, (whole,), end))
         return found
     every = max(1, round(steps[0] * (1 - decay) / WINDOWS))
     branches = [every * max(1, round(one * (1 - decay) / every)) for one in steps]
-    warm, save = round(warmup * steps[0]), gcd(*branches)
-    trunk = run("", branches[-1], "constant", warm=warm, cool=0, every=every, save=save, start="")
+    warm, keep = round(warmup * steps[0]), gcd(*branches)
+    trunk = run("", branches[-1], "constant", warm=warm, cool=0, every=every, keep=keep, start="")
     for branch in branches:
         cool = round(branch * decay / (1 - decay))
         end, start = branch + cool, f"{trunk.run.folder}@{branch}"
-        fork = run(f"-{end}steps", end, "wsd", warm=warm, cool=cool, every=every, save=save, start=start)
+        fork = run(f"-{end}steps", end, "wsd", warm=warm, cool=cool, every=every, keep=keep, start=start)
         found.append(Budget(rung, seed, (trunk, fork) if cool else (trunk,), end))
     return found
 

@@ -1,5 +1,7 @@
 """The small recipes of a ladder: their shapes, rates, batches and schedules."""
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,7 @@ def test_budgets_share_a_trunk_and_decay_on_forks() -> None:
             for one, steps in ((trunk, range(branch)), (fork, range(branch, fork.run.steps)))
             for step in steps
         ]
-        assert max(abs(now - before) for before, now in zip(rates, rates[1:], strict=False)) < 0.1  # no jump
+        assert max(abs(now - before) for before, now in pairwise(rates)) < 0.1  # no jump
         assert rates[-1] < 0.2 and max(rates) == 1.0
     last = found[-1]
     assert last.tokens == pytest.approx(40 * last.rung.parameters, rel=0.02)
@@ -101,24 +103,18 @@ def test_a_batch_is_divided_by_the_processes() -> None:
         assert batch.global_batch_size % (8 * batch.micro_batch_size) == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["--model.weights", "somewhere"], "continues from trained weights"),
-        (["--run.continue_from", "runs/trunk"], "continues from trained weights"),
-        (["--data.validation_fraction", "0", "--validation.every", "0"], "has no text to validate on"),
-    ],
-)
-def test_what_has_no_ladder_is_refused(changes: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        require_scalable(load(LARGE, changes, rules=False) if "weights" not in changes[0] else _with_weights(), LARGE)
-
-
-def _with_weights() -> Any:
-    from dataclasses import replace
-
+def test_trained_weights_have_no_ladder() -> None:
     recipe = load(LARGE)
-    return replace(recipe, model=replace(recipe.model, weights="somewhere"))
+    with pytest.raises(UserError, match="continues from trained weights, but rungs start at random"):
+        require_scalable(replace(recipe, model=replace(recipe.model, weights="somewhere")), LARGE)
+    with pytest.raises(UserError, match="continues from trained weights"):
+        require_scalable(replace(recipe, run=replace(recipe.run, continue_from="runs/trunk")), LARGE)
+
+
+def test_a_recipe_without_a_text_to_validate_on_has_no_ladder() -> None:
+    recipe = load(LARGE)
+    with pytest.raises(UserError, match="has no text to validate on; write data.validation_fraction"):
+        require_scalable(replace(recipe, data=replace(recipe.data, validation_fraction=0.0)), LARGE)
 
 
 def test_stages_have_no_ladder() -> None:
