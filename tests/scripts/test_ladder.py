@@ -20,7 +20,9 @@ from recipes.lab.sweep.runner import Ended
 from recipes.metrics.ladder import read_ladder
 from recipes.recipe.load import load
 from tests.commands import run_command
+from tests.processes import wait_for
 from tests.recipes.lab.sweep.forked import run_forked
+from tests.scripts.cluster import Cluster, missing
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +33,8 @@ base = "{base}"
 run = {{ name = "large", steps = 200 }}
 data.source = "{corpus}"
 data.tokenizer = "train:300"
-model = {{ vocabulary = 512, layers = 4, width = 128, feed_forward_width = 256, heads = 4, key_value_heads = 2, head_width = 32 }}
+model = {{ vocabulary = 512, layers = 4, width = 128, feed_forward_width = 256, heads = 4, key_value_heads = 2 }}
+model.head_width = 32
 batch = {{ sequence_length = 64, global_batch_size = 4, micro_batch_size = 2 }}
 validation = {{ every = 50, batches = 2, sample_tokens = 0 }}
 metrics.picture = false
@@ -123,7 +126,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(finished: tuple[Path, st
         shutil.rmtree(place)
     (folder / "runs" / trunk).write_text("not a folder")
     code, out, err = climb(home, "--output", "broken", train=runner.run)
-    assert code == 2 and "a ladder of 2 size" in err
+    assert code == 2 and "a ladder of 2 size(s)" in err
     assert f"{trunk}: FAILED, refused: " in out and f"FAILED, {trunk} failed, which it continues from" in out
 
 
@@ -152,7 +155,7 @@ def test_a_task_of_an_array_trains_one_rung_and_seed(home: Path) -> None:
         (("--tokens", "4K"), "--tokens 4K: one length says nothing of others"),
         (("--tokens", "many"), "--tokens many: must be a number from"),
         (("--rates", "0.5,-1"), "--rates -1: must be a number from"),
-        (("--parameters", "10K"), "a ladder of 1 size"),
+        (("--parameters", "10K"), "--parameters 10K: a ladder of 1 sizes has no law; write three"),
     ],
 )
 def test_bad_options_are_refused_in_one_sentence(home: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -163,8 +166,32 @@ def test_bad_options_are_refused_in_one_sentence(home: Path, arguments: tuple[st
 
 def test_the_command_starts_without_torch_and_lists_its_runs(home: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "NPROC": "2"}
-    arguments = [sys.executable, SCRIPT, "large.toml", *SIZES, "--dry-run", "--output", "dry"]
-    code, out, err = run_command(*arguments[1:], cwd=home, env=environment)
+    arguments = [SCRIPT, "large.toml", *SIZES, "--dry-run", "--output", "dry"]
+    code, out, err = run_command(*arguments, cwd=home, env=environment)
     assert (code, err) == (0, "")
     assert "3 rungs, 9 runs in 3 groups on 2 processes" in out and "  task 2: " in out
     assert sorted(path.name for path in (home / "dry/large").iterdir()) == ["logs", "recipes"]
+
+
+@pytest.mark.slurm
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_an_array_of_slurm_trains_a_ladder_that_the_command_then_answers(home: Path, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    options = [*SIZES[:-1], "''", "--output", "slurm"]
+    command = " ".join(map(str, [sys.executable, SCRIPT, "large.toml", *options]))
+    variables = {"PATH": os.environ["PATH"], "HOME": str(home), "NPROC": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        cluster.start()
+        flags = ["--array=0-2", "--nodes=1", "--output=slurm-%a.out", "--wrap"]
+        cluster.submit(Path(command), [], folder=home, flags=flags, variables=variables)
+        wait_for("the end of the array", lambda: not cluster.do("squeue", "-h"))
+    finally:
+        cluster.stop()
+    logs = [(home / f"slurm-{task}.out").read_text() for task in range(3)]
+    assert all("[3/3]" in log and "FAILED" not in log for log in logs), logs
+
+    def train(*_: object, **__: object) -> Ended:
+        raise AssertionError("a run was trained again")
+
+    code, out, err = climb(home, "--output", "slurm", train=train)
+    assert (code, err) == (0, "") and "this recipe" in out

@@ -1,4 +1,4 @@
-"""What `scripts/ladder.py` does, from a recipe to its predicted loss. Imports no torch until it fits."""
+"""What `scripts/ladder.py` does, from a recipe to its predicted loss. Imports no torch."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -7,9 +7,12 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy
+from pydantic import TypeAdapter
 
 from parallel.errors import UserError
+from recipes.files.atomic import write_whole
 from recipes.files.lock import FolderLock
+from recipes.lab.ladder.fit import best_rates, fit_law, miss_of_top
 from recipes.lab.ladder.points import Point
 from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, sizes
 from recipes.lab.ladder.runs import Failed, point_of, runs_of, train, write_recipes
@@ -69,10 +72,12 @@ def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int
     """The runs that the options ask for. Raises UserError for what cannot be read."""
     of_runs = options.tokens or options.tokens_per_parameter
     name = "--tokens" if options.tokens else "--tokens-per-parameter"
-    for key, value, least in (("--rungs", options.rungs, 3), ("--seeds", options.seeds, 1)):
+    for key, value, least in (("--rungs", options.rungs, FEWEST), ("--seeds", options.seeds, 1)):
         if value < least:
             raise UserError(f"{key} {value}: must be {least} or more")
     parameters = [amount("--parameters", one) for one in (options.parameters or "").split(",") if one]
+    if 0 < len(parameters) < FEWEST:
+        raise UserError(f"--parameters {options.parameters}: a ladder of {len(parameters)} sizes has no law; write three")
     tokens = sorted(amount(name, one) for one in of_runs.split(","))
     if len(tokens) < 2:
         raise UserError(f"{name} {of_runs}: one length says nothing of others; write two or more, such as 10,20,40")
@@ -103,6 +108,7 @@ def _answer(
         for budget, point in reached
         if abs(budget.tokens / swept.get(budget.rung, 1) - 1) < SAME
     ]
+    texts = found[0].recipes[-1].validation.texts
     answer = Answer(
         model=recipe.model,
         tokens=recipe.run.steps * recipe.batch.global_batch_size * recipe.batch.sequence_length,
@@ -110,7 +116,7 @@ def _answer(
         learning_rate=recipe.optimizer.lr,
         ladder=Ladder(
             recipe=shown(path),
-            conditions=conditions(recipe),
+            conditions=conditions(recipe.data, recipe.batch, texts=texts, vocabulary=recipe.model.vocabulary),
             fits=tuple((share, fit_law(at_share(points, share))) for share in SHARES),
             parameters=max(point.parameters for point in points),
             tokens=max(point.tokens for point in points),
