@@ -77,7 +77,9 @@ def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int
             raise UserError(f"{key} {value}: must be {least} or more")
     parameters = [amount("--parameters", one) for one in (options.parameters or "").split(",") if one]
     if 0 < len(parameters) < FEWEST:
-        raise UserError(f"--parameters {options.parameters}: a ladder of {len(parameters)} sizes has no law; write three")
+        raise UserError(
+            f"--parameters {options.parameters}: a ladder of {len(parameters)} sizes has no law; write three"
+        )
     tokens = sorted(amount(name, one) for one in of_runs.split(","))
     if len(tokens) < 2:
         raise UserError(f"{name} {of_runs}: one length says nothing of others; write two or more, such as 10,20,40")
