@@ -18,7 +18,8 @@ from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, sizes
 from recipes.lab.ladder.runs import Failed, point_of, runs_of, train, write_recipes
 from recipes.lab.plan.options import amount
 from recipes.lab.sweep.grid import processes_here
-from recipes.recipe.load import load
+from recipes.metrics.ladder import Ladder, conditions
+from recipes.recipe.load import load, shown
 from recipes.recipe.schema import Recipe
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -128,7 +129,7 @@ def _answer(
         missed=miss_of_top(points) if len({point.parameters for point in points}) > FEWEST else (),
         failed={one.name: one.reason for one in failed},
     )
-    write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(answer.ladder))
+    write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(answer.ladder).decode())
     write_page(folder, answer, command=f"python scripts/ladder.py {shown(path)}")
     return [*lines(answer), "", f"wrote {folder}: {FILE} ladder.md ladder.png"]
 
