@@ -108,7 +108,7 @@ class Trainer:
                 batches = self.clock.with_progress(text)
                 self.validation_loss[name] = mean_loss(self.built.model, batches, mesh=mesh)
                 self.recorder.log_validation(self.step, name, self.validation_loss[name])
-            self.recorder.log_tasks(self.step, self.tasks())
+            self.recorder.end_validation(self.step, self.tasks())
 
     def _save(self) -> None:
         assert self.checkpoints is not None
