@@ -1,20 +1,16 @@
-"""What a ladder says of the run that it was made for: on one screen, and as a page. Imports no torch."""
+"""What a ladder says of the run that it was made for, on one screen. Imports no torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
-from statistics import fmean
 
 import numpy
 
 from models.config import ModelConfig
-from recipes.files.atomic import write_whole
 from recipes.lab.curves.style import short
 from recipes.lab.ladder.fit import Rates, compute_optimal
 from recipes.lab.ladder.points import Point
 from recipes.lab.ladder.rungs import scaled
-from recipes.metrics.ladder import Fit, Ladder, Prediction, losses
+from recipes.metrics.ladder import Fit, Ladder, Prediction
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ def lines(answer: Answer) -> list[str]:
         numbers = f"{short(size):>10}{short(tokens):>10}{seen.loss:>9.3f}   {seen.low:.3f} to {seen.high:.3f}"
         found += [f"{name:<16}{numbers}{'' if factor == 1 else ', at equal FLOPs'}"]
     best = compute_optimal(fit.law, answer.tokens)
-    low, high = _interval([compute_optimal(law, answer.tokens) for law in fit.samples])
+    low, high = interval([compute_optimal(law, answer.tokens) for law in fit.samples])
     sizes = answer.model.non_embedding_params() / answer.ladder.parameters
     lengths, flops = answer.tokens / answer.ladder.tokens, answer.flops / max(point.flops for point in points)
     rest = f" (and {len(answer.failed) - 1} other runs: ladder.md)" if len(answer.failed) > 1 else ""
@@ -75,8 +71,8 @@ def lines(answer: Answer) -> list[str]:
         f"best size       {short(best)} parameters ({short(low)} to {short(high)}) for {short(answer.tokens)} tokens,"
         f" {answer.tokens / best:.2g} tokens per parameter",
         f"learning rate   {_rates(answer)}",
-        f"reach           {sizes:.2g}x the parameters of the largest rung, {lengths:.2g}x the tokens of the longest"
-        f" run, {flops:.2g}x the FLOPs",
+        f"reach           {_times(sizes)} the parameters of the largest rung, {_times(lengths)} the tokens of the"
+        f" longest run, {_times(flops)} the FLOPs",
         f"check           {_check(answer)}",
         *[f"failed          {name}: {why}{rest}" for name, why in answer.failed.items()][:1],
     ]
@@ -102,33 +98,10 @@ def _check(answer: Answer) -> str:
     return f"a fit without the rung of {rung} misses it by {span}; {inside} of its {len(gaps)} runs are in the interval"
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float]:
+def _times(factor: float) -> str:
+    return f"{factor:,.0f}x" if factor >= 10 else f"{factor:.2g}x"
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
     low, high = numpy.quantile(values, [0.025, 0.975])
     return float(low), float(high)
-
-
-def write_page(folder: Path, answer: Answer, *, command: str) -> None:
-    """Write ladder.md and ladder.png. command: the one that they come from. Raises OSError."""
-    from recipes.lab.ladder.picture import draw  # matplotlib
-
-    draw(answer, folder / "ladder.png")
-    write_whole(folder / "ladder.md", "\n".join(_page(answer, command)) + "\n")
-
-
-def _page(answer: Answer, command: str) -> Iterator[str]:
-    """The lines of the page."""
-    yield from (f"# The ladder of {answer.ladder.recipe}", "", f"    {command}", "")
-    yield from (f"    {line}".rstrip() for line in lines(answer))
-    yield from ("", "![Loss against FLOPs](ladder.png)", "", "## Law", "", "L(N, D) = E + A / N^a + B / D^b, nats", "")
-    yield from ("| | | 95% interval |", "|---|---:|---:|")
-    for name, value, drawn in zip("EAaBb", answer.fit.law, zip(*answer.fit.samples, strict=True), strict=True):
-        yield "| {} | {:.4g} | {:.4g} to {:.4g} |".format(name, value, *_interval(drawn))
-    yield from ("", "## Runs", "", "| rung | parameters | tokens | seeds | loss | law | difference |", "|---" * 7 + "|")
-    ordered = sorted(answer.points, key=lambda point: (point.parameters, point.tokens))
-    for (rung, size, tokens), group in groupby(ordered, lambda point: (point.rung, point.parameters, point.tokens)):
-        seen = [point.loss for point in group]
-        loss, law = fmean(seen), float(losses([answer.fit.law], size, tokens)[0])
-        gap = f"{100 * (loss / law - 1):+.2f}%"
-        yield f"| {rung} | {size:,} | {tokens:,} | {len(seen)} | {loss:.4f} | {law:.4f} | {gap} |"
-    if answer.failed:
-        yield from ("", "## Failed", "", *(f"- {name}: {why}" for name, why in answer.failed.items()))

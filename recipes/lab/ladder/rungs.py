@@ -1,8 +1,9 @@
-"""Small recipes of the shape of a large one, for a ladder that predicts its loss. Imports no torch.
+"""Small recipes of the shape of a large one, for a ladder that predicts its loss.
 
 Width, heads and depth of a rung shrink together, by the cube root of the parameters. Learning rate and batch follow
 Bhagia et al. 2024 (arXiv 2412.04403, after Porian et al., arXiv 2406.19146): rate ~ N^(-1/3), sequences ~ N^(2/3), N
 without embeddings. Warm-up and decay keep their shares of a run; text, vocabulary and length stay as they are.
+Imports no torch.
 """
 
 from collections.abc import Sequence
