@@ -5,15 +5,11 @@ from pathlib import Path
 
 from parallel.errors import UserError, listed
 from recipes.checkpoint.config import Best, CheckpointConfig
-<<<<<<< HEAD
 from recipes.evaluation.config import AVERAGE_LOSS, TASK, ValidationConfig
-=======
-from recipes.evaluation.config import TASK, ValidationConfig
 from recipes.files.reading import user_path
 from recipes.metrics.ladder import Ladder, conditions, read_ladder
 from recipes.recipe.fields import toml
 from recipes.recipe.schema import Recipe
->>>>>>> answer
 
 
 def task_problems(validation: ValidationConfig, *, encoder_decoder: bool) -> Iterator[tuple[str, str]]:

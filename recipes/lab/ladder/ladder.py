@@ -101,7 +101,8 @@ def _answer(
 ) -> list[str]:
     """Fit the laws and write them, with a page. Returns the lines for the screen. Raises UserError if too few runs have
     ended, or if they do not determine a law."""
-    from recipes.lab.ladder.answer import Answer, lines, write_page
+    from recipes.lab.ladder.answer import Answer, lines
+    from recipes.lab.ladder.page import write_page
 
     reached = [(budget, point) for budget in found if (point := point_of(budget))]
     points = [point for budget, point in reached if not budget.sweep]
@@ -119,7 +120,9 @@ def _answer(
         learning_rate=recipe.optimizer.lr,
         ladder=Ladder(
             recipe=shown(path),
-            conditions=conditions(recipe.data, recipe.batch, texts=texts, vocabulary=recipe.model.vocabulary),
+            conditions=conditions(
+                recipe.data, length=recipe.batch.sequence_length, vocabulary=recipe.model.vocabulary, texts=texts
+            ),
             fits=tuple((share, fit_law(at_share(points, share))) for share in SHARES),
             parameters=max(point.parameters for point in points),
             tokens=max(point.tokens for point in points),
