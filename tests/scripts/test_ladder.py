@@ -159,7 +159,7 @@ def test_a_task_of_an_array_trains_one_rung_and_seed(home: Path) -> None:
     ],
 )
 def test_bad_options_are_refused_in_one_sentence(home: Path, arguments: tuple[str, ...], message: str) -> None:
-    code, out, err = climb(home, "--output", "none", *arguments)
+    code, _, err = climb(home, "--output", "none", *arguments)
     assert code == 2 and message in err and err.count("\n") == 1
     assert not list(home.glob("none/large/runs/*"))
 

@@ -113,7 +113,7 @@ def test_trained_weights_have_no_ladder() -> None:
 
 def test_a_recipe_without_a_text_to_validate_on_has_no_ladder() -> None:
     recipe = load(LARGE)
-    with pytest.raises(UserError, match="has no text to validate on; write data.validation_fraction"):
+    with pytest.raises(UserError, match=r"has no text to validate on; write data\.validation_fraction"):
         require_scalable(replace(recipe, data=replace(recipe.data, validation_fraction=0.0)), LARGE)
 
 
