@@ -155,7 +155,8 @@ def _lack(points: Sequence[Point], *, sizes: int) -> str | None:
 def _check_falls(law: Law, points: Sequence[Point], *, noise: float) -> None:
     """Raises UserError if larger or longer runs are not better."""
     size, length = (
-        [edge(column) for edge in (min, max)] for column in zip(*((one.parameters, one.tokens) for one in points))
+        [edge(column) for edge in (min, max)]
+        for column in zip(*((one.parameters, one.tokens) for one in points), strict=True)
     )
     small, large = ([one for one in points if one.parameters == edge] for edge in size)
     rises = [high.loss / low.loss - 1 for low in small for high in large if low.tokens <= high.tokens]
