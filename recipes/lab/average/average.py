@@ -9,7 +9,7 @@ import torch
 
 from parallel.errors import UserError
 from recipes.checkpoint.average import read_average
-from recipes.checkpoint.config import VALIDATION, CheckpointConfig
+from recipes.checkpoint.config import AVERAGED, VALIDATION, CheckpointConfig
 from recipes.checkpoint.files import complete, verify, write_file, write_shard
 from recipes.checkpoint.manifest import Damage, Manifest, shard_name
 from recipes.checkpoint.plan import Spread, pieces_of, plan
@@ -20,6 +20,9 @@ from recipes.files.local_copy import local_copy
 from recipes.files.reading import is_remote, read_text, user_path
 from recipes.files.units import size
 from recipes.weights.hf_folder import new_folder
+
+SCORED = (VALIDATION, AVERAGED)
+"""Keys of the newest checkpoint's progress that are not true of the average."""
 
 
 def average(run: str, steps: str, out: Path, *, weights: str, log: Callable[[str], None]) -> None:
@@ -108,7 +111,7 @@ def _write(folder: Path, checkpoints: Mapping[Path, Manifest], shares: Sequence[
 
     folder.mkdir(parents=True)
     shards = {shard: write_shard(folder / shard, pieces, contents())}
-    progress = {key: value for key, value in last.state["progress"].items() if key != VALIDATION}
+    progress = {key: value for key, value in last.state["progress"].items() if key not in SCORED}
     state = {**last.state, "progress": {**progress, "average_of": origin}}
     texts = {name: read_text(path / name) for name, file in last.files.items() if not file.header_bytes}
     complete(folder, assemble(last.step, state, stored, shards), texts)
