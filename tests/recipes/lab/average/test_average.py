@@ -177,7 +177,7 @@ def test_the_average_is_read_from_a_server_and_its_copies_are_deleted(run: Recip
         upload_folder(run.run.folder, "s3://bucket/runs/run")
         quietly("s3://bucket/runs/run", STEPS, tmp_path / "out")
         with pytest.raises(
-            UserError, match=r"^s3://bucket/runs/run/checkpoints/ has no whole checkpoint of step 10; it has 2, 4,"
+            UserError, match=r"^s3://bucket/runs/run/checkpoints/ has no checkpoint of step 10; it has 2, 4,"
         ):
             quietly("s3://bucket/runs/run/checkpoints/", "2:10:2", tmp_path / "other")
         damage(step_folder(run.run.folder / "checkpoints", 6) / SHARD, tmp_path / SHARD)
@@ -269,7 +269,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(copy: Path) -> N
 
 def test_missing_steps_are_named_with_those_that_are_there(copy: Path) -> None:
     (step_folder(copy / "checkpoints", 4)).rename(copy / "checkpoints" / "damaged-step-00000004")
-    with pytest.raises(UserError, match=r"^.*/run has no whole checkpoint of step 4, 10; it has 2, 6, 8$"):
+    with pytest.raises(UserError, match=r"^.*/run has no checkpoint of step 4, 10; it has 2, 6, 8$"):
         quietly(copy, "2:10:2", copy.with_name("out"))
     require_nothing_left(copy.parent)
 
