@@ -260,6 +260,13 @@ def kept_checkpoints_are_saved(checkpoint: CheckpointConfig, validation: Validat
         for message in best_problems(checkpoint, validation):
             yield "checkpoint.keep_best", message
     every, keep_every, place = checkpoint.every, checkpoint.keep_every, checkpoint.remote
+    validated, count = validation.every, validation.average
+    if count == 1 or (count and not (every and validated and validated % every == 0)):
+        problem = f"needs 2 or more, and a checkpoint of every validated step (checkpoint.every = {every});"
+        remedy = f"write a multiple of that as validation.every, instead of {validated}, or average = 0"
+        yield "validation.average", f"{problem} {remedy}"
+    if count > checkpoint.keep and keep_every != every:
+        yield "checkpoint.keep", f"validation.average = {count} needs as many checkpoints; write keep = {count} or more"
     if place and not re.match(r"(s3|gs)://[^/]", place):
         problem = "is not an address at a server; write one such as"
         yield "checkpoint.remote", f'{problem} "s3://bucket/runs", or "" (run.output names the folder on this disk)'

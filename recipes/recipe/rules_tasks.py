@@ -5,7 +5,7 @@ from pathlib import Path
 
 from parallel.errors import UserError, listed
 from recipes.checkpoint.config import Best, CheckpointConfig
-from recipes.evaluation.config import TASK, ValidationConfig
+from recipes.evaluation.config import AVERAGE_LOSS, TASK, ValidationConfig
 from recipes.files.reading import user_path
 from recipes.metrics.ladder import Ladder, conditions, read_ladder
 from recipes.recipe.fields import toml
@@ -60,7 +60,8 @@ def best_problems(checkpoint: CheckpointConfig, validation: ValidationConfig) ->
         if not best.has_direction:
             yield f'does not say which scores are better; write "max:{best.row}", or "min:" for the lowest'
         return
-    rows = [f"validation_loss/{name}" if name else "validation_loss" for name in validation.texts]
+    kinds = ("validation_loss", AVERAGE_LOSS) if validation.average else ("validation_loss",)
+    rows = [f"{kind}/{name}" if name else kind for kind in kinds for name in validation.texts]
     if best.row not in rows:
         yield f'is not a row of this run; write {_quoted(rows)}, or "max:{TASK}TASK/METRIC"'
     elif best.highest:

@@ -13,10 +13,10 @@ from torch import Tensor
 from models.interface import interface_of
 from parallel.dist import World
 from parallel.passes import gather_loss_and_numbers
-from recipes.checkpoint.config import KEEP_BEST, VALIDATION
+from recipes.checkpoint.config import AVERAGED, KEEP_BEST, VALIDATION
 from recipes.data.batches import MicroBatch
 from recipes.data.loader import DataLoader
-from recipes.evaluation.config import TASK
+from recipes.evaluation.config import AVERAGE_LOSS, TASK
 from recipes.files.reading import user_path
 from recipes.metrics.clock import LOADING, LOG, SKIPPED, STEP, Goodput
 from recipes.metrics.throughput import AttentionLength, HostMemory, Throughput
@@ -75,6 +75,7 @@ class Recorder:
         self._logged = self._first_step = clock.step  # the newest step that a row describes
         self._validated: dict[str, float] = {}  # the columns of the validation at the step that follows
         self._validated_at = -1
+        self._averaged: Sequence[int] = ()  # the steps whose average was validated last
         self._keep_best = recipe.checkpoint.keep_best
         self._matrix_share = recipe.optimizer.matrix_share if recipe.optimizer.name == "muon" else None
         self.goodput = after.goodput if after else Goodput(clock, before=progress)
@@ -195,10 +196,11 @@ class Recorder:
             self.metrics.write(row | {"documents": self._loader.documents(step - 1)})
             self._console.log(f"step {step:>6}  SKIPPED, gradient norm {norm:.2f}; metrics.jsonl names its documents")
 
-    def log_validation(self, step: int, name: str, loss: float) -> None:
-        """Record the loss on the validation text of this name, "" for a single text."""
-        self._note_validation(step, {f"validation_loss/{name}" if name else "validation_loss": loss})
-        of_text = f"of {name} " if name else ""
+    def log_validation(self, step: int, name: str, loss: float, *, averaged: Sequence[int] = ()) -> None:
+        """Record the loss on the validation text of this name, "" for a single text. averaged: of so many steps."""
+        self._averaged, column = averaged, AVERAGE_LOSS if averaged else "validation_loss"
+        self._note_validation(step, {f"{column}/{name}" if name else column: loss})
+        of_text = (f"of {name} " if name else "") + (f"of the average of {len(averaged)} " if averaged else "")
         self._console.log(f"step {step:>6}  validation loss {of_text}{loss:.4f}", style="bold")
 
     def end_validation(self, step: int, scores: Mapping[str, float]) -> None:
@@ -245,7 +247,7 @@ class Recorder:
         """What a checkpoint of this step keeps, as plain JSON. finished: the run has no steps left."""
         found = self.metrics.state() | self.goodput.state(finished=finished)
         if self._validated_at == self._clock.step:
-            found |= {VALIDATION: self._validated}
+            found |= {VALIDATION: self._validated} | ({AVERAGED: [*self._averaged]} if self._averaged else {})
         return found | ({KEEP_BEST: self._keep_best} if self._keep_best else {})
 
     def close(self, *, in_a_hurry: bool = False) -> None:

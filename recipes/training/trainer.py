@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from parallel.errors import CorruptState, UserError
@@ -100,15 +101,36 @@ class Trainer:
         return every > 0 and ((step := self.step + ahead) % every == 0 or step == self.stage.last)
 
     def _validate(self) -> None:
+        with self.clock.synchronized(VALIDATION):
+            self.validation_loss = self._log_losses()
+            if self.recipe.validation.average:
+                self._validate_average()
+            self.recorder.end_validation(self.step, self.tasks())
+
+    def _log_losses(self, averaged: Sequence[int] = ()) -> dict[str, float]:
         from recipes.evaluation.losses import mean_loss
 
-        with self.clock.synchronized(VALIDATION):
-            texts, mesh = self.loader.validation_batches(self.recipe.validation.batches), self.built.mesh
-            for name, text in texts.items():
-                batches = self.clock.with_progress(text)
-                self.validation_loss[name] = mean_loss(self.built.model, batches, mesh=mesh)
-                self.recorder.log_validation(self.step, name, self.validation_loss[name])
-            self.recorder.end_validation(self.step, self.tasks())
+        texts, losses = self.loader.validation_batches(self.recipe.validation.batches), dict[str, float]()
+        for name, text in texts.items():
+            losses[name] = mean_loss(self.built.model, self.clock.with_progress(text), mesh=self.built.mesh)
+            self.recorder.log_validation(self.step, name, losses[name], averaged=averaged)
+        return losses
+
+    def _validate_average(self) -> None:
+        """Score the average of this step's weights and of the checkpoints before, once the run is long enough."""
+        from recipes.checkpoint.average import averaged
+
+        every, count, built = self.recipe.checkpoint.every, self.recipe.validation.average, self.built
+        others = range(every, self.step, every)[1 - count :]
+        if self.checkpoints is None or len(others) < count - 1:
+            return
+        self.checkpoints.finish()
+        paths = [self.checkpoints.path(step) for step in others]
+        with averaged(built.model, built.optimizer, paths, float8_all_gather=built.float8_all_gather) as problem:
+            if problem:
+                self.console.log(f"step {self.step:>6}  NOT AVERAGED: {problem}")
+            else:
+                self._log_losses(averaged=[*others, self.step])
 
     def _save(self) -> None:
         assert self.checkpoints is not None

@@ -118,14 +118,17 @@ def _whole(name: str, text: str) -> int:
 
 def _tokens(text: str | None) -> int | None:
     """A number with a unit, such as "11T"; None for None."""
-    if text is None:
-        return None
+    return None if text is None else round(amount("--tokens", text, least=1.0))
+
+
+def amount(name: str, text: str, *, least: float = 1e-3) -> float:
+    """The number of an option, which may have a unit, as in "11T"."""
     plain = text.strip().replace(",", "").replace("_", "").upper()
     number, unit = (plain[:-1], plain[-1]) if plain[-1:].isalpha() else (plain, "")
     value = _number(number) * MULTIPLES.get(unit, float("nan"))
-    if not 1 <= value <= MOST_TOKENS:
-        raise UserError(f"--tokens {text}: must be a number from 1 to 1,000,000T; write as in 500M, 1.5B or 11T")
-    return round(value)
+    if not least <= value <= MOST_TOKENS:
+        raise UserError(f"{name} {text}: must be a number from {least:g} to 1,000,000T; write as in 500M, 1.5B or 11T")
+    return value
 
 
 def _price(text: str | None) -> float | None:
