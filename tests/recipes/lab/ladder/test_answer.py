@@ -40,7 +40,7 @@ def answer() -> Answer:
         learning_rate=3e-3,
         ladder=Ladder("configs/large.toml", {}, ((1.0, fit()),), parameters=top, tokens=2 * 10**7),
         points=points,
-        rates=Rates(0.4, -0.3, {}, ()),
+        rates=Rates(0.4, -0.3, []),
         missed=[(one, fit().predict(one.parameters, one.tokens)) for one in points if one.parameters == top],
         failed={},
     )
@@ -84,7 +84,7 @@ def test_the_best_size_is_that_of_the_tokens_given(answer: Answer) -> None:
 
 def test_the_learning_rate_of_the_small_runs_stands_beside_that_of_the_recipe(answer: Answer) -> None:
     assert named(answer)["learning rate"] == "3e-3 in the recipe; the small runs suggest 3.4e-3"
-    doubtful = replace(answer, rates=Rates(0.4, -0.3, {}, (200_000,)))
+    doubtful = replace(answer, rates=Rates(0.4, -0.3, [200_000]))
     assert named(doubtful)["learning rate"].endswith("; at 200k parameters, the best may lie beyond those tried")
     assert "do not tell" in named(replace(answer, rates=None))["learning rate"]
 
