@@ -18,7 +18,7 @@ from recipes.evaluation.config import ValidationConfig
 from recipes.files.reading import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.metrics.hardware import MEMORY, hardware_of
-from recipes.recipe.fields import Problem, Violation, field_types, sections, toml, value_of
+from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import data_is_there, validation_is_possible
 from recipes.recipe.rules_mesh import (
     batch_divides,
@@ -150,6 +150,7 @@ def violations(
         ("model data attention batch", from_elsewhere(recipe, weights, written=written)),
         ("data model batch", data_is_there(data, length=recipe.batch.sequence_length, model=model, weights=weights)),
         ("data validation model", validation_is_possible(recipe.validation, data=data, model=model)),
+        ("data validation model batch", ladder_is_comparable(recipe)),
         ("mesh", mesh_fits(mesh, **world)),
         ("mesh model float8 batch", mesh_divides_model(mesh, model=model, batch=recipe.batch, float8=float8, **world)),
         ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
@@ -200,6 +201,17 @@ def experts_fit(recipe: Recipe, *, processes: int | None, nodes: int | None) -> 
         from recipes.recipe.rules_experts import experts_can_run
 
         yield from experts_can_run(recipe, processes=processes, nodes=nodes)
+
+
+def ladder_is_comparable(recipe: Recipe) -> Iterator[Violation]:
+    """The run validates what the ladder predicts."""
+    if path := recipe.validation.ladder:
+        from recipes.recipe.rules_tasks import ladder_for
+
+        if not recipe.validation.every:
+            yield "validation.ladder", "is compared at each validation, and there is none; write every = 1000 or so"
+        if refused := refusal_of(lambda: ladder_for(recipe, path)):
+            yield "validation.ladder", f'{refused}; write the ladder.json of a ladder of this recipe, or ""'
 
 
 def name_and_hardware_are_usable(run: RunConfig) -> Iterator[Violation]:

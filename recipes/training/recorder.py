@@ -4,6 +4,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from recipes.checkpoint.config import AVERAGED, KEEP_BEST, VALIDATION
 from recipes.data.batches import MicroBatch
 from recipes.data.loader import DataLoader
 from recipes.evaluation.config import AVERAGE_LOSS, TASK
+from recipes.files.reading import user_path
 from recipes.metrics.clock import LOADING, LOG, SKIPPED, STEP, Goodput
 from recipes.metrics.throughput import AttentionLength, HostMemory, Throughput
 from recipes.metrics.writer import MetricsWriter
@@ -27,6 +29,7 @@ from recipes.training.run_folder import draw_curves
 if TYPE_CHECKING:
     from models.encoder_decoder import EncoderDecoderInputs
     from recipes.cluster.stragglers import ComputeTime, Stragglers
+    from recipes.metrics.ladder import Beside
     from recipes.metrics.memory import GpuMemory
     from recipes.metrics.pair_lengths import PairLengths
     from recipes.training.border import Kept, Process
@@ -95,8 +98,8 @@ class Recorder:
         if world.device.type == "cuda" or recipe.metrics.calibrated_by:
             from recipes.training.foresight import foresight
 
-            device, nodes = throughput.device_name, len(world.nodes)
-            self._foresight = foresight(recipe, mesh.degrees, device=device, nodes=nodes)
+            self._foresight = foresight(recipe, mesh.degrees, device=throughput.device_name, nodes=len(world.nodes))
+        self._beside = _beside(recipe, tokens=self.tokens(self._steps))
         self.metrics = after.metrics if after else _writer(recipe, world, progress, console)
 
     def tokens(self, step: int) -> int:
@@ -202,13 +205,19 @@ class Recorder:
         )
         self._console.log(f"step {step:>6}  validation loss {of_text}{loss:.4f}", style="bold")
 
-    def log_tasks(self, step: int, scores: Mapping[str, float]) -> None:
-        """Record the scores on the tasks of the validation, "TASK/METRIC" -> value."""
-        if not scores:
-            return
-        self._note_validation(step, {f"{TASK}{name}": score for name, score in scores.items()})
-        shown = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
-        self._console.log(f"step {step:>6}  {shown}", style="bold")
+    def end_validation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Record the scores on its tasks, "TASK/METRIC" -> value, and how its losses compare with a ladder's."""
+        if scores:
+            self._note_validation(step, {f"{TASK}{name}": score for name, score in scores.items()})
+            shown = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
+            self._console.log(f"step {step:>6}  {shown}", style="bold")
+        losses = [loss for name, loss in self._validated.items() if name.startswith("validation_loss")]
+        if self._beside and losses:
+            line, columns = self._beside.compare(step, fmean(losses), share=step / self._steps)
+            if columns:
+                self._note_validation(step, columns)
+            if line:
+                self._console.log(f"step {step:>6}  {line}", style="bold")
 
     def _note_validation(self, step: int, columns: dict[str, float]) -> None:
         """Write a row, and remember its finite values for a checkpoint of this step."""
@@ -260,3 +269,13 @@ def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: 
         before=progress,
         log=console.log,
     )
+
+
+def _beside(recipe: Recipe, *, tokens: int) -> "Beside | None":
+    """The ladder that the run is compared with. tokens: of the whole run."""
+    if not recipe.validation.ladder:
+        return None
+    from recipes.metrics import ladder
+
+    found = ladder.read_ladder(user_path(recipe.validation.ladder))
+    return ladder.Beside(found, recipe.model.non_embedding_params(), tokens)

@@ -105,7 +105,7 @@ class Trainer:
             self.validation_loss = self._log_losses()
             if self.recipe.validation.average:
                 self._validate_average()
-            self.recorder.log_tasks(self.step, self.tasks())
+            self.recorder.end_validation(self.step, self.tasks())
 
     def _log_losses(self, averaged: Sequence[int] = ()) -> dict[str, float]:
         from recipes.evaluation.losses import mean_loss

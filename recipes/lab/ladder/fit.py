@@ -1,0 +1,169 @@
+"""The law of a ladder and the best learning rate by size, fitted to runs. Imports no torch."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import product
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from parallel.errors import UserError
+from recipes.lab.ladder.points import Point
+from recipes.metrics.ladder import Fit, Law, Prediction, losses
+
+Array = NDArray[numpy.float64]
+
+HUBER = 1e-3  # beyond it a residual counts by its size, not its square (Hoffmann et al. 2022, approach 3)
+EXPONENTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.8, 1.2)  # a and b of the starts
+STARTS, STEPS = 3, 150  # how many of them are refined, and how often
+
+
+class Rates(NamedTuple):
+    """The best learning rate for N parameters is about coefficient * N ** exponent."""
+
+    coefficient: float
+    exponent: float
+    edges: list[int]
+    """N for which the lowest or highest rate tried was the best: a better one may lie beyond."""
+
+
+def fit_law(points: Sequence[Point], *, samples: int = 200) -> Fit:
+    """The law, and those of resampled runs: a run (rung and seed) is drawn with all its budgets, which share its trunk.
+
+    Raises UserError if these points do not determine a law.
+    """
+    for one in points:
+        if not 0 < one.loss < numpy.inf:
+            raise UserError(f"rung {one.rung}, seed {one.seed}: the loss is {one.loss}; train it again or leave it out")
+    if lack := _lack(points, sizes=3):
+        raise UserError(lack)
+    half = (len({one.parameters for one in points}) + 1) // 2  # fewer fix so little that most draws would be useless
+    runs = sorted({(one.rung, one.seed) for one in points})
+    budgets = numpy.array([[(one.rung, one.seed) == run for one in points] for run in runs], float)  # (runs, points)
+    generator, weights = numpy.random.default_rng(0), [numpy.ones(len(points))]
+    while len(weights) <= samples:
+        drawn = generator.multinomial(len(runs), numpy.full(len(runs), 1 / len(runs))) @ budgets
+        if not _lack([one for one, times in zip(points, drawn, strict=True) if times], sizes=half):
+            weights.append(drawn)
+    law, *others = _minimize(numpy.array(weights), points)
+    residuals = [float(numpy.log(one.loss / losses([law], one.parameters, one.tokens)[0])) for one in points]
+    _check_falls(law, points, noise=max(1e-4, float(numpy.median(numpy.abs(residuals)))))
+    spread = (len(points) / (len(points) - len(law))) ** 0.5  # five constants have absorbed a part of the noise
+    return Fit(law, tuple(others), tuple(spread * one for one in residuals))
+
+
+def miss_of_top(points: Sequence[Point]) -> list[tuple[Point, Prediction]]:
+    """The points of the largest rung, and what a fit without them predicts.
+
+    Raises UserError if the others do not determine a law: a ladder of three sizes has none to spare.
+    """
+    top = max(one.parameters for one in points)
+    fit = fit_law([one for one in points if one.parameters < top])
+    return [(one, fit.predict(one.parameters, one.tokens)) for one in points if one.parameters == top]
+
+
+def best_rates(trials: Iterable[tuple[int, float, float]]) -> Rates | None:
+    """A power law through the best rate of each size; None without two sizes that have three rates each.
+
+    The best rate: the vertex of a parabola, in the logarithm, through the lowest loss and its two neighbours.
+
+    Args:
+        trials: (N, learning rate, loss), NaN where training diverged. The losses of one rate are averaged.
+    """
+    grids: dict[int, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for parameters, rate, loss in trials:
+        grids[parameters][rate].append(loss if numpy.isfinite(loss) else numpy.inf)
+    best, edges = {}, []
+    for parameters, grid in sorted(grids.items()):
+        rates, means = numpy.array([(rate, fmean(found)) for rate, found in sorted(grid.items())]).T
+        lowest = int(means.argmin())
+        if len(rates) < 3 or not numpy.isfinite(means[lowest]):
+            continue
+        near, best[parameters] = slice(max(lowest - 1, 0), lowest + 2), float(rates[lowest])
+        if len(rates[near]) < 3 or not numpy.isfinite(means[near]).all():
+            edges.append(parameters)
+        elif (curve := numpy.polyfit(numpy.log(rates[near] / rates[lowest]), means[near], 2))[0] > 0:
+            best[parameters] *= float(numpy.exp(-curve[1] / (2 * curve[0])))
+    if len(best) < 2:
+        return None
+    exponent, coefficient = numpy.polyfit(numpy.log(list(best)), numpy.log(list(best.values())), 1)
+    return Rates(float(numpy.exp(coefficient)), float(exponent), edges)
+
+
+def compute_optimal(law: Law, tokens: float) -> float:
+    """N such that no other N and D with the same N * D have a lower loss: a A / N^a = b B / D^b."""
+    return float((law.a * law.A * tokens**law.b / (law.b * law.B)) ** (1 / law.a))
+
+
+def _minimize(weights: Array, points: Sequence[Point]) -> list[Law]:
+    """The law for each row of weights (S, P): damped Gauss-Newton, with the Huber loss as reweighted squares."""
+    size, length, loss = numpy.log([[one.parameters, one.tokens, one.loss] for one in points]).T
+    inputs = numpy.stack([0 * size, size - size.mean(), length - length.mean()])  # of E, A and B, at the middle
+
+    def evaluate(theta: Array) -> tuple[Array, Array, Array]:  # logarithms of E, A, B, (unused), a, b
+        slopes = numpy.exp(theta[:, 3:, None]) * inputs
+        terms = theta[:, :3, None] - slopes  # (S, 3, P)
+        total = numpy.logaddexp.reduce(terms, 1)
+        residuals = loss - total
+        small = numpy.minimum(abs(residuals), HUBER)
+        shares = numpy.exp(terms - total[:, None])
+        cost = (repeated * small * (abs(residuals) - small / 2)).sum(1)
+        return numpy.concatenate([shares, -shares * slopes], 1), residuals, cost
+
+    starts, costs = [], []
+    for a, b in product(EXPONENTS, EXPONENTS):  # given a and b, least squares for E, A and B
+        terms = numpy.exp(-numpy.array([[0], [a], [b]]) * inputs - loss)
+        normal = (terms * weights[:, None]) @ terms.T + 1e-9 * numpy.eye(3)
+        three = numpy.maximum(numpy.linalg.solve(normal, (weights @ terms.T)[..., None])[..., 0], 1e-3)
+        starts.append(numpy.insert(numpy.log(three), [3, 3, 3], numpy.log([1, a, b]), axis=1))
+        costs.append((weights * abs(numpy.log(three @ terms))).sum(1))
+    best = numpy.argsort(costs, 0)[:STARTS].T  # (S, STARTS)
+    theta = numpy.array(starts)[best, numpy.arange(len(weights))[:, None]].reshape(-1, 6)
+    repeated, damping = numpy.repeat(weights, STARTS, 0), numpy.full(len(theta), 1e-3)
+    lower, upper = numpy.log([[1e-3, 1e-4, 1e-4, 1, 0.01, 0.01], [100, 100, 100, 1, 3, 3]])
+    jacobian, residuals, cost = evaluate(theta)
+    for _ in range(STEPS):
+        weighted = jacobian * (repeated * HUBER / numpy.maximum(abs(residuals), HUBER))[:, None]
+        curvature = weighted @ jacobian.swapaxes(1, 2)
+        ridge = damping[:, None] * numpy.einsum("sii->si", curvature) + 1e-12
+        step = numpy.linalg.solve(curvature + ridge[:, None] * numpy.eye(6), weighted @ residuals[..., None])
+        trial = numpy.clip(theta + step[..., 0], lower, upper)
+        found = evaluate(trial)
+        better = found[-1] < cost
+        for old, new in zip((theta, jacobian, residuals, cost), (trial, *found), strict=True):
+            old[better] = new[better]
+        damping = numpy.clip(damping * numpy.where(better, 0.3, 5.0), 1e-9, 1e9)
+    rows = theta.reshape(-1, STARTS, 6)[numpy.arange(len(weights)), cost.reshape(-1, STARTS).argmin(1)]
+    rows[:, 1:3] += numpy.exp(rows[:, 4:]) * [size.mean(), length.mean()]
+    return [Law(E, A, a, B, b) for E, A, B, _, a, b in numpy.exp(rows).tolist()]
+
+
+def _lack(points: Sequence[Point], *, sizes: int) -> str | None:
+    """Why these points cannot determine a law."""
+    rungs = defaultdict(set)
+    for one in points:
+        rungs[one.parameters].add(one.tokens)
+    if len(rungs) < sizes:
+        return f"a ladder of {len(rungs)} sizes: a law needs {sizes}, so add rungs"
+    if max(map(len, rungs.values())) < 2:
+        return "every rung has one length, which does not separate size from data: add a token budget"
+    return None if len(points) > 5 else f"{len(points)} losses do not determine five constants: add budgets or seeds"
+
+
+def _check_falls(law: Law, points: Sequence[Point], *, noise: float) -> None:
+    """Raises UserError if larger or longer runs are not better."""
+    size, length = (
+        [edge(column) for edge in (min, max)] for column in zip(*((one.parameters, one.tokens) for one in points))
+    )
+    small, large = ([one for one in points if one.parameters == edge] for edge in size)
+    rises = [high.loss / low.loss - 1 for low in small for high in large if low.tokens <= high.tokens]
+    least, remedy = (
+        noise * min(one.loss for one in points),
+        "look at their learning rates, or leave out what did not train",
+    )
+    if law.A * (size[0] ** -law.a - size[1] ** -law.a) < least or (rises and fmean(rises) > 0):
+        raise UserError(f"the loss does not fall from rung {small[0].rung} to rung {large[0].rung}: {remedy}")
+    if law.B * (length[0] ** -law.b - length[1] ** -law.b) < least:
+        raise UserError(f"the loss does not fall from {length[0]} to {length[1]} tokens: {remedy}")
