@@ -1,6 +1,7 @@
 """validation.average: what is scored, on every mesh, and that the run beside it is the same to the bit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("1.1.2.1.1.2", {"model": EXPERTS, "experts": {"balance": "bias", "bias_rate": 0.01}}),
 }
 """What it is tried on: mesh, and changes to the recipe."""
+
+
+Runs = Callable[[str], tuple[Recipe, Recipe]]
 
 
 def processes_of(kind: str) -> int:
@@ -95,21 +99,26 @@ def by_hand(recipe: Recipe, steps: Sequence[int], world: World) -> float:
 
 
 @pytest.fixture(scope="module")
-def runs(small: Recipe) -> dict[str, tuple[Recipe, Recipe]]:
-    """Kind -> the same run without an average and with one of three."""
+def runs(small: Recipe) -> Runs:
+    """What trains the same run without an average and with one of three, for each kind of so many processes at once."""
     recipe = change(small, data={"validation_fraction": 0.05})
     pairs = {kind: (kind_of(recipe, kind, average=0), kind_of(recipe, kind, average=3)) for kind in KINDS}
-    for processes in (1, 2, 4):
+
+    @cache
+    def train_all(processes: int) -> None:
         both = [one for kind, pair in pairs.items() for one in pair if processes_of(kind) == processes]
         assert run_processes(processes, run_all, both) == [[0] * len(both)] * processes
-    return pairs
+
+    def pair(kind: str) -> tuple[Recipe, Recipe]:
+        train_all(processes_of(kind))
+        return pairs[kind]
+
+    return pair
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_score_is_that_of_the_weights_averaged_by_hand(
-    kind: str, runs: dict[str, tuple[Recipe, Recipe]], alone: World
-) -> None:
-    recipe = runs[kind][1]
+def test_the_score_is_that_of_the_weights_averaged_by_hand(kind: str, runs: Runs, alone: World) -> None:
+    recipe = runs(kind)[1]
     found = scores(recipe)
     assert list(found) == [6, 8]
     tolerance = 1e-3 if recipe.fsdp.param_dtype == "bfloat16" else 2e-6
@@ -117,8 +126,8 @@ def test_the_score_is_that_of_the_weights_averaged_by_hand(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_run_beside_it_is_the_same_to_the_bit(kind: str, runs: dict[str, tuple[Recipe, Recipe]]) -> None:
-    plain, scored = runs[kind]
+def test_the_run_beside_it_is_the_same_to_the_bit(kind: str, runs: Runs) -> None:
+    plain, scored = runs(kind)
     columns = ("loss", "validation_loss", "grad_norm")
     ours, others = ([[row.get(one) for one in columns] for row in rows(of) if ROW not in row] for of in (plain, scored))
     assert ours == others and len(ours) == STEPS + STEPS // 2
@@ -126,11 +135,9 @@ def test_the_run_beside_it_is_the_same_to_the_bit(kind: str, runs: dict[str, tup
         assert tensors_of(plain, number) == tensors_of(scored, number) != []
 
 
-def test_a_run_that_stopped_between_two_checkpoints_scores_what_it_would_have(
-    runs: dict[str, tuple[Recipe, Recipe]], alone: World
-) -> None:
+def test_a_run_that_stopped_between_two_checkpoints_scores_what_it_would_have(runs: Runs, alone: World) -> None:
     """The checkpoint of the step where it stopped does not count."""
-    whole = runs["one process"][1]
+    whole = runs("one process")[1]
     recipe = change(whole, run={"name": "stopped", "steps": 5}, checkpoint={"keep": 3})
     assert train(recipe, alone) == 0
     [(step, score)] = scores(recipe).items()
@@ -149,17 +156,15 @@ def flip_a_byte(recipe: Recipe, step: int, shard: str = "shard*") -> Path:
 
 
 @pytest.mark.parametrize("fault", ["damaged", "missing"])
-def test_an_average_of_fewer_is_never_scored_and_the_log_says_why(
-    fault: str, runs: dict[str, tuple[Recipe, Recipe]], alone: World
-) -> None:
-    whole = runs["one process"][1]
+def test_an_average_of_fewer_is_never_scored_and_the_log_says_why(fault: str, runs: Runs, alone: World) -> None:
+    whole = runs("one process")[1]
     recipe = change(whole, run={"name": fault, "steps": 4})
     assert train(recipe, alone) == 0
     if fault == "damaged":
         flip_a_byte(recipe, 2)
     else:
         folder(recipe, 2).rename(recipe.run.folder / "elsewhere")
-    assert train(change(recipe, run={"steps": STEPS}), alone) == 0
+    assert train(change(recipe, run={"steps": STEPS}), alone, silent=False) == 0
     assert scores(recipe) == {8: scores(whole)[8]}
     [line] = [line for line in (recipe.run.folder / "log.txt").read_text().splitlines() if "NOT AVERAGED" in line]
     assert "step      6  NOT AVERAGED: " in line and str(folder(recipe, 2)) in line
@@ -168,8 +173,8 @@ def test_an_average_of_fewer_is_never_scored_and_the_log_says_why(
     ]
 
 
-def test_what_one_rank_cannot_read_no_rank_scores(runs: dict[str, tuple[Recipe, Recipe]]) -> None:
-    whole = runs["tensor and shards"][1]
+def test_what_one_rank_cannot_read_no_rank_scores(runs: Runs) -> None:
+    whole = runs("tensor and shards")[1]
     recipe = change(whole, run={"name": "one rank", "steps": 4})
     assert run_processes(4, run_all, [recipe]) == [[0]] * 4
     flip_a_byte(recipe, 2, "shard-00003-of-*")
@@ -177,11 +182,11 @@ def test_what_one_rank_cannot_read_no_rank_scores(runs: dict[str, tuple[Recipe, 
     assert scores(recipe) == {8: scores(whole)[8]}
 
 
-def test_a_fork_scores_once_it_has_checkpoints_enough(runs: dict[str, tuple[Recipe, Recipe]], alone: World) -> None:
-    whole = runs["one process"][1]
-    trunk = f"{runs['one process'][0].run.folder}@4"
+def test_a_fork_scores_once_it_has_checkpoints_enough(runs: Runs, alone: World) -> None:
+    whole = runs("one process")[1]
+    trunk = f"{runs('one process')[0].run.folder}@4"
     fork = change(whole, run={"name": "fork", "continue_from": trunk, "steps": 10})
-    assert train(fork, alone) == 0
+    assert train(fork, alone, silent=False) == 0
     assert list(scores(fork)) == [10]
     log = (fork.run.folder / "log.txt").read_text()
     assert log.count("NOT AVERAGED") == 2 and str(folder(fork, 4)) in log
@@ -208,7 +213,7 @@ def test_several_texts_have_a_column_each(small: Recipe, corpus: Path, alone: Wo
     texts = {"one": str(corpus), "other": str(corpus)}
     validation = {"every": 2, "batches": 1, "average": 2, "sources": texts}
     recipe = change(small, run={"name": "texts", "steps": 4}, validation=validation)
-    assert train(recipe, alone) == 0
+    assert train(recipe, alone, silent=False) == 0
     found = [(row["step"], name) for row in rows(recipe) for name in row if name.startswith(ROW)]
     assert found == [(4, f"{ROW}/one"), (4, f"{ROW}/other")]
     line = "step      4  validation loss of other of the average of 2 checkpoints "
