@@ -7,10 +7,22 @@ from recipes.training.build_run import Run
 
 
 def validate(run: Run) -> dict[str, float]:
-    """Record the losses of this step. Returns those of the weights, by the names of the texts."""
-    losses = _losses(run)
-    if run.recipe.validation.average:
-        _validate_average(run)
+    """Record the losses of this step, also of its average with the checkpoints before if there are enough.
+
+    Returns those of its own weights, by the names of the texts.
+    """
+    losses, built, step = _losses(run), run.built, run.process.clock.step
+    every, count = run.recipe.checkpoint.every, run.recipe.validation.average
+    if count and run.checkpoints and len(others := range(every, step, every)[1 - count :]) == count - 1:
+        from recipes.checkpoint.average import averaged
+
+        run.checkpoints.finish()
+        paths = [run.checkpoints.path(other) for other in others]
+        with averaged(built.model, built.optimizer, paths, float8_all_gather=built.float8_all_gather) as problem:
+            if problem:
+                run.process.console.log(f"step {step:>6}  NOT AVERAGED: {problem}")
+            else:
+                _losses(run, averaged=[*others, step])
     return losses
 
 
@@ -20,20 +32,3 @@ def _losses(run: Run, averaged: Sequence[int] = ()) -> dict[str, float]:
         losses[name] = mean_loss(run.built.model, clock.with_progress(text), mesh=run.built.mesh)
         run.recorder.log_validation(clock.step, name, losses[name], averaged=averaged)
     return losses
-
-
-def _validate_average(run: Run) -> None:
-    """Record the losses of the average of this step's weights and the checkpoints before, once there are enough."""
-    from recipes.checkpoint.average import averaged
-
-    every, count, step = run.recipe.checkpoint.every, run.recipe.validation.average, run.process.clock.step
-    others = range(every, step, every)[1 - count :]
-    if run.checkpoints is None or len(others) < count - 1:
-        return
-    run.checkpoints.finish()
-    built, paths = run.built, [run.checkpoints.path(other) for other in others]
-    with averaged(built.model, built.optimizer, paths, float8_all_gather=built.float8_all_gather) as problem:
-        if problem:
-            run.process.console.log(f"step {step:>6}  NOT AVERAGED: {problem}")
-        else:
-            _losses(run, averaged=[*others, step])
