@@ -104,7 +104,7 @@ class Trainer:
 
         with self.clock.synchronized(VALIDATION):
             self.validation_loss = validate(self.built_run)
-            self.recorder.log_tasks(self.step, self.tasks())
+            self.recorder.end_validation(self.step, self.tasks())
 
     def _save(self) -> None:
         assert self.checkpoints is not None
