@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import TemporaryError, UserError
+from parallel.errors import TemporaryError, UserError, listed
 from recipes.checkpoint.config import AVERAGED, KEEP_BEST, VALIDATION, Best
 from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.manifest import Manifest
@@ -43,8 +43,7 @@ class BestOf:
             raise
         except UserError:  # damaged
             return None, []
-        averaged = _progress(manifest).get(AVERAGED, []) if self._best.row.startswith(AVERAGE_LOSS) else []
-        return _validated(manifest).get(self._best.row), averaged
+        return _validated(manifest).get(self._best.row), _averaged(manifest, self._best.row)
 
 
 def best_among(paths: Sequence[Path]) -> tuple[Path, str] | None:
@@ -58,7 +57,16 @@ def best_among(paths: Sequence[Path]) -> tuple[Path, str] | None:
         return None
     best, values = Best.named(kept), {path: _validated(manifest) for path, manifest in found.items()}
     first = best.of((number, values[path][best.row]) for number, path in enumerate(found) if best.row in values[path])
-    return first and (list(found)[first[0]], f"best {best.row}: {first[1]:.6g}")
+    if first is None:
+        return None
+    path, value = list(found)[first[0]], f"best {best.row}: {first[1]:.6g}"
+    steps = _averaged(found[path], best.row)
+    return path, f"{value} of steps {listed(steps)}" if steps else value
+
+
+def _averaged(manifest: Manifest, row: str) -> list[int]:
+    """The steps whose average has the value of this row; none if it is a row of the weights themselves."""
+    return _progress(manifest).get(AVERAGED, []) if row.startswith(AVERAGE_LOSS) else []
 
 
 def _validated(manifest: Manifest) -> dict[str, float]:

@@ -200,7 +200,8 @@ class Recorder:
         """Record the loss on the validation text of this name, "" for a single text. averaged: of so many steps."""
         self._averaged, column = averaged, AVERAGE_LOSS if averaged else "validation_loss"
         self._note_validation(step, {f"{column}/{name}" if name else column: loss})
-        of_text = (f"of {name} " if name else "") + (f"of the average of {len(averaged)} " if averaged else "")
+        whose = f"of the average of {len(averaged)} checkpoints " if averaged else ""
+        of_text = f"of {name} {whose}" if name else whose
         self._console.log(f"step {step:>6}  validation loss {of_text}{loss:.4f}", style="bold")
 
     def end_validation(self, step: int, scores: Mapping[str, float]) -> None:

@@ -2,7 +2,6 @@
 
 import signal
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 
 from parallel.errors import CorruptState, UserError
@@ -18,7 +17,7 @@ class Trainer:
     """Trains a run to its last step, or to whatever ends it earlier."""
 
     def __init__(self, run: Run) -> None:
-        self.recipe, process = run.recipe, run.process
+        self.built_run, self.recipe, process = run, run.recipe, run.process
         self.world, self.console, self.clock = process.world, process.console, process.clock
         self.built, self.loader, self.checkpoints = run.built, run.loader, run.checkpoints
         self.guard, self.recorder, self.interruption = run.guard, run.recorder, run.interruption
@@ -101,36 +100,11 @@ class Trainer:
         return every > 0 and ((step := self.step + ahead) % every == 0 or step == self.stage.last)
 
     def _validate(self) -> None:
+        from recipes.training.validation import validate
+
         with self.clock.synchronized(VALIDATION):
-            self.validation_loss = self._log_losses()
-            if self.recipe.validation.average:
-                self._validate_average()
+            self.validation_loss = validate(self.built_run)
             self.recorder.end_validation(self.step, self.tasks())
-
-    def _log_losses(self, averaged: Sequence[int] = ()) -> dict[str, float]:
-        from recipes.evaluation.losses import mean_loss
-
-        texts, losses = self.loader.validation_batches(self.recipe.validation.batches), dict[str, float]()
-        for name, text in texts.items():
-            losses[name] = mean_loss(self.built.model, self.clock.with_progress(text), mesh=self.built.mesh)
-            self.recorder.log_validation(self.step, name, losses[name], averaged=averaged)
-        return losses
-
-    def _validate_average(self) -> None:
-        """Score the average of this step's weights and of the checkpoints before, once the run is long enough."""
-        from recipes.checkpoint.average import averaged
-
-        every, count, built = self.recipe.checkpoint.every, self.recipe.validation.average, self.built
-        others = range(every, self.step, every)[1 - count :]
-        if self.checkpoints is None or len(others) < count - 1:
-            return
-        self.checkpoints.finish()
-        paths = [self.checkpoints.path(step) for step in others]
-        with averaged(built.model, built.optimizer, paths, float8_all_gather=built.float8_all_gather) as problem:
-            if problem:
-                self.console.log(f"step {self.step:>6}  NOT AVERAGED: {problem}")
-            else:
-                self._log_losses(averaged=[*others, self.step])
 
     def _save(self) -> None:
         assert self.checkpoints is not None
