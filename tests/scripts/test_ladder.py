@@ -159,10 +159,10 @@ def test_a_task_of_an_array_trains_one_rung_and_seed(home: Path) -> None:
     [
         (("--rungs", "2"), "--rungs 2: must be 3 or more"),
         (("--seeds", "0"), "--seeds 0: must be 1 or more"),
-        (("--tokens", "16K"), "--tokens 16K: one length says nothing of others"),
+        (("--tokens", "16K"), "one length of runs says nothing of others; write two or more, such as --tokens"),
         (("--tokens", "many"), "--tokens many: must be a number from"),
         (("--rates", "0.5,-1"), "--rates -1: must be a number from"),
-        (("--parameters", "10K"), "--parameters 10K: a ladder of 1 sizes has no law; write three"),
+        (("--parameters", "10K"), "--parameters: a ladder of 1 sizes has no law; write 3 or more"),
     ],
 )
 def test_bad_options_are_refused_in_one_sentence(home: Path, arguments: tuple[str, ...], message: str) -> None:
