@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import TemporaryError, UserError, listed
-from recipes.checkpoint.config import AVERAGED, KEEP_BEST, VALIDATION, Best
+from recipes.checkpoint.config import AVERAGE_LOSS, AVERAGED, KEEP_BEST, VALIDATION, Best
 from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.manifest import Manifest
-from recipes.evaluation.config import AVERAGE_LOSS
 
 
 class BestOf:

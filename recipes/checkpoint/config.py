@@ -8,8 +8,8 @@ from annotated_types import Ge
 
 VALIDATION = "validation"
 """The key of a checkpoint's progress with the values of the validation at its step, by column of metrics.jsonl."""
-AVERAGED = "averaged"
-"""The key of a checkpoint's progress with the steps whose average its validation scored."""
+AVERAGED, AVERAGE_LOSS = "averaged", "validation_average_loss"
+"""The key of a checkpoint's progress with the steps whose average its validation scored, and the column's name."""
 KEEP_BEST = "keep_best"
 """The key of a checkpoint's progress with what its run kept the best of."""
 

@@ -7,8 +7,6 @@ from annotated_types import Ge, MinLen
 
 TASK = "validation_task/"
 """Prefix of the columns of metrics.jsonl with scores on tasks."""
-AVERAGE_LOSS = "validation_average_loss"
-"""The column with the loss of the average of checkpoints, /NAME if there are several texts."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from parallel.errors import UserError, listed
-from recipes.checkpoint.config import Best, CheckpointConfig
-from recipes.evaluation.config import AVERAGE_LOSS, TASK, ValidationConfig
+from recipes.checkpoint.config import AVERAGE_LOSS, Best, CheckpointConfig
+from recipes.evaluation.config import TASK, ValidationConfig
 from recipes.files.reading import user_path
 from recipes.metrics.ladder import Ladder, conditions, read_ladder
 from recipes.recipe.fields import toml

@@ -13,10 +13,10 @@ from torch import Tensor
 from models.interface import interface_of
 from parallel.dist import World
 from parallel.passes import gather_loss_and_numbers
-from recipes.checkpoint.config import AVERAGED, KEEP_BEST, VALIDATION
+from recipes.checkpoint.config import AVERAGE_LOSS, AVERAGED, KEEP_BEST, VALIDATION
 from recipes.data.batches import MicroBatch
 from recipes.data.loader import DataLoader
-from recipes.evaluation.config import AVERAGE_LOSS, TASK
+from recipes.evaluation.config import TASK
 from recipes.files.reading import user_path
 from recipes.metrics.clock import LOADING, LOG, SKIPPED, STEP, Goodput
 from recipes.metrics.throughput import AttentionLength, HostMemory, Throughput
