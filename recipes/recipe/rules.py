@@ -208,10 +208,10 @@ def ladder_is_comparable(recipe: Recipe) -> Iterator[Violation]:
     if path := recipe.validation.ladder:
         from recipes.recipe.rules_tasks import ladder_for
 
-        if not recipe.validation.every:
-            yield "validation.ladder", "is compared at each validation, and there is none; write every = 1000 or so"
         if refused := refusal_of(lambda: ladder_for(recipe, path)):
             yield "validation.ladder", f'{refused}; write the ladder.json of a ladder of this recipe, or ""'
+        elif not recipe.validation.every:
+            yield "validation.ladder", 'is compared at each validation; write every = 1000, for example, or ladder = ""'
 
 
 def name_and_hardware_are_usable(run: RunConfig) -> Iterator[Violation]:

@@ -33,13 +33,20 @@ base = "{base}"
 run = {{ name = "large", steps = 200 }}
 data.source = "{corpus}"
 data.tokenizer = "train:300"
-model = {{ vocabulary = 512, layers = 4, width = 128, feed_forward_width = 256, heads = 4, key_value_heads = 2 }}
-model.head_width = 32
 batch = {{ sequence_length = 64, global_batch_size = 4, micro_batch_size = 2 }}
 validation = {{ every = 50, batches = 2, sample_tokens = 0 }}
 metrics.picture = false
+
+[model]
+vocabulary = 512
+layers = 4
+width = 128
+feed_forward_width = 256
+heads = 4
+key_value_heads = 2
+head_width = 32
 """
-SIZES = ("--parameters", "10K,30K,90K", "--tokens", "4K,8K", "--seeds", "1", "--rates", "")
+SIZES = ("--parameters", "10K,30K,90K", "--tokens", "16K,64K", "--seeds", "1", "--rates", "")
 
 
 @cache
@@ -152,10 +159,10 @@ def test_a_task_of_an_array_trains_one_rung_and_seed(home: Path) -> None:
     [
         (("--rungs", "2"), "--rungs 2: must be 3 or more"),
         (("--seeds", "0"), "--seeds 0: must be 1 or more"),
-        (("--tokens", "4K"), "--tokens 4K: one length says nothing of others"),
+        (("--tokens", "16K"), "one length of runs says nothing of others; write two or more, such as --tokens"),
         (("--tokens", "many"), "--tokens many: must be a number from"),
         (("--rates", "0.5,-1"), "--rates -1: must be a number from"),
-        (("--parameters", "10K"), "--parameters 10K: a ladder of 1 sizes has no law; write three"),
+        (("--parameters", "10K"), "--parameters: a ladder of 1 sizes has no law; write 3 or more"),
     ],
 )
 def test_bad_options_are_refused_in_one_sentence(home: Path, arguments: tuple[str, ...], message: str) -> None:

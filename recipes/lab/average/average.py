@@ -21,9 +21,6 @@ from recipes.files.reading import is_remote, read_text, user_path
 from recipes.files.units import size
 from recipes.weights.hf_folder import new_folder
 
-SCORED = (VALIDATION, AVERAGED)
-"""Keys of the newest checkpoint's progress that are not true of the average."""
-
 
 def average(run: str, steps: str, out: Path, *, weights: str, log: Callable[[str], None]) -> None:
     """Write the average of a run's checkpoints, with moments and progress of the newest, as a new folder like a run's.
@@ -35,19 +32,16 @@ def average(run: str, steps: str, out: Path, *, weights: str, log: Callable[[str
     folder = path if path.name == CHECKPOINTS else path / CHECKPOINTS
     have = there.steps() if there else checkpoint_steps(folder)
     if missing := ", ".join(str(step) for step in wanted if step not in have):
-        raise UserError(
-            f"{run} has no whole checkpoint of step {missing}; it has {', '.join(map(str, have)) or 'none'}"
-        )
+        raise UserError(f"{run} has no checkpoint of step {missing}; it has {', '.join(map(str, have)) or 'none'}")
     if folder.resolve() in out.resolve().parents:
         raise UserError(f"{out} is among the checkpoints of the run itself; write a folder outside of {folder}")
     with new_folder(out) as partial:
-        home = local_copy(place, partial / "fetched", only=[RECIPE]) if there else folder.parent
+        fetched = partial / "fetched"
+        home = local_copy(place, fetched, only=[RECIPE]) if there else folder.parent
         checkpoints: dict[Path, Manifest] = {}
         for step in wanted:
             log(f"reading and verifying step {step}")
-            path = (
-                local_copy(there.address(step), partial / "fetched", deep=True) if there else step_folder(folder, step)
-            )
+            path = local_copy(there.address(step), fetched, deep=True) if there else step_folder(folder, step)
             checkpoints[path] = verify(path)
             if checkpoints[path].step != step:
                 raise Damage(f"{path} holds the checkpoint of another step: {checkpoints[path].step}")
@@ -61,7 +55,7 @@ def average(run: str, steps: str, out: Path, *, weights: str, log: Callable[[str
         write_file(partial / RECIPE, read_text(home / RECIPE).encode())
         origin = {"run": run, "steps": [*wanted], "weights": weights}
         _write(step_folder(partial / CHECKPOINTS, wanted[-1]), checkpoints, shares_of(len(wanted), weights), origin)
-        shutil.rmtree(partial / "fetched", ignore_errors=True)
+        shutil.rmtree(fetched, ignore_errors=True)
 
 
 def steps_of(text: str) -> Sequence[int]:
@@ -111,7 +105,7 @@ def _write(folder: Path, checkpoints: Mapping[Path, Manifest], shares: Sequence[
 
     folder.mkdir(parents=True)
     shards = {shard: write_shard(folder / shard, pieces, contents())}
-    progress = {key: value for key, value in last.state["progress"].items() if key not in SCORED}
+    progress = {key: value for key, value in last.state["progress"].items() if key not in (VALIDATION, AVERAGED)}
     state = {**last.state, "progress": {**progress, "average_of": origin}}
     texts = {name: read_text(path / name) for name, file in last.files.items() if not file.header_bytes}
     complete(folder, assemble(last.step, state, stored, shards), texts)

@@ -64,7 +64,7 @@ def lines(answer: Answer) -> list[str]:
     low, high = interval([compute_optimal(law, answer.tokens) for law in fit.samples])
     sizes = answer.model.non_embedding_params() / answer.ladder.parameters
     lengths, flops = answer.tokens / answer.ladder.tokens, answer.flops / max(point.flops for point in points)
-    rest = f" (and {len(answer.failed) - 1} other runs: ladder.md)" if len(answer.failed) > 1 else ""
+    rest = f" (and {len(answer.failed) - 1} more: ladder.md)" if len(answer.failed) > 1 else ""
     return [
         *found,
         "",

@@ -1,9 +1,8 @@
 """The law of a ladder and the best learning rate by size, fitted to runs. Imports no torch."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import product
-from statistics import fmean
 from typing import NamedTuple
 
 import numpy
@@ -17,7 +16,7 @@ Array = NDArray[numpy.float64]
 
 HUBER = 1e-3  # beyond it a residual counts by its size, not its square (Hoffmann et al. 2022, approach 3)
 EXPONENTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.8, 1.2)  # a and b of the starts
-STARTS, STEPS = 3, 150  # how many of them are refined, and how often
+STEPS = 200  # from the best start
 
 
 class Rates(NamedTuple):
@@ -26,7 +25,7 @@ class Rates(NamedTuple):
     coefficient: float
     exponent: float
     edges: list[int]
-    """N for which the lowest or highest rate tried was the best: a better one may lie beyond."""
+    """N whose best rate was the lowest or highest one tried: a better one may lie beyond."""
 
 
 def fit_law(points: Sequence[Point], *, samples: int = 200) -> Fit:
@@ -49,9 +48,17 @@ def fit_law(points: Sequence[Point], *, samples: int = 200) -> Fit:
             weights.append(drawn)
     law, *others = _minimize(numpy.array(weights), points)
     residuals = [float(numpy.log(one.loss / losses([law], one.parameters, one.tokens)[0])) for one in points]
-    _check_falls(law, points, noise=max(1e-4, float(numpy.median(numpy.abs(residuals)))))
-    spread = (len(points) / (len(points) - len(law))) ** 0.5  # five constants have absorbed a part of the noise
-    return Fit(law, tuple(others), tuple(spread * one for one in residuals))
+    sizes, lengths = numpy.array([(one.parameters, one.tokens) for one in points], float).T
+    small, large = ([one for one in points if one.parameters == edge] for edge in (sizes.min(), sizes.max()))
+    rises = [high.loss / low.loss - 1 for low in small for high in large if low.tokens <= high.tokens]
+    noise = law.E * max(1e-4, float(numpy.median(numpy.abs(residuals))))
+    remedy = "look at the learning rates, and leave out what did not train"
+    if numpy.ptp(law.A * sizes**-law.a) < noise or sum(rises) > 0:
+        raise UserError(f"the loss does not fall from rung {small[0].rung} to rung {large[0].rung}: {remedy}")
+    if numpy.ptp(law.B * lengths**-law.b) < noise:
+        raise UserError(f"the loss does not fall with more tokens: {remedy}")
+    absorbed = (1 - len(law) / len(points)) ** 0.5  # five constants hide a part of the noise
+    return Fit(law, tuple(others), tuple(one / absorbed for one in residuals))
 
 
 def miss_of_top(points: Sequence[Point]) -> list[tuple[Point, Prediction]]:
@@ -67,17 +74,15 @@ def miss_of_top(points: Sequence[Point]) -> list[tuple[Point, Prediction]]:
 def best_rates(trials: Iterable[tuple[int, float, float]]) -> Rates | None:
     """A power law through the best rate of each size; None without two sizes that have three rates each.
 
-    The best rate: the vertex of a parabola, in the logarithm, through the lowest loss and its two neighbours.
-
-    Args:
-        trials: (N, learning rate, loss), NaN where training diverged. The losses of one rate are averaged.
+    Trials are (N, learning rate, loss), with NaN where training diverged; the losses of one rate are averaged. The best
+    rate is the vertex of a parabola, in the logarithm, through the lowest loss and its two neighbours.
     """
     grids: dict[int, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for parameters, rate, loss in trials:
         grids[parameters][rate].append(loss if numpy.isfinite(loss) else numpy.inf)
-    best, edges = {}, []
+    best, edges = dict[int, float](), list[int]()
     for parameters, grid in sorted(grids.items()):
-        rates, means = numpy.array([(rate, fmean(found)) for rate, found in sorted(grid.items())]).T
+        rates, means = numpy.array([(rate, numpy.mean(found)) for rate, found in sorted(grid.items())]).T
         lowest = int(means.argmin())
         if len(rates) < 3 or not numpy.isfinite(means[lowest]):
             continue
@@ -109,7 +114,7 @@ def _minimize(weights: Array, points: Sequence[Point]) -> list[Law]:
         residuals = loss - total
         small = numpy.minimum(abs(residuals), HUBER)
         shares = numpy.exp(terms - total[:, None])
-        cost = (repeated * small * (abs(residuals) - small / 2)).sum(1)
+        cost = (weights * small * (abs(residuals) - small / 2)).sum(1)
         return numpy.concatenate([shares, -shares * slopes], 1), residuals, cost
 
     starts, costs = [], []
@@ -119,13 +124,12 @@ def _minimize(weights: Array, points: Sequence[Point]) -> list[Law]:
         three = numpy.maximum(numpy.linalg.solve(normal, (weights @ terms.T)[..., None])[..., 0], 1e-3)
         starts.append(numpy.insert(numpy.log(three), [3, 3, 3], numpy.log([1, a, b]), axis=1))
         costs.append((weights * abs(numpy.log(three @ terms))).sum(1))
-    best = numpy.argsort(costs, 0)[:STARTS].T  # (S, STARTS)
-    theta = numpy.array(starts)[best, numpy.arange(len(weights))[:, None]].reshape(-1, 6)
-    repeated, damping = numpy.repeat(weights, STARTS, 0), numpy.full(len(theta), 1e-3)
-    lower, upper = numpy.log([[1e-3, 1e-4, 1e-4, 1, 0.01, 0.01], [100, 100, 100, 1, 3, 3]])
+    theta = numpy.array(starts)[numpy.argmin(costs, 0), numpy.arange(len(weights))]
+    damping = numpy.full(len(theta), 1e-3)
+    lower, upper = numpy.log([[1e-3, 1e-4, 1e-4, 1.0, 0.01, 0.01], [1e2, 1e2, 1e2, 1.0, 3.0, 3.0]])
     jacobian, residuals, cost = evaluate(theta)
     for _ in range(STEPS):
-        weighted = jacobian * (repeated * HUBER / numpy.maximum(abs(residuals), HUBER))[:, None]
+        weighted = jacobian * (weights * HUBER / numpy.maximum(abs(residuals), HUBER))[:, None]
         curvature = weighted @ jacobian.swapaxes(1, 2)
         ridge = damping[:, None] * numpy.einsum("sii->si", curvature) + 1e-12
         step = numpy.linalg.solve(curvature + ridge[:, None] * numpy.eye(6), weighted @ residuals[..., None])
@@ -135,35 +139,15 @@ def _minimize(weights: Array, points: Sequence[Point]) -> list[Law]:
         for old, new in zip((theta, jacobian, residuals, cost), (trial, *found), strict=True):
             old[better] = new[better]
         damping = numpy.clip(damping * numpy.where(better, 0.3, 5.0), 1e-9, 1e9)
-    rows = theta.reshape(-1, STARTS, 6)[numpy.arange(len(weights)), cost.reshape(-1, STARTS).argmin(1)]
-    rows[:, 1:3] += numpy.exp(rows[:, 4:]) * [size.mean(), length.mean()]
-    return [Law(E, A, a, B, b) for E, A, B, _, a, b in numpy.exp(rows).tolist()]
+    theta[:, 1:3] += numpy.exp(theta[:, 4:]) * [size.mean(), length.mean()]
+    return [Law(E, A, a, B, b) for E, A, B, _, a, b in numpy.exp(theta).tolist()]
 
 
 def _lack(points: Sequence[Point], *, sizes: int) -> str | None:
     """Why these points cannot determine a law."""
-    rungs = defaultdict(set)
-    for one in points:
-        rungs[one.parameters].add(one.tokens)
-    if len(rungs) < sizes:
-        return f"a ladder of {len(rungs)} sizes: a law needs {sizes}, so add rungs"
-    if max(map(len, rungs.values())) < 2:
+    lengths = Counter(size for size, _ in {(one.parameters, one.tokens) for one in points})
+    if len(lengths) < sizes:
+        return f"a ladder of {len(lengths)} sizes, and a law needs {sizes}: add rungs"
+    if max(lengths.values()) < 2:
         return "every rung has one length, which does not separate size from data: add a token budget"
     return None if len(points) > 5 else f"{len(points)} losses do not determine five constants: add budgets or seeds"
-
-
-def _check_falls(law: Law, points: Sequence[Point], *, noise: float) -> None:
-    """Raises UserError if larger or longer runs are not better."""
-    size, length = (
-        [edge(column) for edge in (min, max)] for column in zip(*((one.parameters, one.tokens) for one in points))
-    )
-    small, large = ([one for one in points if one.parameters == edge] for edge in size)
-    rises = [high.loss / low.loss - 1 for low in small for high in large if low.tokens <= high.tokens]
-    least, remedy = (
-        noise * min(one.loss for one in points),
-        "look at their learning rates, or leave out what did not train",
-    )
-    if law.A * (size[0] ** -law.a - size[1] ** -law.a) < least or (rises and fmean(rises) > 0):
-        raise UserError(f"the loss does not fall from rung {small[0].rung} to rung {large[0].rung}: {remedy}")
-    if law.B * (length[0] ** -law.b - length[1] ** -law.b) < least:
-        raise UserError(f"the loss does not fall from {length[0]} to {length[1]} tokens: {remedy}")

@@ -16,7 +16,6 @@ from recipes.lab.ladder.fit import best_rates, fit_law, miss_of_top
 from recipes.lab.ladder.points import Point
 from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, sizes
 from recipes.lab.ladder.runs import Failed, point_of, runs_of, train, write_recipes
-from recipes.lab.plan.options import amount
 from recipes.lab.sweep.grid import processes_here
 from recipes.metrics.ladder import Ladder, conditions
 from recipes.recipe.load import load, shown
@@ -70,28 +69,22 @@ def climb(
 
 
 def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int) -> list[Budget]:
-    """The runs that the options ask for. Raises UserError for what cannot be read."""
-    of_runs = options.tokens or options.tokens_per_parameter
-    name = "--tokens" if options.tokens else "--tokens-per-parameter"
+    """The runs that the options ask for. Raises UserError if they determine no law."""
     for key, value, least in (("--rungs", options.rungs, FEWEST), ("--seeds", options.seeds, 1)):
         if value < least:
             raise UserError(f"{key} {value}: must be {least} or more")
-    parameters = [amount("--parameters", one) for one in (options.parameters or "").split(",") if one]
-    if 0 < len(parameters) < FEWEST:
-        raise UserError(
-            f"--parameters {options.parameters}: a ladder of {len(parameters)} sizes has no law; write three"
-        )
-    tokens = sorted(amount(name, one) for one in of_runs.split(","))
-    if len(tokens) < 2:
-        raise UserError(f"{name} {of_runs}: one length says nothing of others; write two or more, such as 10,20,40")
+    if 0 < len(options.parameters) < FEWEST:
+        raise UserError(f"--parameters: a ladder of {len(options.parameters)} sizes has no law; write {FEWEST} or more")
+    if len(tokens := sorted(options.tokens or options.tokens_per_parameter)) < 2:
+        raise UserError("one length of runs says nothing of others; write two or more, such as --tokens 1B,2B")
     return budgets(
         recipe,
-        sorted(map(round, parameters)) or sizes(recipe, options.rungs),
+        sorted(map(round, options.parameters)) or sizes(recipe, options.rungs),
         folder=folder,
         tokens=tokens,
         per_parameter=not options.tokens,
         seeds=options.seeds,
-        rates=[amount("--rates", one) for one in options.rates.split(",") if one],
+        rates=options.rates,
         processes=processes,
     )
 

@@ -1,0 +1,178 @@
+"""A ladder's law and learning rates: known ones are recovered, and runs that determine none are refused."""
+
+from dataclasses import replace
+from math import nan
+from typing import Any
+
+import numpy
+import pytest
+
+from parallel.errors import UserError
+from recipes.lab.ladder.fit import best_rates, compute_optimal, fit_law, miss_of_top
+from recipes.lab.ladder.points import Point
+from recipes.metrics.ladder import Law, losses
+
+LAW = Law(E=1.7, A=60.0, a=0.28, B=400.0, b=0.36)
+SIZES = (100_000, 210_000, 450_000, 950_000, 2_000_000)
+TARGET = (8_000_000, 160_000_000)
+
+
+def ladder(*, law: Law = LAW, noise: float = 0.0, seeds: int = 2, chance: int = 0, sizes: Any = SIZES) -> list[Point]:
+    """Runs of 10, 20 and 40 tokens per parameter; a trunk and each of its budgets have noise of their own."""
+    generator = numpy.random.default_rng(chance)
+    points = []
+    for size in sizes:
+        for seed in range(seeds):
+            trunk = generator.normal()
+            for ratio in (10, 20, 40):
+                error = numpy.exp(noise * (trunk + generator.normal() / 2))
+                loss = float(losses([law], size, size * ratio)[0] * error)
+                points.append(Point(f"{size}", seed, size, size * ratio, 6.0 * size**2 * ratio, loss))
+    return points
+
+
+def test_law_without_noise_is_recovered() -> None:
+    fit = fit_law(ladder(), samples=5)
+
+    assert fit.law == pytest.approx(LAW, rel=1e-3)
+    assert fit.predict(*TARGET).loss == pytest.approx(losses([LAW], *TARGET)[0], rel=1e-5)
+
+
+def test_one_ruined_run_does_not_move_the_law() -> None:
+    points = ladder(noise=0.001)
+    ruined = [replace(points[0], loss=1.3 * points[0].loss), *points[1:]]
+
+    before, after = (fit_law(runs, samples=1).predict(*TARGET).loss for runs in (points, ruined))
+
+    assert after == pytest.approx(before, rel=0.005)
+
+
+def test_bootstrap_is_deterministic() -> None:
+    assert fit_law(ladder(noise=0.003), samples=20) == fit_law(ladder(noise=0.003), samples=20)
+
+
+def test_budgets_of_a_run_are_drawn_together() -> None:
+    points = [replace(one, loss=one.loss * (1.01 if one.seed else 1.0)) for one in ladder()]
+    shuffled = [replace(one, seed=number) for number, one in enumerate(points)]
+
+    together, apart = (numpy.std([law.E for law in fit_law(runs).samples]) for runs in (points, shuffled))
+
+    assert together != pytest.approx(apart, rel=0.01)
+
+
+def test_more_noise_means_a_wider_interval() -> None:
+    quiet, noisy = (fit_law(ladder(noise=noise)).predict(*TARGET) for noise in (0.001, 0.004))
+
+    assert noisy.high - noisy.low > 2 * (quiet.high - quiet.low)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "seeds"), [(SIZES, 2), (SIZES, 1), (SIZES[::2], 1)])
+def test_interval_covers_a_larger_run_in_about_95_percent_of_repeats(sizes: tuple[int, ...], seeds: int) -> None:
+    covered = []
+    for chance in range(60):
+        found = fit_law(ladder(noise=0.003, chance=chance, seeds=seeds, sizes=sizes), samples=100).predict(*TARGET)
+        truth = losses([LAW], *TARGET)[0] * numpy.exp(numpy.random.default_rng(1000 + chance).normal(0, 0.003))
+        covered.append(found.low < truth < found.high)
+
+    assert numpy.mean(covered) > 0.87
+
+
+def test_largest_rung_is_predicted_by_the_others() -> None:
+    missed = miss_of_top(ladder(noise=0.001))
+
+    assert {point.parameters for point, _ in missed} == {SIZES[-1]}
+    assert all(found.loss == pytest.approx(point.loss, rel=0.01) for point, found in missed)
+
+
+def test_three_sizes_have_no_rung_to_spare() -> None:
+    with pytest.raises(UserError, match="a ladder of 2 sizes, and a law needs 3: add rungs"):
+        miss_of_top(ladder(sizes=SIZES[:3]))
+
+
+def test_compute_optimal_size_is_best_at_equal_compute() -> None:
+    size = compute_optimal(LAW, 1e10)
+
+    nearby = [losses([LAW], size * factor, 1e10 / factor)[0] for factor in (0.5, 0.99, 1.0, 1.01, 2.0)]
+
+    assert numpy.argmin(nearby) == 2
+
+
+def test_ladder_of_one_rung_is_refused() -> None:
+    with pytest.raises(UserError, match="a ladder of 1 sizes, and a law needs 3: add rungs"):
+        fit_law(ladder(sizes=SIZES[:1]))
+
+
+def test_one_length_per_rung_is_refused() -> None:
+    with pytest.raises(UserError, match="does not separate size from data: add a token budget"):
+        fit_law([one for one in ladder() if one.tokens == 20 * one.parameters])
+
+
+def test_five_losses_are_refused() -> None:
+    with pytest.raises(UserError, match="5 losses do not determine five constants"):
+        fit_law(ladder(seeds=1, sizes=SIZES[:3])[::2])
+
+
+@pytest.mark.parametrize("loss", [nan, -1.0, 0.0, float("inf")])
+def test_loss_that_is_no_positive_number_is_refused_by_rung(loss: float) -> None:
+    points = ladder()
+    points[8] = replace(points[8], loss=loss)
+
+    with pytest.raises(UserError, match=rf"rung 210000, seed 0: the loss is {loss}; train it again"):
+        fit_law(points)
+
+
+def test_losses_that_rise_with_size_are_refused_by_rung() -> None:
+    points = [replace(one, loss=one.loss * (one.parameters / SIZES[0]) ** 0.2) for one in ladder(noise=0.001)]
+
+    with pytest.raises(UserError, match="does not fall from rung 100000 to rung 2000000: look at the learning rates"):
+        fit_law(points)
+
+
+def test_losses_that_rise_with_tokens_are_refused() -> None:
+    points = [
+        replace(one, loss=float(losses([LAW], one.parameters, 1e7)[0]) * (one.tokens / one.parameters) ** 0.02)
+        for one in ladder()
+    ]
+
+    with pytest.raises(UserError, match="does not fall with more tokens"):
+        fit_law(points)
+
+
+def test_neighbours_within_the_noise_are_no_rise() -> None:
+    points = [replace(one, loss=one.loss * (1.15 if one.rung == "210000" else 1.0)) for one in ladder(noise=0.001)]
+
+    fit_law(points, samples=1)
+
+
+def test_best_rate_is_the_vertex_of_a_parabola_and_falls_with_size() -> None:
+    def trials(size: int, best: float) -> list[tuple[int, float, float]]:
+        return [(size, rate, 3 + numpy.log(rate / best) ** 2) for rate in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)]
+
+    found = best_rates([*trials(10**5, 2e-3), *trials(10**6, 1e-3), *trials(10**7, 5e-4)])
+
+    assert found is not None
+    assert found.coefficient * 1e6**found.exponent == pytest.approx(1e-3)
+    assert found.exponent == pytest.approx(numpy.log10(0.5))
+    assert not found.edges
+
+
+def test_best_rate_at_the_edge_is_named() -> None:
+    rates, inside, falling = (0.1, 0.2, 0.4), (3.0, 2.0, 2.5), (3.0, 2.0, 1.5)
+    trials = [
+        (size, *trial) for size, curve in ((10, inside), (20, falling)) for trial in zip(rates, curve, strict=True)
+    ]
+
+    found = best_rates(trials)
+
+    assert found is not None and found.edges == [20]
+
+
+def test_rate_next_to_a_diverged_one_is_an_edge() -> None:
+    found = best_rates([(size, rate, loss) for size in (10, 20) for rate, loss in ((0.1, 3.0), (0.2, 2.0), (0.4, nan))])
+
+    assert found is not None and found.edges == [10, 20]
+
+
+def test_rates_of_one_size_give_no_power_law() -> None:
+    assert best_rates([(10, rate, rate) for rate in (0.1, 0.2, 0.4)]) is None
