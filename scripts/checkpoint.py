@@ -1,4 +1,4 @@
-"""Lists, verifies and shows checkpoints: `python scripts/checkpoint.py list|verify|show PATH`. Imports no torch."""
+"""Lists, verifies, shows or averages checkpoints: `scripts/checkpoint.py list|verify|show PATH`. Imports no torch."""
 
 import argparse
 import os
@@ -17,25 +17,38 @@ explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.checkpoint import look  # noqa: E402
-from recipes.files.reading import path_argument  # noqa: E402
+from recipes.files.reading import is_remote, path_argument  # noqa: E402
 
 USAGE = """\
 checkpoint.py list PATH      a table of checkpoints: step, size, visible damage
        checkpoint.py verify PATH    the same after reading every byte; exits with 1 if anything is damaged
        checkpoint.py show PATH      the contents of one checkpoint: progress, files, tensors
+       checkpoint.py average RUN --steps FIRST:LAST:EVERY|A,B,C [--weights equal|decay] OUT
 
-PATH: runs/NAME, its folder of checkpoints, or one checkpoint. `show` takes the newest of several."""
+PATH: runs/NAME, its folder of checkpoints, or one checkpoint. `show` takes the newest of several.
+RUN: runs/NAME, or its address, s3://bucket/runs/NAME. OUT: a new folder like a run's, with the average in it, which
+after a constant learning rate is like a decay of it: a linear one, or with --weights decay by 1 - sqrt."""
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 1 for damage, 2 for an error that the user can fix."""
     parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False)
-    parser.add_argument("command", choices=("list", "verify", "show"), help=argparse.SUPPRESS)
-    parser.add_argument("path", type=path_argument, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    parser.add_argument("command", choices=("list", "verify", "show", "average"), help=argparse.SUPPRESS)
+    parser.add_argument("path", type=lambda one: one if is_remote(one) else path_argument(one), help=argparse.SUPPRESS)
+    parser.add_argument("out", nargs="?", type=path_argument, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", help=argparse.SUPPRESS)
+    parser.add_argument("--weights", default="equal", choices=("equal", "decay"), help=argparse.SUPPRESS)
+    options = parser.parse_intermixed_args(arguments)
+    if {bool(options.steps), bool(options.out)} != {options.command == "average"}:
+        parser.error("average, and nothing else, needs --steps and OUT")
     sound = True
     try:
-        paths = look.find(options.path)
+        if options.command == "average":
+            from recipes.lab.average.average import average
+
+            average(str(options.path), options.steps, options.out, weights=options.weights, log=print)
+            return 0
+        paths = look.find(Path(options.path))
         if options.command == "show":
             for line in look.describe(paths[-1]):
                 print(line)

@@ -1,7 +1,6 @@
 """Compare the speed and loss of recipes on this machine: `scripts/sweep.py SWEEP`; see --help. Imports no torch."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
-from parallel.errors import UserError  # noqa: E402
 from recipes.files.screen import Screen, open_missing  # noqa: E402
 from recipes.lab.sweep.runner import exit_code_of  # noqa: E402
 
@@ -48,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 def sweep(options: argparse.Namespace, overrides: list[str]) -> int:
     """Run the sweep; returns the exit code. Raises UserError."""
-    from recipes.lab.sweep.grid import device_count, read_sweep
+    from recipes.lab.sweep.grid import device_count, processes_here, read_sweep
     from recipes.lab.sweep.loop import run_sweep
     from recipes.lab.sweep.results import TABLE, current_results
 
@@ -58,7 +56,7 @@ def sweep(options: argparse.Namespace, overrides: list[str]) -> int:
         path,
         overrides,
         output=options.output,
-        processes=_processes(devices),
+        processes=processes_here(devices),
         device=None if options.dry_run else "cuda" if devices else "cpu",
     )
     known = current_results(plan)
@@ -72,16 +70,6 @@ def sweep(options: argparse.Namespace, overrides: list[str]) -> int:
     results = run_sweep(plan, retry=options.retry, log=say)
     say((plan.folder / TABLE).read_text(encoding="utf-8").removesuffix("\n"))
     return 0 if any(result["outcome"] == "done" for result in results.values()) else 1
-
-
-def _processes(devices: int) -> int:
-    """The number of processes that scripts/run.sh would start."""
-    asked = os.environ.get("NPROC", "")
-    if not asked:
-        return devices or 2
-    if not asked.isdigit() or int(asked) < 1:
-        raise UserError(f"NPROC={asked}: must be a number of processes, 1 or more")
-    return int(asked)
 
 
 if __name__ == "__main__":

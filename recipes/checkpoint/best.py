@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import TemporaryError, UserError
-from recipes.checkpoint.config import KEEP_BEST, VALIDATION, Best
+from parallel.errors import TemporaryError, UserError, listed
+from recipes.checkpoint.config import AVERAGE_LOSS, AVERAGED, KEEP_BEST, VALIDATION, Best
 from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.manifest import Manifest
 
@@ -21,10 +21,10 @@ class BestOf:
     def __init__(self, keep_best: str, manifest_of: Callable[[int], Manifest]) -> None:
         """keep_best: a value of checkpoint.keep_best. manifest_of: reads the manifest of a step."""
         self._best, self._manifest_of = Best.named(keep_best), manifest_of
-        self._values: dict[int, float | None] = {}
+        self._values: dict[int, tuple[float | None, list[int]]] = {}
 
-    def step(self, steps: Iterable[int]) -> int | None:
-        """The best of these steps, oldest first; None if none has a value, as a damaged one has none.
+    def kept(self, steps: Iterable[int]) -> set[int]:
+        """The best of these steps, oldest first, and those it is the average of; a damaged one has no value.
 
         Raises TemporaryError if a manifest cannot be read now: any step may be the best one then.
         """
@@ -32,16 +32,17 @@ class BestOf:
         for step in steps:
             if step not in self._values:
                 self._values[step] = self._value(step)
-        best = self._best.of((step, value) for step in steps if (value := self._values[step]) is not None)
-        return best and best[0]
+        best = self._best.of((step, value) for step in steps if (value := self._values[step][0]) is not None)
+        return {best[0], *self._values[best[0]][1]} if best else set()
 
-    def _value(self, step: int) -> float | None:
+    def _value(self, step: int) -> tuple[float | None, list[int]]:
         try:
-            return _validated(self._manifest_of(step)).get(self._best.row)
+            manifest = self._manifest_of(step)
         except TemporaryError:
             raise
         except UserError:  # damaged
-            return None
+            return None, []
+        return _validated(manifest).get(self._best.row), _averaged(manifest, self._best.row)
 
 
 def best_among(paths: Sequence[Path]) -> tuple[Path, str] | None:
@@ -55,7 +56,16 @@ def best_among(paths: Sequence[Path]) -> tuple[Path, str] | None:
         return None
     best, values = Best.named(kept), {path: _validated(manifest) for path, manifest in found.items()}
     first = best.of((number, values[path][best.row]) for number, path in enumerate(found) if best.row in values[path])
-    return first and (list(found)[first[0]], f"best {best.row}: {first[1]:.6g}")
+    if first is None:
+        return None
+    path, value = list(found)[first[0]], f"best {best.row}: {first[1]:.6g}"
+    steps = _averaged(found[path], best.row)
+    return path, f"{value} of steps {listed(steps)}" if steps else value
+
+
+def _averaged(manifest: Manifest, row: str) -> list[int]:
+    """The steps whose average has the value of this row; none if it is a row of the weights themselves."""
+    return _progress(manifest).get(AVERAGED, []) if row.startswith(AVERAGE_LOSS) else []
 
 
 def _validated(manifest: Manifest) -> dict[str, float]:

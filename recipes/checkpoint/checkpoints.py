@@ -295,7 +295,7 @@ class Checkpoints:
         steps = self.steps()
         copied = self._copies.step if self._copies else None
         try:
-            best = self._best.step(steps) if self._best else None
+            best = self._best.kept(steps) if self._best else ()
         except TemporaryError:  # it may be any of them; the next save deletes the others
             return []
         found = folders.dispensable(steps, self._config, best=best)

@@ -8,6 +8,10 @@ from annotated_types import Ge
 
 VALIDATION = "validation"
 """The key of a checkpoint's progress with the values of the validation at its step, by column of metrics.jsonl."""
+AVERAGED = "averaged"
+"""The key of a checkpoint's progress with the steps whose average its validation scored."""
+AVERAGE_LOSS = "validation_average_loss"
+"""The column of metrics.jsonl with the loss of that average, /NAME if there are several texts."""
 KEEP_BEST = "keep_best"
 """The key of a checkpoint's progress with what its run kept the best of."""
 

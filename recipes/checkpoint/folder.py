@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -157,11 +157,11 @@ def remove(path: Path) -> None:
             raise error
 
 
-def dispensable(steps: list[int], config: CheckpointConfig, *, best: int | None = None) -> list[int]:
-    """The steps that may be deleted: neither the newest, nor multiples of keep_every (0 = none), nor the best. steps:
+def dispensable(steps: list[int], config: CheckpointConfig, *, best: Collection[int] = ()) -> list[int]:
+    """The steps that may be deleted: neither the newest, nor multiples of keep_every (0 = none), nor in best. steps:
     oldest first."""
     every = config.keep_every
-    return [step for step in steps[: -config.keep] if not (every and step % every == 0) and step != best]
+    return [step for step in steps[: -config.keep] if not (every and step % every == 0) and step not in best]
 
 
 def check(folder: Path, step: int, *, most: int = FEW) -> Manifest:

@@ -88,7 +88,7 @@ class RemoteFolder:
         whole = [step for step, names in files.items() if MANIFEST in names]
         doomed = {*dispensable(whole, self.config)} - {*besides}
         if doomed and self.config.keep_best:  # that of a machine that is gone, perhaps
-            doomed -= {BestOf(self.config.keep_best, self._manifest).step(whole)}
+            doomed -= BestOf(self.config.keep_best, self._manifest).kept(whole)
         for step in sorted(doomed):
             self._delete(step, files[step])
 

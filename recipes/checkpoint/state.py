@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
 from parallel.fsdp import plain_name
-from recipes.checkpoint.config import KEEP_BEST, VALIDATION
+from recipes.checkpoint.config import AVERAGED, KEEP_BEST, VALIDATION
 from recipes.checkpoint.manifest import Count, Damage, Manifest
 from recipes.checkpoint.storage import PARAMETERS
 from recipes.data.history import from_json
@@ -30,6 +30,7 @@ PROGRESS: dict[str, TypeAdapter[Any]] = {
     "trained_on": TypeAdapter(dict[str, str]),
     KEEP_BEST: TypeAdapter(Annotated[str, MaxLen(1000)]),
     VALIDATION: TypeAdapter(dict[str, FiniteFloat]),
+    AVERAGED: TypeAdapter(list[Count]),
     "wandb_id": TypeAdapter(Annotated[str, MaxLen(200)]),
 }
 """The keys of the progress that a run reads, with their types. Any may be missing: older versions saved fewer."""

@@ -4,7 +4,8 @@ L(N, D) = E + A / N^a + B / D^b (Hoffmann et al. 2022, arXiv 2203.15556, approac
 the validation text, nats; N: ModelConfig.non_embedding_params(); D: tokens. Imports no torch.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -14,9 +15,12 @@ from numpy.typing import NDArray
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from parallel.errors import UserError
+from recipes.data.config import DataConfig
 from recipes.files.reading import read_text
 
 Positive = Annotated[FiniteFloat, Gt(0)]
+NO_CONDITIONS = {"source", "mixture", "tokenizer", "cache", "shuffle_tokens", "bad_row_budget"}
+"""Fields of [data] that change no loss, or that conditions() treats by themselves."""
 
 
 class Law(NamedTuple):
@@ -78,6 +82,31 @@ class Ladder:
         return Prediction(*(float(numpy.interp(share, shares, column)) for column in found.T))
 
 
+@dataclass
+class Beside:
+    """A run beside its ladder."""
+
+    ladder: Ladder
+    parameters: int
+    tokens: int
+    """D of the whole run."""
+    above: list[int] = field(default_factory=list)
+    """The steps of the last validations, as far as their losses were above the interval."""
+
+    def compare(self, step: int, loss: float, *, share: float) -> tuple[str, dict[str, float]]:
+        """A line to log, "" for none, and the columns of metrics.jsonl, at the end. share: of the run's steps."""
+        if (found := self.ladder.predict(self.parameters, self.tokens, share=share)) is None:
+            return "", {}
+        interval, error = f"({found.low:.3f} to {found.high:.3f})", loss / found.loss - 1
+        self.above = [*self.above, step] if loss > found.high else []
+        if share == 1:
+            gap = f"{abs(error):.1%} {'above' if error > 0 else 'below'}"
+            line = f"the ladder predicted {found.loss:.3f} {interval}; the loss is {loss:.3f}, {gap}"
+            return line, {f"ladder_{name}": value for name, value in (*found._asdict().items(), ("error", error))}
+        since = f"since step {self.above[0]:,}" if len(self.above) == 2 else ""
+        return since and f"validation loss {loss:.3f} is above the ladder's 95% {interval} {since}", {}
+
+
 def losses(laws: list[Law], parameters: Any, tokens: Any) -> NDArray[numpy.float64]:
     """L of each law at N and D, nats."""
     E, A, a, B, b = numpy.array(laws).T
@@ -94,3 +123,20 @@ def read_ladder(path: Path) -> Ladder:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         why = f"{place}: {error.errors()[0]['msg']}"
         raise UserError(f"{path} is not a ladder.json of scripts/ladder.py ({why})") from None
+
+
+def conditions(data: DataConfig, *, length: int, vocabulary: int, texts: Mapping[str, str]) -> dict[str, Any]:
+    """Ladder.conditions of a run. texts: name -> validation source. Of paths, the last two names: folders move."""
+
+    def named(source: str) -> str:
+        return "/".join(Path(source).parts[-2:])
+
+    whole = sum(data.sources.values())
+    return {
+        "data.mixture": {named(source): round(share / whole, 6) for source, share in data.sources.items()},
+        "data.tokenizer": named(data.tokenizer),
+        **{f"data.{key}": value for key, value in asdict(data).items() if key not in NO_CONDITIONS},
+        "model.vocabulary": vocabulary,
+        "batch.sequence_length": length,
+        "validation.sources": {name: named(source) for name, source in texts.items()},
+    }

@@ -14,7 +14,7 @@ from recipes.recipe.fields import Problem, toml
 ROOT = Path(__file__).resolve().parents[2]
 READ = (
     *("model.weights", "model.config", "data.source", "data.mixture", "data.tokenizer", "data.chat_template"),
-    *("validation.source", "validation.sources", "validation.tasks", "metrics.calibrated_by"),
+    *("validation.source", "validation.sources", "validation.tasks", "validation.ladder", "metrics.calibrated_by"),
 )
 """Fields whose paths are read."""
 WRITTEN = {"run.output": 600, "data.cache": 600, "run.name": 0, "run.continue_from": 0}

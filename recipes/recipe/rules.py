@@ -18,7 +18,7 @@ from recipes.evaluation.config import ValidationConfig
 from recipes.files.reading import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.metrics.hardware import MEMORY, hardware_of
-from recipes.recipe.fields import Problem, Violation, field_types, sections, toml, value_of
+from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import data_is_there, validation_is_possible
 from recipes.recipe.rules_mesh import (
     batch_divides,
@@ -150,6 +150,7 @@ def violations(
         ("model data attention batch", from_elsewhere(recipe, weights, written=written)),
         ("data model batch", data_is_there(data, length=recipe.batch.sequence_length, model=model, weights=weights)),
         ("data validation model", validation_is_possible(recipe.validation, data=data, model=model)),
+        ("data validation model batch", ladder_is_comparable(recipe)),
         ("mesh", mesh_fits(mesh, **world)),
         ("mesh model float8 batch", mesh_divides_model(mesh, model=model, batch=recipe.batch, float8=float8, **world)),
         ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
@@ -202,6 +203,17 @@ def experts_fit(recipe: Recipe, *, processes: int | None, nodes: int | None) -> 
         yield from experts_can_run(recipe, processes=processes, nodes=nodes)
 
 
+def ladder_is_comparable(recipe: Recipe) -> Iterator[Violation]:
+    """The run validates what the ladder predicts."""
+    if path := recipe.validation.ladder:
+        from recipes.recipe.rules_tasks import ladder_for
+
+        if refused := refusal_of(lambda: ladder_for(recipe, path)):
+            yield "validation.ladder", f'{refused}; write the ladder.json of a ladder of this recipe, or ""'
+        elif not recipe.validation.every:
+            yield "validation.ladder", 'is compared at each validation; write every = 1000, for example, or ladder = ""'
+
+
 def name_and_hardware_are_usable(run: RunConfig) -> Iterator[Violation]:
     """A run has one folder directly below `output`; --check and --plan know the memory of some GPUs."""
     if "/" in run.name or run.name in (".", ".."):
@@ -248,6 +260,13 @@ def kept_checkpoints_are_saved(checkpoint: CheckpointConfig, validation: Validat
         for message in best_problems(checkpoint, validation):
             yield "checkpoint.keep_best", message
     every, keep_every, place = checkpoint.every, checkpoint.keep_every, checkpoint.remote
+    validated, count = validation.every, validation.average
+    if count == 1 or (count and not (every and validated and validated % every == 0)):
+        problem = f"needs 2 or more, and a checkpoint of every validated step (checkpoint.every = {every});"
+        remedy = f"write a multiple of that as validation.every, instead of {validated}, or average = 0"
+        yield "validation.average", f"{problem} {remedy}"
+    if count > checkpoint.keep and keep_every != every:
+        yield "checkpoint.keep", f"validation.average = {count} needs as many checkpoints; write keep = {count} or more"
     if place and not re.match(r"(s3|gs)://[^/]", place):
         problem = "is not an address at a server; write one such as"
         yield "checkpoint.remote", f'{problem} "s3://bucket/runs", or "" (run.output names the folder on this disk)'

@@ -1,11 +1,15 @@
-"""What is wrong with validation.tasks and checkpoint.keep_best, and what to write instead. Imports no torch."""
+"""What is wrong with tasks, a ladder and checkpoint.keep_best, and what to write instead. Imports no torch."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from parallel.errors import UserError, listed
-from recipes.checkpoint.config import Best, CheckpointConfig
+from recipes.checkpoint.config import AVERAGE_LOSS, Best, CheckpointConfig
 from recipes.evaluation.config import TASK, ValidationConfig
+from recipes.files.reading import user_path
+from recipes.metrics.ladder import Ladder, conditions, read_ladder
+from recipes.recipe.fields import toml
+from recipes.recipe.schema import Recipe
 
 
 def task_problems(validation: ValidationConfig, *, encoder_decoder: bool) -> Iterator[tuple[str, str]]:
@@ -22,6 +26,21 @@ def task_problems(validation: ValidationConfig, *, encoder_decoder: bool) -> Ite
     for name in tasks:
         if (name.endswith((".yaml", ".yml")) or "/" in name) and not Path(name).exists():
             yield "tasks", f"{name!r} does not exist; write the path of a YAML file or folder, or the name of a task"
+
+
+def ladder_for(recipe: Recipe, path: str) -> Ladder:
+    """The ladder in this file. Raises UserError if it cannot be read, or does not predict this recipe's losses."""
+    if recipe.stages or recipe.model.by_transformers:
+        what = "stages" if recipe.stages else "a model of transformers"
+        raise UserError(f"a ladder predicts our models, trained in one stage, but this recipe has {what}")
+    ladder, validation = read_ladder(user_path(path)), recipe.validation
+    length, texts = recipe.batch.sequence_length, validation.sources or {"": validation.source}
+    here = conditions(recipe.data, length=length, vocabulary=recipe.model.vocabulary, texts=texts)
+    for key, there in ladder.conditions.items():
+        if here.get(key) != there:
+            other = toml(here.get(key, ""))
+            raise UserError(f"{path} predicts runs with {key} = {toml(there)}, but this recipe has {other}")
+    return ladder
 
 
 def best_problems(checkpoint: CheckpointConfig, validation: ValidationConfig) -> Iterator[str]:
@@ -41,7 +60,8 @@ def best_problems(checkpoint: CheckpointConfig, validation: ValidationConfig) ->
         if not best.has_direction:
             yield f'does not say which scores are better; write "max:{best.row}", or "min:" for the lowest'
         return
-    rows = [f"validation_loss/{name}" if name else "validation_loss" for name in validation.texts]
+    kinds = ("validation_loss", AVERAGE_LOSS) if validation.average else ("validation_loss",)
+    rows = [f"{kind}/{name}" if name else kind for kind in kinds for name in validation.texts]
     if best.row not in rows:
         yield f'is not a row of this run; write {_quoted(rows)}, or "max:{TASK}TASK/METRIC"'
     elif best.highest:

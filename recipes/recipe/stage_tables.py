@@ -244,6 +244,8 @@ def violations_of_stages(recipe: Recipe) -> Iterator[Violation]:
     if fed and any(stage.recipe.data.has_pairs for stage in stages):
         reason = "how far pairs have been read is known for one data and one batch only"
         yield "stages", f"pairs cannot change data or batch, as stage {fed[0].name} does: {reason}; write another run"
+    if recipe.validation.ladder:
+        yield "validation.ladder", 'predicts runs of one text and length, but this recipe has stages; write ""'
     for key in ("data.text_field", "data.text_documents", "data.shuffle_tokens"):
         yield from _same_for_one_source(stages, key.partition(".")[2])
 

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor
 from models.interface import interface_of
 from parallel.dist import World
 from parallel.passes import gather_loss_and_numbers
-from recipes.checkpoint.config import KEEP_BEST, VALIDATION
+from recipes.checkpoint.config import AVERAGE_LOSS, AVERAGED, KEEP_BEST, VALIDATION
 from recipes.data.batches import MicroBatch
 from recipes.data.loader import DataLoader
 from recipes.evaluation.config import TASK
+from recipes.files.reading import user_path
 from recipes.metrics.clock import LOADING, LOG, SKIPPED, STEP, Goodput
 from recipes.metrics.throughput import AttentionLength, HostMemory, Throughput
 from recipes.metrics.writer import MetricsWriter
@@ -27,6 +29,7 @@ from recipes.training.run_folder import draw_curves
 if TYPE_CHECKING:
     from models.encoder_decoder import EncoderDecoderInputs
     from recipes.cluster.stragglers import ComputeTime, Stragglers
+    from recipes.metrics.ladder import Beside
     from recipes.metrics.memory import GpuMemory
     from recipes.metrics.pair_lengths import PairLengths
     from recipes.training.border import Kept, Process
@@ -72,6 +75,7 @@ class Recorder:
         self._logged = self._first_step = clock.step  # the newest step that a row describes
         self._validated: dict[str, float] = {}  # the columns of the validation at the step that follows
         self._validated_at = -1
+        self._averaged: Sequence[int] = ()  # the steps whose average was validated last
         self._keep_best = recipe.checkpoint.keep_best
         self._matrix_share = recipe.optimizer.matrix_share if recipe.optimizer.name == "muon" else None
         self.goodput = after.goodput if after else Goodput(clock, before=progress)
@@ -94,8 +98,8 @@ class Recorder:
         if world.device.type == "cuda" or recipe.metrics.calibrated_by:
             from recipes.training.foresight import foresight
 
-            device, nodes = throughput.device_name, len(world.nodes)
-            self._foresight = foresight(recipe, mesh.degrees, device=device, nodes=nodes)
+            self._foresight = foresight(recipe, mesh.degrees, device=throughput.device_name, nodes=len(world.nodes))
+        self._beside = _beside(recipe, tokens=self.tokens(self._steps))
         self.metrics = after.metrics if after else _writer(recipe, world, progress, console)
 
     def tokens(self, step: int) -> int:
@@ -192,19 +196,27 @@ class Recorder:
             self.metrics.write(row | {"documents": self._loader.documents(step - 1)})
             self._console.log(f"step {step:>6}  SKIPPED, gradient norm {norm:.2f}; metrics.jsonl names its documents")
 
-    def log_validation(self, step: int, name: str, loss: float) -> None:
-        """Record the loss on the validation text of this name, "" for a single text."""
-        self._note_validation(step, {f"validation_loss/{name}" if name else "validation_loss": loss})
-        of_text = f"of {name} " if name else ""
+    def log_validation(self, step: int, name: str, loss: float, *, averaged: Sequence[int] = ()) -> None:
+        """Record the loss on the validation text of this name, "" for a single text. averaged: of so many steps."""
+        self._averaged, column = averaged, AVERAGE_LOSS if averaged else "validation_loss"
+        self._note_validation(step, {f"{column}/{name}" if name else column: loss})
+        whose = f"of the average of {len(averaged)} checkpoints " if averaged else ""
+        of_text = f"of {name} {whose}" if name else whose
         self._console.log(f"step {step:>6}  validation loss {of_text}{loss:.4f}", style="bold")
 
-    def log_tasks(self, step: int, scores: Mapping[str, float]) -> None:
-        """Record the scores on the tasks of the validation, "TASK/METRIC" -> value."""
-        if not scores:
-            return
-        self._note_validation(step, {f"{TASK}{name}": score for name, score in scores.items()})
-        shown = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
-        self._console.log(f"step {step:>6}  {shown}", style="bold")
+    def end_validation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Record the scores on its tasks, "TASK/METRIC" -> value, and how its losses compare with a ladder's."""
+        if scores:
+            self._note_validation(step, {f"{TASK}{name}": score for name, score in scores.items()})
+            shown = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
+            self._console.log(f"step {step:>6}  {shown}", style="bold")
+        losses = [loss for name, loss in self._validated.items() if name.startswith("validation_loss")]
+        if self._beside and losses:
+            line, columns = self._beside.compare(step, fmean(losses), share=step / self._steps)
+            if columns:
+                self._note_validation(step, columns)
+            if line:
+                self._console.log(f"step {step:>6}  {line}", style="bold")
 
     def _note_validation(self, step: int, columns: dict[str, float]) -> None:
         """Write a row, and remember its finite values for a checkpoint of this step."""
@@ -236,7 +248,7 @@ class Recorder:
         """What a checkpoint of this step keeps, as plain JSON. finished: the run has no steps left."""
         found = self.metrics.state() | self.goodput.state(finished=finished)
         if self._validated_at == self._clock.step:
-            found |= {VALIDATION: self._validated}
+            found |= {VALIDATION: self._validated} | ({AVERAGED: [*self._averaged]} if self._averaged else {})
         return found | ({KEEP_BEST: self._keep_best} if self._keep_best else {})
 
     def close(self, *, in_a_hurry: bool = False) -> None:
@@ -256,3 +268,13 @@ def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: 
         before=progress,
         log=console.log,
     )
+
+
+def _beside(recipe: Recipe, *, tokens: int) -> "Beside | None":
+    """The ladder that the run is compared with. tokens: of the whole run."""
+    if not recipe.validation.ladder:
+        return None
+    from recipes.metrics import ladder
+
+    found = ladder.read_ladder(user_path(recipe.validation.ladder))
+    return ladder.Beside(found, recipe.model.non_embedding_params(), tokens)

@@ -17,7 +17,7 @@ class Trainer:
     """Trains a run to its last step, or to whatever ends it earlier."""
 
     def __init__(self, run: Run) -> None:
-        self.recipe, process = run.recipe, run.process
+        self.built_run, self.recipe, process = run, run.recipe, run.process
         self.world, self.console, self.clock = process.world, process.console, process.clock
         self.built, self.loader, self.checkpoints = run.built, run.loader, run.checkpoints
         self.guard, self.recorder, self.interruption = run.guard, run.recorder, run.interruption
@@ -100,15 +100,11 @@ class Trainer:
         return every > 0 and ((step := self.step + ahead) % every == 0 or step == self.stage.last)
 
     def _validate(self) -> None:
-        from recipes.evaluation.losses import mean_loss
+        from recipes.training.validation import validate
 
         with self.clock.synchronized(VALIDATION):
-            texts, mesh = self.loader.validation_batches(self.recipe.validation.batches), self.built.mesh
-            for name, text in texts.items():
-                batches = self.clock.with_progress(text)
-                self.validation_loss[name] = mean_loss(self.built.model, batches, mesh=mesh)
-                self.recorder.log_validation(self.step, name, self.validation_loss[name])
-            self.recorder.log_tasks(self.step, self.tasks())
+            self.validation_loss = validate(self.built_run)
+            self.recorder.end_validation(self.step, self.tasks())
 
     def _save(self) -> None:
         assert self.checkpoints is not None

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.lab.curves.reading import TASK, VALIDATION, Numbers, Run, plain
+from recipes.lab.curves.reading import AVERAGE, TASK, VALIDATION, Numbers, Run, plain
 from recipes.lab.curves.style import shortened
 from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.schema import Recipe
@@ -35,7 +35,7 @@ def _numbers(runs: Sequence[Run]) -> list[list[str]]:
         known = [values[np.isfinite(values)] for values in known]
         return [title, *(f"{value(values):{form}}" if len(values) else UNKNOWN for values in known)]
 
-    tested = dict.fromkeys(name for run in runs for name in (*run.named(VALIDATION), *run.named(TASK)))
+    tested = dict.fromkeys(name for run in runs for kind in (VALIDATION, AVERAGE, TASK) for name in run.named(kind))
     rows = [
         ["steps", *(f"{run.columns['loss'].last or 0:,}" for run in runs)],
         row("tokens", "tokens", np.max, ",.0f"),

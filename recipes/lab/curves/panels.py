@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from parallel.errors import UserError
-from recipes.lab.curves.reading import RESTARTS, TASK, VALIDATION, WALL, Column, Numbers, Run
+from recipes.lab.curves.reading import AVERAGE, RESTARTS, TASK, VALIDATION, WALL, Column, Numbers, Run
 
 Axis = Literal["steps", "tokens", "hours"]
 MOST = 1000
@@ -126,6 +126,7 @@ def curves(runs: Sequence[Run], axis: Axis) -> Curves:
         found = dict.fromkeys(column for run in runs for column in run.named(beginning))
         return {column: column.removeprefix(beginning).removeprefix("/") for column in found}
 
+    validation = named(VALIDATION) | {column: f"{name} average".strip() for column, name in named(AVERAGE).items()}
     loss = lines({"loss": ""}, smooth=True)
     norm = lines({"grad_norm": ""}, smooth=True)
     by_group = lines(named("grad_norm/"), smooth=True) if len(runs) == 1 else []
@@ -133,7 +134,7 @@ def curves(runs: Sequence[Run], axis: Axis) -> Curves:
     loads = {f"{LOAD}/{name}": name for name in ("largest", "entropy", "smallest")}
     panels = [
         Panel("training loss, nats per token", loss, joints=_joints(runs, axis, loss), ends=_ends(loss)),
-        Panel("validation loss, nats per token", lines(named(VALIDATION), dots=True)),
+        Panel("validation loss, nats per token", lines(validation, dots=True)),
         Panel("results of tasks", lines(named(TASK), dots=True)),
         Panel("learning rate", lines({"lr": ""}), ends=FROM_ZERO),
         _norm("gradient norm before clipping", norm),

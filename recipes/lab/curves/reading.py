@@ -18,7 +18,7 @@ from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, METRICS, ORIGIN, RECIPE
 from recipes.files.reading import fault, json_object, read_whole
 
-VALIDATION, TASK = "validation_loss", "validation_task/"
+VALIDATION, AVERAGE, TASK = "validation_loss", "validation_average_loss", "validation_task/"
 WALL = "wall_seconds/"
 RESTARTS = WALL + "restarts"
 PLAIN = {
@@ -26,7 +26,7 @@ PLAIN = {
     *("peak_memory_gib", "peak_memory_gib_most", "reserved_memory_gib", "reserved_memory_gib_most", "gpu_power_watts"),
 }
 """The columns that are drawn, and those that begin as follows."""
-BEGINNINGS = (VALIDATION, TASK, WALL, "grad_norm/", "expert_load/")
+BEGINNINGS = (VALIDATION, AVERAGE, TASK, WALL, "grad_norm/", "expert_load/")
 
 LARGE = 2**26
 """Bytes of metrics.jsonl, about 90,000 logged steps, of which every row is read. Of a file N times as large every Nth

@@ -21,6 +21,7 @@ from recipes.lab.plan.scaling import Size, sizes
 from recipes.lab.plan.screen import IMBALANCE, Money, about, costs, screen, table, unequal
 from recipes.lab.plan.world import Asked, World, degrees_of, world_of
 from recipes.recipe.load import load
+from recipes.recipe.rules_tasks import ladder_for
 
 SILENT = 1.0
 """Seconds after which a line says that a search goes on."""
@@ -60,6 +61,9 @@ def answer(arguments: Sequence[str]) -> int:
         processes = options.processes[0] if options.processes else None
         recipe = load(path, changes, rules=False)
         world = world_of(recipe, asked, processes=processes, nodes=options.nodes)
+        if options.ladder:
+            money = replace(options.money, ladder=ladder_for(recipe, options.ladder))
+            options = replace(options, money=money)
         if recipe.stages:
             found = _staged(path, changes, options, world)
         elif isinstance(recipe.model, TransformersConfig):
@@ -241,6 +245,7 @@ def as_json(found: Size, money: Money) -> dict[str, Any]:
         },
         "calibrated": time.calibrated,
         "cost": {**asdict(money.of(plan)), "price": money.price},
+        "loss": money.loss(plan),
     }
 
 

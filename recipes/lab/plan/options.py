@@ -20,6 +20,7 @@ usage: train.py RECIPE [--section.field value ...] --plan [option ...]
   --gpu NAME             one of {", ".join(GPUS)}
   --tokens 11T           time and cost of so many tokens, not of run.steps
   --price 2.5            of one GPU for an hour, in any currency
+  --ladder FILE          the loss that small runs predict (docs/plan.md)
   --calibrated-by FILE   what was measured on such GPUs (docs/plan.md)
   --search               look for the fastest recipe that fits
   --search --numerics    among those that round differently, too
@@ -42,6 +43,7 @@ class Options:
     nodes: int | None
     gpu: str | None
     money: Money
+    ladder: str | None
     calibrated_by: Path | None
     search: bool
     numerics: bool
@@ -63,7 +65,8 @@ def read(arguments: Sequence[str]) -> tuple[Options | None, list[str]]:
     for switch in ("--plan", "--check", "--json", "--search", "--numerics"):
         parser.add_argument(switch, action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
-    for name in ("--processes", "--nodes", "--gpu", "--tokens", "--price", "--picture", "--calibrated-by", "--write"):
+    of_plan = ("--processes", "--nodes", "--gpu", "--tokens", "--price", "--picture", "--calibrated-by", "--ladder")
+    for name in (*of_plan, "--write"):
         parser.add_argument(name)
     given, others = parser.parse_known_args(list(arguments))
     return None if given.help else _checked(given), others
@@ -76,8 +79,9 @@ def _checked(given: Namespace) -> Options:
         raise UserError("--check and --plan: write one of them")
     if given.nodes is not None and len(processes) > 1:
         raise UserError("--nodes: goes with one number of processes; without it, nodes are full")
-    if given.search and len(processes) > 1:
-        raise UserError("--search: goes with one number of processes; write as in --processes 64")
+    for name in ("search", "ladder"):
+        if getattr(given, name) and len(processes) > 1:
+            raise UserError(f"--{name}: goes with one number of processes; write as in --processes 64")
     for name in ("numerics", "write"):
         if getattr(given, name) and not given.search:
             raise UserError(f"--{name}: needs --search")
@@ -86,6 +90,7 @@ def _checked(given: Namespace) -> Options:
         nodes=None if given.nodes is None else _whole("--nodes", given.nodes),
         gpu=given.gpu,
         money=Money(_tokens(given.tokens), _price(given.price)),
+        ladder=given.ladder,
         calibrated_by=None if given.calibrated_by is None else user_path(given.calibrated_by),
         search=given.search,
         numerics=given.numerics,
@@ -113,14 +118,17 @@ def _whole(name: str, text: str) -> int:
 
 def _tokens(text: str | None) -> int | None:
     """A number with a unit, such as "11T"; None for None."""
-    if text is None:
-        return None
+    return None if text is None else round(amount("--tokens", text, least=1.0))
+
+
+def amount(name: str, text: str, *, least: float = 1e-3) -> float:
+    """The number of an option, which may have a unit, as in "11T"."""
     plain = text.strip().replace(",", "").replace("_", "").upper()
     number, unit = (plain[:-1], plain[-1]) if plain[-1:].isalpha() else (plain, "")
     value = _number(number) * MULTIPLES.get(unit, float("nan"))
-    if not 1 <= value <= MOST_TOKENS:
-        raise UserError(f"--tokens {text}: must be a number from 1 to 1,000,000T; write as in 500M, 1.5B or 11T")
-    return round(value)
+    if not least <= value <= MOST_TOKENS:
+        raise UserError(f"{name} {text}: must be a number from {least:g} to 1,000,000T; write as in 500M, 1.5B or 11T")
+    return value
 
 
 def _price(text: str | None) -> float | None:

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 from recipes.lab.plan.hints import hint
 from recipes.lab.plan.plan import DAY, MESSAGES, Cost, Plan
 from recipes.lab.plan.plan import plan as plan_of
 from recipes.lab.plan.scaling import Size
 from recipes.lab.plan.world import World
+from recipes.metrics.ladder import Ladder
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, Prediction
 from recipes.recipe.rules_mesh import micro_batches
@@ -29,13 +32,28 @@ OTHERS = "others"
 
 @dataclass(frozen=True)
 class Money:
-    """What the cost is computed from; None: the tokens of the recipe's steps, or no price."""
+    """What cost and loss are computed from; None: the tokens of the recipe's steps, no price, or no ladder."""
 
     tokens: int | None = None
     price: float | None = None
+    ladder: Ladder | None = None
 
     def of(self, plan: Plan) -> Cost:
         return plan.cost(tokens=self.tokens, price=self.price)
+
+    def loss(self, plan: Plan) -> dict[str, Any] | None:
+        """The predicted loss, and the lowest one of other sizes at equal FLOPs; None without a ladder."""
+        if self.ladder is None:
+            return None
+        from recipes.lab.ladder.answer import at_equal_flops  # matplotlib
+
+        fit, model, length = self.ladder.fits[-1][1], plan.recipe.model, plan.recipe.batch.sequence_length
+        flops = float(self.of(plan).tokens) * model.flops_per_token(length, "causal")
+        sizes = [at_equal_flops(fit, model, flops, length, 2 ** (half / 2)) for half in range(-6, 7)]
+        (size, _, own), (best, tokens, least) = sizes[6], min(sizes, key=lambda one: one[2].loss)
+        lowest = {"parameters": best, "tokens": round(tokens), **least._asdict()}
+        beyond = {"ladder": Path(self.ladder.recipe).stem, "beyond_largest_rung": size / self.ladder.parameters}
+        return {**own._asdict(), **beyond, "lowest_at_equal_flops": lowest}
 
 
 def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[str]:
@@ -125,7 +143,20 @@ def costs(plan: Plan, money: Money) -> list[str]:
         f"time    {in_units(cost.tokens)} tokens in {duration(cost.days)}"
         f" ({between(duration(cost.days * shortest), duration(cost.days * longest))})",
         f"cost    {number(cost.gpu_hours)} {one(plan)}-hours{paid}",
+        *([] if (loss := money.loss(plan)) is None else _loss(loss)),
     ]
+
+
+def _loss(found: dict[str, Any]) -> list[str]:
+    """The loss that a ladder predicts, and the size with the lowest one."""
+    best, interval = found["lowest_at_equal_flops"], f"{found['low']:.3f} to {found['high']:.3f}"
+    size = f"{in_units(best['parameters'])} parameters (without embeddings) and {in_units(best['tokens'])} tokens"
+    lines = (
+        f"loss    {found['loss']:.3f} ({interval}), by the ladder of {found['ladder']},"
+        f" {number(found['beyond_largest_rung'])}x its largest rung",
+        f"        at the same cost, {best['loss']:.3f} with {size}",
+    )
+    return [part for line in lines for part in wrap(line, COLUMNS, subsequent_indent=" " * 8)]
 
 
 def memory_line(memory: Prediction, gpu: Gpu) -> str:

@@ -144,6 +144,16 @@ def device_count() -> int:
     return len(re.findall(r"^GPU ", found.stdout, flags=re.MULTILINE))
 
 
+def processes_here(devices: int) -> int:
+    """The number of processes that scripts/run.sh would start."""
+    asked = os.environ.get("NPROC", "")
+    if not asked:
+        return devices or 2
+    if not asked.isdigit() or int(asked) < 1:
+        raise UserError(f"NPROC={asked}: must be a number of processes, 1 or more")
+    return int(asked)
+
+
 def nested(table: dict[str, Any]) -> Tables:
     """The values by section; a quoted "section.field" key means the same as an unquoted one."""
     found: Tables = {}

@@ -96,7 +96,7 @@ def measure(row: Row, folder: Path) -> Result:
         "final_loss": rows[max(rows)]["loss"],
         "curve": [[step, logged["tokens"], logged["loss"]] for step, logged in sorted(rows.items())],
         "grad_norms": [[step, logged.get("grad_norm")] for step, logged in sorted(rows.items())],
-        "skipped_steps": [logged["step"] for logged in _rows(folder / METRICS) if "skipped" in logged],
+        "skipped_steps": [logged["step"] for logged in logged_rows(folder / METRICS) if "skipped" in logged],
         "float8": _worst_casts(folder / FLOAT8_SHARES),
         "environment": environment,
     }
@@ -117,7 +117,7 @@ def _at_pace(
 def _worst_casts(path: Path) -> list[list[Any]]:
     """[linear, tensor, overflow, underflow] of every cast: the largest shares in any sampled step."""
     worst: dict[tuple[str, str], tuple[float, float]] = {}
-    for row in _rows(path):
+    for row in logged_rows(path):
         name = row["linear"], row["tensor"]
         overflow, underflow = worst.get(name, (0.0, 0.0))
         worst[name] = max(overflow, row["overflow"]), max(underflow, row["underflow"])
@@ -330,10 +330,10 @@ def _how_to_read(sweep: Sweep, reference: str, slow: Row | None) -> str:
 
 def _logged(path: Path) -> list[dict[str, Any]]:
     """The training steps of metrics.jsonl."""
-    return [row for row in _rows(path) if "loss" in row]
+    return [row for row in logged_rows(path) if "loss" in row]
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def logged_rows(path: Path) -> list[dict[str, Any]]:
     """The lines that are rows of a step, which lines from another hand or after a power cut are not."""
     return [row for row in _json_lines(path) if isinstance(row, dict) and type(row.get("step")) is int]
 

@@ -58,3 +58,22 @@ def test_checkpoint_of_a_step_without_validation_has_no_value(small: Recipe, alo
     assert train(recipe, alone) == 0
     [_, (line, sound)] = table(find(Path(recipe.run.folder)), thorough=False)
     assert sound and line.endswith("complete")
+
+
+def test_the_checkpoints_of_the_best_average_are_kept_and_listed(small: Recipe, alone: World) -> None:
+    """The highest loss, which the first average has."""
+    recipe = change(
+        small,
+        run={"name": "average", "steps": 5},
+        validation={"every": 2, "batches": 1, "average": 2},
+        checkpoint={"every": 2, "keep": 2, "keep_best": "max:validation_average_loss"},
+    )
+    assert train(recipe, alone) == 0
+    longer = change(recipe, run={"steps": 12})
+    assert train(longer, alone) == 0
+    losses = {row["step"]: row["validation_average_loss"] for row in rows(longer) if "validation_average_loss" in row}
+    assert max(losses, key=lambda step: losses[step]) == 4
+    paths = find(recipe.run.folder)
+    assert [path.name[-2:] for path in paths] == ["02", "04", "10", "12"]
+    [_, _, (line, _), *_] = table(paths, thorough=False)
+    assert line.endswith(f", best validation_average_loss: {losses[4]:.6g} of steps 2 and 4")

@@ -228,6 +228,15 @@ def test_best_checkpoint_is_kept_at_the_server_after_its_machine_is_lost(recipe:
     assert sorted(steps_of(recipe)) == ["step-00000002", "step-00000004", "step-00000008"]
 
 
+def test_checkpoints_of_the_best_average_are_kept_at_the_server_after_its_machine_is_lost(recipe: Recipe) -> None:
+    validation = {"every": 2, "batches": 1, "average": 2}
+    kept = change(recipe, validation=validation, checkpoint={"keep": 2, "keep_best": "max:validation_average_loss"})
+    assert train(change(kept, run={"steps": 4})) == [FINISHED]
+    shutil.rmtree(recipe.run.folder)
+    assert train(change(kept, run={"steps": 10})) == [FINISHED]
+    assert [int(step[-2:]) for step in sorted(steps_of(recipe))] == [2, 4, 8, 10]
+
+
 @pytest.mark.parametrize("name", ["lr[3e-4]", "what?", "a*b", "[!x]", "50% #1 ü"])
 def test_a_name_with_the_signs_of_a_pattern_is_copied_and_fetched(name: str, recipe: Recipe) -> None:
     recipe = change(recipe, run={"name": name, "steps": 4})

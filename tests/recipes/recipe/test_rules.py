@@ -25,6 +25,7 @@ from parallel.errors import UserError
 from parallel.nodes import arrange
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import BatchConfig, DataConfig
+from recipes.evaluation.config import ValidationConfig
 from recipes.files.lock import FolderLock
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
@@ -63,6 +64,24 @@ def the_rule(recipe: Recipe, key: str, *, processes: int | None = None) -> str:
 def test_the_default_recipe_breaks_no_rule() -> None:
     assert not broken_by(Recipe())
     assert not broken_by(Recipe(), processes=16)
+
+
+@pytest.mark.parametrize(("every", "average", "saved"), [(20, 1, 10), (0, 2, 10), (20, 2, 0), (15, 2, 10)])
+def test_an_average_without_a_checkpoint_of_every_validated_step_is_refused(
+    every: int, average: int, saved: int
+) -> None:
+    checkpoint, validation = CheckpointConfig(every=saved), ValidationConfig(every=every, average=average)
+    message = the_rule(Recipe(checkpoint=checkpoint, validation=validation), "validation.average")
+    assert f"a checkpoint of every validated step (checkpoint.every = {saved}); write a multiple" in message
+    assert f"instead of {every}, or average = 0" in message
+
+
+def test_an_average_of_more_checkpoints_than_are_kept_is_refused() -> None:
+    validation = ValidationConfig(every=20, average=3)
+    recipe = Recipe(checkpoint=CheckpointConfig(every=10, keep=2), validation=validation)
+    assert "needs as many checkpoints; write keep = 3 or more" in the_rule(recipe, "checkpoint.keep")
+    for kept in ({"keep": 3}, {"keep_every": 10}):
+        assert not broken_by(replace(recipe, checkpoint=replace(recipe.checkpoint, **kept)))
 
 
 @pytest.mark.parametrize("name", ["a/b", "/a", ".", ".."])

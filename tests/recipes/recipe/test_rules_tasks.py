@@ -46,6 +46,8 @@ def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
             {"every": 2, "sources": {"a": "x", "b": "y"}},
             '"validation_loss/a" or "validation_loss/b"',
         ),
+        ("validation_average_loss", {"every": 2}, 'is not a row of this run; write "validation_loss"'),
+        ("max:validation_average_loss", {"every": 2, "average": 2}, "would keep the worst checkpoint"),
         ("validation_task/x/acc", {"every": 2, "tasks": ("x",)}, 'write "max:validation_task/x/acc", or "min:"'),
         ("max:validation_task/x/acc", {"every": 2}, "names a task, but there are none"),
     ],

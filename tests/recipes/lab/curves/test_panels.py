@@ -39,6 +39,15 @@ def test_validation_losses_keep_their_names_and_steps_between_logged_ones(tmp_pa
     assert a.x == pytest.approx([15 * 2 / 60])  # minutes; half-way between the rows
 
 
+def test_losses_of_averages_are_lines_of_their_own_beside_those_of_the_weights(tmp_path: Path) -> None:
+    losses = {"validation_loss/a": 3.0}, {"validation_average_loss/a": 2.5}
+    run = run_folder(tmp_path / "a", row(10), *({"step": 10, **loss} for loss in losses))
+    [own, average] = panel(curves(read_runs([run]), "steps"), "validation").lines
+    assert (own.name, average.name, average.y.tolist()) == ("a", "a average", [2.5])
+    single = run_folder(tmp_path / "b", row(10), {"step": 10, "validation_average_loss": 2.5})
+    assert [line.name for line in panel(curves(read_runs([single]), "steps"), "validation").lines] == ["average"]
+
+
 def test_the_thinned_points_of_a_long_run_keep_their_extremes(tmp_path: Path) -> None:
     values = np.sin(np.arange(25_000.0))
     values[777] = 50.0

@@ -1,0 +1,111 @@
+"""The average of checkpoints of a run, as a checkpoint of its own."""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from parallel.errors import UserError
+from recipes.checkpoint.average import read_average
+from recipes.checkpoint.config import AVERAGED, VALIDATION, CheckpointConfig
+from recipes.checkpoint.files import complete, verify, write_file, write_shard
+from recipes.checkpoint.manifest import Damage, Manifest, shard_name
+from recipes.checkpoint.plan import Spread, pieces_of, plan
+from recipes.checkpoint.remote_folder import RemoteFolder
+from recipes.checkpoint.storage import DTYPES, PARAMETERS, assemble, raw, read_tensors
+from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_steps, step_folder
+from recipes.files.local_copy import local_copy
+from recipes.files.reading import is_remote, read_text, user_path
+from recipes.files.units import size
+from recipes.weights.hf_folder import new_folder
+
+
+def average(run: str, steps: str, out: Path, *, weights: str, log: Callable[[str], None]) -> None:
+    """Write the average of a run's checkpoints, with moments and progress of the newest, as a new folder like a run's.
+
+    run: a folder or an address. steps: see steps_of(). weights: see shares_of(). Raises UserError, and leaves no files.
+    """
+    wanted, path, place = steps_of(steps), user_path(run), run.rstrip("/").removesuffix(f"/{CHECKPOINTS}")
+    there = RemoteFolder(place, CheckpointConfig()) if is_remote(run) else None
+    folder = path if path.name == CHECKPOINTS else path / CHECKPOINTS
+    have = there.steps() if there else checkpoint_steps(folder)
+    if missing := ", ".join(str(step) for step in wanted if step not in have):
+        raise UserError(f"{run} has no checkpoint of step {missing}; it has {', '.join(map(str, have)) or 'none'}")
+    if folder.resolve() in out.resolve().parents:
+        raise UserError(f"{out} is among the checkpoints of the run itself; write a folder outside of {folder}")
+    with new_folder(out) as partial:
+        fetched = partial / "fetched"
+        home = local_copy(place, fetched, only=[RECIPE]) if there else folder.parent
+        checkpoints: dict[Path, Manifest] = {}
+        for step in wanted:
+            log(f"reading and verifying step {step}")
+            path = local_copy(there.address(step), fetched, deep=True) if there else step_folder(folder, step)
+            checkpoints[path] = verify(path)
+            if checkpoints[path].step != step:
+                raise Damage(f"{path} holds the checkpoint of another step: {checkpoints[path].step}")
+        newest = [*checkpoints.values()][-1]
+        for path, manifest in checkpoints.items():
+            if other := sorted(_kinds(manifest) ^ _kinds(newest)):
+                raise UserError(f"{path} differs from step {newest.step} in {other[0][0]}: the run changed its model")
+        if newest.bytes > (free := shutil.disk_usage(partial).free):
+            raise UserError(f"{out} needs {size(newest.bytes)}, but its disk has {size(free)} free; free some space")
+        log(f"writing {out}")
+        write_file(partial / RECIPE, read_text(home / RECIPE).encode())
+        origin = {"run": run, "steps": [*wanted], "weights": weights}
+        _write(step_folder(partial / CHECKPOINTS, wanted[-1]), checkpoints, shares_of(len(wanted), weights), origin)
+        shutil.rmtree(fetched, ignore_errors=True)
+
+
+def steps_of(text: str) -> Sequence[int]:
+    """The steps of "FIRST:LAST:EVERY" or "A,B,C". Raises UserError unless they are two or more, and ascend to LAST."""
+    steps: Sequence[int] = ()
+    if match := re.fullmatch(r"(\d{1,9}):(\d{1,9}):([1-9]\d{0,8})", text, re.ASCII):
+        first, last, every = map(int, match.groups())
+        steps = range(first, last + 1, every) if (last - first) % every == 0 else ()
+    elif re.fullmatch(r"\d{1,9}(,\d{1,9})+", text, re.ASCII):
+        steps = [*map(int, text.split(","))]
+    if 1 < len(steps) < 10_000 and sorted({*steps}) == [*steps]:
+        return steps
+    raise UserError(
+        f"--steps {text}: write FIRST:LAST:EVERY, which must end at LAST, or two or more that ascend: A,B,C"
+    )
+
+
+def shares_of(count: int, weights: str) -> list[float]:
+    """The shares c(0) ... c(n-1) of checkpoints, oldest first, that have the effect of a decay from a constant rate.
+
+    w(j) = c(j) + ... + c(n-1) scales the updates before checkpoint j (WSM, arXiv 2507.17634): "equal" shares decay by
+    1 - j/n, and c(j) = sqrt((j+1)/n) - sqrt(j/n), "decay", by 1 - sqrt(j/n).
+    """
+    decay = [((j + 1) / count) ** 0.5 - (j / count) ** 0.5 for j in range(count)]
+    return decay if weights == "decay" else [1 / count] * count
+
+
+def _kinds(manifest: Manifest) -> set[tuple[str, str, tuple[int, ...]]]:
+    return {(name, one.dtype, one.shape) for name, one in manifest.tensors.items() if name.startswith(PARAMETERS)}
+
+
+def _write(folder: Path, checkpoints: Mapping[Path, Manifest], shares: Sequence[float], origin: object) -> None:
+    """Write the average of these checkpoints, and all else of the last, with one tensor and its sum in memory."""
+    path, last = [*checkpoints.items()][-1]
+    stored = plan({name: Spread(one.dtype, one.shape) for name, one in last.tensors.items()}, 1)
+    pieces, shard = pieces_of(stored, 0), shard_name(0, 1)
+    buffer = torch.empty(max(piece.bytes for piece in pieces), dtype=torch.uint8)
+
+    def contents() -> Iterator[memoryview]:
+        for piece in pieces:
+            value = buffer[: piece.bytes].view(DTYPES[piece.dtype]).view(piece.shape)
+            if piece.tensor.startswith(PARAMETERS) and value.is_floating_point():
+                read_average([*checkpoints], {piece.tensor: value}, shares, [*checkpoints.values()])
+            else:
+                read_tensors(path, last, {piece.tensor: value})
+            yield raw(value)
+
+    folder.mkdir(parents=True)
+    shards = {shard: write_shard(folder / shard, pieces, contents())}
+    progress = {key: value for key, value in last.state["progress"].items() if key not in (VALIDATION, AVERAGED)}
+    state = {**last.state, "progress": {**progress, "average_of": origin}}
+    texts = {name: read_text(path / name) for name, file in last.files.items() if not file.header_bytes}
+    complete(folder, assemble(last.step, state, stored, shards), texts)

@@ -1,0 +1,153 @@
+"""What `scripts/ladder.py` does, from a recipe to its predicted loss. Imports no torch."""
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy
+from pydantic import TypeAdapter
+
+from parallel.errors import UserError
+from recipes.files.atomic import write_whole
+from recipes.files.lock import FolderLock
+from recipes.lab.ladder.fit import best_rates, fit_law, miss_of_top
+from recipes.lab.ladder.points import Point
+from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, sizes
+from recipes.lab.ladder.runs import Failed, point_of, runs_of, train, write_recipes
+from recipes.lab.sweep.grid import processes_here
+from recipes.metrics.ladder import Ladder, conditions
+from recipes.recipe.load import load, shown
+from recipes.recipe.schema import Recipe
+
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of a run's steps, after which the losses of all runs get a law of their own."""
+FILE = "ladder.json"
+SAME = 0.05
+"""Lengths of two runs that differ by less than this share are compared when learning rates are."""
+FEWEST = 3
+"""Sizes that determine a law."""
+
+
+def climb(
+    options: Namespace, overrides: list[str], *, task: str | None, devices: int, log: Callable[[str], None]
+) -> int:
+    """Train the runs that are not done, and answer. Returns the exit code, 1 if a run failed.
+
+    task: of a SLURM array, which trains one rung and seed, and answers nothing. Raises UserError.
+    """
+    recipe, processes = load(options.recipe, overrides, rules=False), processes_here(devices)
+    require_scalable(recipe, options.recipe)
+    folder = options.output / recipe.run.name
+    found = _budgets(recipe, options, folder=folder, processes=processes)
+    groups = [list(group) for _, group in groupby(found, lambda one: (one.rung.name, one.seed))]
+    runs = runs_of(found)
+    write_recipes(runs, folder, processes=processes)
+    flops, large = sum(_own_flops(run) for run in runs), _flops(recipe)
+    log(
+        f"{recipe.run.name}: {len({one.rung.name for one in found})} rungs, {len(runs)} runs in {len(groups)} groups on"
+        f" {processes} processes, {flops:.2e} FLOPs in all, {100 * flops / large:.2g}% of the recipe's; in {folder}"
+    )
+    if options.dry_run:
+        for number, group in enumerate(groups):
+            log(f"  task {number}: {', '.join(run.run.name for run in runs_of(group))}")
+        return 0
+    if task is not None:
+        if not task.isdecimal() or int(task) >= len(groups):
+            raise UserError(f"SLURM_ARRAY_TASK_ID={task}: this ladder has the tasks 0 to {len(groups) - 1}")
+        return int(bool(train(runs_of(groups[int(task)]), folder, processes=processes, log=log)))
+    lock = FolderLock()
+    lock.take(folder, log=log, remedy="write another --output", here=0, elsewhere=0)
+    try:
+        failed = train(runs, folder, processes=processes, log=log)
+        for line in ["", *_answer(recipe, options.recipe, found, failed, folder=folder)]:
+            log(line)
+    finally:
+        lock.release()
+    return int(bool(failed))
+
+
+def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int) -> list[Budget]:
+    """The runs that the options ask for. Raises UserError if they determine no law."""
+    for key, value, least in (("--rungs", options.rungs, FEWEST), ("--seeds", options.seeds, 1)):
+        if value < least:
+            raise UserError(f"{key} {value}: must be {least} or more")
+    if 0 < len(options.parameters) < FEWEST:
+        raise UserError(f"--parameters: a ladder of {len(options.parameters)} sizes has no law; write {FEWEST} or more")
+    if len(tokens := sorted(options.tokens or options.tokens_per_parameter)) < 2:
+        raise UserError("one length of runs says nothing of others; write two or more, such as --tokens 1B,2B")
+    return budgets(
+        recipe,
+        sorted(map(round, options.parameters)) or sizes(recipe, options.rungs),
+        folder=folder,
+        tokens=tokens,
+        per_parameter=not options.tokens,
+        seeds=options.seeds,
+        rates=options.rates,
+        processes=processes,
+    )
+
+
+def _answer(
+    recipe: Recipe, path: Path, found: Sequence[Budget], failed: Sequence[Failed], *, folder: Path
+) -> list[str]:
+    """Fit the laws and write them, with a page. Returns the lines for the screen. Raises UserError if too few runs have
+    ended, or if they do not determine a law."""
+    from recipes.lab.ladder.answer import Answer, lines
+    from recipes.lab.ladder.page import write_page
+
+    reached = [(budget, point) for budget in found if (point := point_of(budget))]
+    points = [point for budget, point in reached if not budget.sweep]
+    swept = {budget.rung: budget.tokens for budget, _ in reached if budget.sweep}
+    trials = [
+        (point.parameters, budget.recipes[0].optimizer.lr, point.loss)
+        for budget, point in reached
+        if abs(budget.tokens / swept.get(budget.rung, 1) - 1) < SAME
+    ]
+    texts = found[0].recipes[-1].validation.texts
+    answer = Answer(
+        model=recipe.model,
+        tokens=recipe.run.steps * recipe.batch.global_batch_size * recipe.batch.sequence_length,
+        sequence_length=recipe.batch.sequence_length,
+        learning_rate=recipe.optimizer.lr,
+        ladder=Ladder(
+            recipe=shown(path),
+            conditions=conditions(
+                recipe.data, length=recipe.batch.sequence_length, vocabulary=recipe.model.vocabulary, texts=texts
+            ),
+            fits=tuple((share, fit_law(at_share(points, share))) for share in SHARES),
+            parameters=max(point.parameters for point in points),
+            tokens=max(point.tokens for point in points),
+        ),
+        points=points,
+        rates=best_rates(trials),
+        missed=miss_of_top(points) if len({point.parameters for point in points}) > FEWEST else (),
+        failed={one.name: one.reason for one in failed},
+    )
+    write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(answer.ladder).decode())
+    write_page(folder, answer, command=f"python scripts/ladder.py {shown(path)}")
+    return [*lines(answer), "", f"wrote {folder}: {FILE} ladder.md ladder.png"]
+
+
+def at_share(points: Sequence[Point], share: float) -> list[Point]:
+    """The same runs, with the loss after this share of their steps."""
+    return [replace(one, loss=_between(one.curve, share)) for one in points]
+
+
+def _between(curve: Sequence[tuple[float, float]], share: float) -> float:
+    shares, losses = map(list, zip(*curve, strict=True))
+    return float(numpy.interp(share, shares, losses))
+
+
+def _flops(recipe: Recipe) -> float:
+    """Of a whole run."""
+    length = recipe.batch.sequence_length
+    tokens = recipe.run.steps * recipe.batch.global_batch_size * length
+    return float(tokens) * recipe.model.flops_per_token(length, "causal")
+
+
+def _own_flops(recipe: Recipe) -> float:
+    """Of a run, without those of its trunk."""
+    before = int(recipe.run.continue_from.rpartition("@")[2] or 0)
+    return _flops(recipe) * (1 - before / recipe.run.steps)

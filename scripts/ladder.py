@@ -1,0 +1,66 @@
+"""Predict the loss of a recipe from small runs: `scripts/ladder.py RECIPE`; see --help. Imports no torch."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+
+from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+
+explain_wrong_interpreter()
+
+from recipes.files.screen import Screen, open_missing  # noqa: E402
+from recipes.lab.sweep.runner import exit_code_of  # noqa: E402
+
+EPILOG = """\
+The runs are ordinary recipes in OUTPUT/NAME/recipes, trained one after another on this machine (NPROC processes). The
+same command goes on after an interruption, and answers once all runs that can end have ended:
+OUTPUT/NAME/ladder.md, ladder.png, and ladder.json for `train.py RECIPE --plan --ladder FILE` and validation.ladder.
+On SLURM, each rung and seed is one task of an array (--dry-run prints their number), then the command itself answers:
+  sbatch --array=0-9 --nodes=1 --wrap "python scripts/ladder.py RECIPE\""""
+
+
+def say(line: str) -> None:
+    Screen().write(f"{line}\n")  # the runs go on when the terminal is gone
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0, 1 if a run failed, 2 for a user error, 128 + n after signal n."""
+    open_missing()
+    parser = argparse.ArgumentParser(
+        description="Predict the loss of a recipe from a ladder of small runs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="ladder.py RECIPE [option ...] [--section.field value ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", type=Path, help="the recipe of the large run")
+    parser.add_argument("--rungs", type=int, default=5, help="number of small models (%(default)s)")
+    parser.add_argument("--parameters", help="their sizes without embeddings instead, such as 10M,20M,40M")
+    parser.add_argument("--tokens-per-parameter", default="10,20,40", help="lengths of their runs (%(default)s)")
+    parser.add_argument("--tokens", help="lengths of all runs instead, such as 1B,2B")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each, with different seeds (%(default)s)")
+    parser.add_argument("--rates", default="0.5,2", help="factors of the rate to try on three rungs; '' = none")
+    parser.add_argument("--output", type=Path, default=Path("runs/ladders"), help="folder of all ladders (%(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="write and list the recipes without training them")
+    options, overrides = parser.parse_known_args(arguments)
+    message = "interrupted; the same command continues from here"
+    return exit_code_of(lambda: _ladder(options, overrides), interrupted=message)
+
+
+def _ladder(options: argparse.Namespace, overrides: list[str]) -> int:
+    from recipes.lab.ladder.ladder import climb
+    from recipes.lab.plan.options import amount
+    from recipes.lab.sweep.grid import device_count
+
+    for name in ("parameters", "tokens", "tokens_per_parameter", "rates"):
+        written = (getattr(options, name) or "").split(",")
+        setattr(options, name, [amount(f"--{name.replace('_', '-')}", one) for one in written if one])
+    return climb(options, overrides, task=os.environ.get("SLURM_ARRAY_TASK_ID"), devices=device_count(), log=say)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""Ladders that say nothing of a recipe."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from models.transformers_config import TransformersConfig
+from parallel.errors import UserError
+from recipes.metrics.ladder import conditions
+from recipes.recipe.load import load
+from recipes.recipe.rules_tasks import ladder_for
+from recipes.recipe.schema import Recipe
+from tests.ladders import write_ladder
+from tests.training import DEBUG, change
+
+STAGES = """
+[[stages]]
+name = "first"
+until = 0.5
+[[stages]]
+name = "last"
+optimizer.lr = 1e-3
+"""
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return load(DEBUG)
+
+
+@pytest.fixture
+def file(recipe: Recipe, tmp_path: Path) -> str:
+    return write_ladder(tmp_path / "ladder.json", recipe)
+
+
+def refused(file: str, *arguments: str) -> str:
+    with pytest.raises(UserError) as error:
+        load(DEBUG, [f"--validation.ladder={file}", *arguments])
+    return " ".join(str(error.value).split())
+
+
+def test_a_ladder_of_the_same_recipe_breaks_no_rule(file: str) -> None:
+    other = ["--run.steps=7", "--optimizer.lr=1", "--model.layers=3", "--batch.global_batch_size=8"]
+    assert load(DEBUG, [f"--validation.ladder={file}", *other]).validation.ladder == file
+
+
+@pytest.mark.parametrize(
+    ("argument", "difference"),
+    [
+        ("--data.tokenizer=train:512", 'data.tokenizer = "train:4096", but this recipe has "train:512"'),
+        ("--data.document_mask=true", "data.document_mask = false, but this recipe has true"),
+        ("--data.validation_fraction=0.1", "data.validation_fraction = 0.02, but this recipe has 0.1"),
+        ("--batch.sequence_length=128", "batch.sequence_length = 256, but this recipe has 128"),
+        ("--model.vocabulary=8192", "model.vocabulary = 4096, but this recipe has 8192"),
+        ("--data.source=python-stdlib/json", 'data.mixture = {python-stdlib = 1.0}, but this recipe has {"python-'),
+        ("--validation.source=python-stdlib/json", 'validation.sources = {"" = ""}, but this recipe has {"" = "python'),
+    ],
+)
+def test_a_ladder_of_other_data_is_refused(file: str, argument: str, difference: str) -> None:
+    message = refused(file, argument)
+    assert f"{file} predicts runs with {difference}" in message
+    assert 'write the ladder.json of a ladder of this recipe, or ""' in message
+
+
+def test_a_ladder_without_validations_is_refused(file: str) -> None:
+    assert "is compared at each validation; write every = 1000" in refused(file, "--validation.every=0")
+
+
+def test_a_file_that_is_no_ladder_is_refused(tmp_path: Path) -> None:
+    assert "cannot be read: No such file or directory; write the ladder.json" in refused(str(tmp_path / "gone.json"))
+    (tmp_path / "other.json").write_text(json.dumps({"recipe": 1}))
+    assert "is not a ladder.json of scripts/ladder.py (recipe: " in refused(str(tmp_path / "other.json"))
+
+
+def test_a_recipe_with_stages_is_refused(file: str, recipe: Recipe, tmp_path: Path) -> None:
+    staged = tmp_path / "staged.toml"
+    staged.write_text(f'base = "{DEBUG}"\nvalidation.ladder = "{file}"\n{STAGES}')
+    with pytest.raises(
+        UserError, match=r"predicts runs of one text and length, but this recipe has stages; write \"\""
+    ):
+        load(staged)
+    with pytest.raises(UserError, match=r"trained in one stage, but this recipe has stages"):
+        ladder_for(load(staged, rules=False), file)
+
+
+def test_a_model_of_transformers_is_refused(file: str, recipe: Recipe) -> None:
+    shape = TransformersConfig(**asdict(replace(recipe.model, name="from_config")))
+    with pytest.raises(UserError, match="but this recipe has a model of transformers"):
+        ladder_for(replace(recipe, model=shape), file)
+
+
+def test_a_ladder_lies_beside_the_recipe_that_names_it(file: str, tmp_path: Path) -> None:
+    (tmp_path / "large.toml").write_text(f'base = "{DEBUG}"\nvalidation.ladder = "ladder.json"\n')
+    assert Path(load(tmp_path / "large.toml").validation.ladder).resolve() == Path(file)
+
+
+def test_data_that_moved_are_the_same_and_shares_are_relative(recipe: Recipe) -> None:
+    def found(*mixture: tuple[str, float]) -> dict[str, object]:
+        data = change(recipe, data={"mixture": dict(mixture)}).data
+        return conditions(data, length=1, vocabulary=1, texts={"": "/data/held/out.jsonl"})
+
+    here = found(("/data/web/*.parquet", 3.0), ("hf:org/name", 1.0))
+    assert here["data.mixture"] == {"web/*.parquet": 0.75, "hf:org/name": 0.25}
+    assert here["validation.sources"] == {"": "held/out.jsonl"}
+    assert here == found(("/scratch/web/*.parquet", 0.75), ("hf:org/name", 0.25))
+    assert here != found(("/scratch/code/*.parquet", 0.75), ("hf:org/name", 0.25))

@@ -1,0 +1,205 @@
+"""scripts/ladder.py: a real ladder of tiny models, its answer, interruptions, failures, and tasks of an array."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from recipes.lab.ladder import runs
+from recipes.lab.sweep import runner
+from recipes.lab.sweep.runner import Ended
+from recipes.metrics.ladder import read_ladder
+from recipes.recipe.load import load
+from tests.commands import run_command
+from tests.processes import wait_for
+from tests.recipes.lab.sweep.forked import run_forked
+from tests.scripts.cluster import Cluster, missing
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts/ladder.py"
+RECIPE = """\
+base = "{base}"
+run = {{ name = "large", steps = 200 }}
+data.source = "{corpus}"
+data.tokenizer = "train:300"
+batch = {{ sequence_length = 64, global_batch_size = 4, micro_batch_size = 2 }}
+optimizer.lr = 1.5e-3
+validation = {{ every = 50, batches = 2, sample_tokens = 0 }}
+metrics.picture = false
+
+[model]
+vocabulary = 512
+layers = 4
+width = 128
+feed_forward_width = 256
+heads = 4
+key_value_heads = 2
+head_width = 32
+"""
+SIZES = ("--parameters", "10K,30K,90K", "--tokens", "32K,128K", "--seeds", "1", "--rates", "")
+
+
+@cache
+def script() -> ModuleType:
+    """scripts/ladder.py as a module."""
+    spec = importlib.util.spec_from_file_location("ladder_script", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The folder of all ladders of this file, with the large recipe."""
+    folder = tmp_path_factory.mktemp("ladder")
+    text = RECIPE.format(base=ROOT / "configs/smollm3_debug.toml", corpus=corpus)
+    (folder / "large.toml").write_text(text)
+    return folder
+
+
+def climb(home: Path, *arguments: str, train: Callable[..., Ended] = run_forked, **more: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of the command, called in this process. train: what runs a recipe."""
+    out, err = io.StringIO(), io.StringIO()
+    environment = {"HOME": str(home), "OMP_NUM_THREADS": "1", "NPROC": "1"} | more
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(runs, "run", train)
+        patch.setattr(runner, "stop_signals", contextlib.nullcontext)  # signals are for pytest
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = script().main(["large.toml", *SIZES, *arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def finished(home: Path) -> tuple[Path, str]:
+    """The folder of a whole ladder, and what the command printed."""
+    code, out, err = climb(home)
+    assert (code, err) == (0, "")
+    return home / "runs/ladders/large", out
+
+
+def test_a_ladder_answers_with_a_page_a_picture_and_a_file(finished: tuple[Path, str]) -> None:
+    folder, out = finished
+    assert "this recipe" in out and "95% interval" in out
+    assert (folder / "ladder.md").read_text().count("\n| ") > 6
+    assert (folder / "ladder.png").stat().st_size > 10_000
+    ladder = read_ladder(folder / "ladder.json")
+    assert ladder.parameters == pytest.approx(90_000, rel=0.25) and len(ladder.fits) == 4
+    model = load(folder.parents[2] / "large.toml").model
+    predicted = ladder.predict(model.non_embedding_params(), 200 * 4 * 64)
+    assert predicted is not None and predicted.low <= predicted.loss <= predicted.high
+
+
+def test_a_run_joins_the_losses_of_its_trunk_and_its_fork(finished: tuple[Path, str]) -> None:
+    folder, _ = finished
+    trunk = load(next(folder.glob("recipes/*seed0.toml")))
+    forks = [load(path) for path in folder.glob(f"recipes/{trunk.run.name}-*steps.toml")]
+    for fork in forks:
+        origin = json.loads((folder.parents[2] / fork.run.folder / "origin.json").read_text())
+        assert origin["step"] == int(fork.run.continue_from.rpartition("@")[2])
+        rows = [json.loads(line) for line in (folder.parents[2] / fork.run.folder / "metrics.jsonl").open()]
+        assert min(row["step"] for row in rows) > origin["step"]
+        assert [row["step"] for row in rows if "validation_loss" in row][-1] == fork.run.steps
+
+
+def test_the_same_command_again_trains_nothing_and_answers_the_same(finished: tuple[Path, str], home: Path) -> None:
+    def train(*_: object, **__: object) -> Ended:
+        raise AssertionError("a run was trained again")
+
+    code, out, err = climb(home, train=train)
+    assert (code, err) == (0, "")
+    assert out.partition("runs on")[2] == finished[1].partition("runs on")[2]
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(finished: tuple[Path, str], home: Path) -> None:
+    folder = home / "broken/large"
+    shutil.copytree(finished[0], folder)
+    trunk = load(sorted(folder.glob("recipes/*seed0.toml"))[0]).run.name
+    for place in folder.glob(f"runs/{trunk}*"):
+        shutil.rmtree(place)
+    (folder / "runs" / trunk).write_text("not a folder")
+    code, out, err = climb(home, "--output", "broken", train=runner.run)
+    assert code == 2 and "a ladder of 2 sizes, and a law needs 3: add rungs" in err
+    assert f"{trunk}: FAILED, refused: " in out and f"FAILED, {trunk} failed, which it continues from" in out
+
+
+def test_runs_of_other_data_are_refused_before_anything_is_trained(finished: tuple[Path, str], home: Path) -> None:
+    code, _, err = climb(home, "--data.validation_fraction", "0.1")
+    assert code == 2
+    assert "was trained with other values, so its loss does not belong to this ladder: data.validation_fraction" in err
+    assert "remove it, or write another --output" in err
+
+
+def test_a_task_of_an_array_trains_one_rung_and_seed(home: Path) -> None:
+    code, out, err = climb(home, "--output", "array", SLURM_ARRAY_TASK_ID="1")
+    assert (code, err) == (0, "")
+    trained = {path.parent.name for path in home.glob("array/large/runs/*/metrics.jsonl")}
+    assert len(trained) == 3 and len({name.partition("-")[0] for name in trained}) == 1
+    assert "[3/3]" in out and "this recipe" not in out
+    code, _, err = climb(home, "--output", "array", SLURM_ARRAY_TASK_ID="9")
+    assert code == 2 and "SLURM_ARRAY_TASK_ID=9: this ladder has the tasks 0 to 2" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rungs", "2"), "--rungs 2: must be 3 or more"),
+        (("--seeds", "0"), "--seeds 0: must be 1 or more"),
+        (("--tokens", "32K"), "one length of runs says nothing of others; write two or more, such as --tokens"),
+        (("--tokens", "many"), "--tokens many: must be a number from"),
+        (("--rates", "0.5,-1"), "--rates -1: must be a number from"),
+        (("--parameters", "10K"), "--parameters: a ladder of 1 sizes has no law; write 3 or more"),
+    ],
+)
+def test_bad_options_are_refused_in_one_sentence(home: Path, arguments: tuple[str, ...], message: str) -> None:
+    code, _, err = climb(home, "--output", "none", *arguments)
+    assert code == 2 and message in err and err.count("\n") == 1
+    assert not list(home.glob("none/large/runs/*"))
+
+
+def test_the_command_starts_without_torch_and_lists_its_runs(home: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "NPROC": "2"}
+    arguments = [SCRIPT, "large.toml", *SIZES, "--dry-run", "--output", "dry"]
+    code, out, err = run_command(*arguments, cwd=home, env=environment)
+    assert (code, err) == (0, "")
+    assert "3 rungs, 9 runs in 3 groups on 2 processes" in out and "  task 2: " in out
+    assert sorted(path.name for path in (home / "dry/large").iterdir()) == ["logs", "recipes"]
+
+
+@pytest.mark.slurm
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_an_array_of_slurm_trains_a_ladder_that_the_command_then_answers(home: Path, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    options = [*SIZES[:-1], "''", "--output", "slurm"]
+    command = " ".join(map(str, [sys.executable, SCRIPT, "large.toml", *options]))
+    variables = {"PATH": os.environ["PATH"], "HOME": str(home), "NPROC": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        cluster.start()
+        flags = ["--array=0-2", "--nodes=1", "--output=slurm-%a.out", "--wrap"]
+        cluster.submit(Path(command), [], folder=home, flags=flags, variables=variables)
+        wait_for("the end of the array", lambda: not cluster.do("squeue", "-h"))
+    finally:
+        cluster.stop()
+    logs = [(home / f"slurm-{task}.out").read_text() for task in range(3)]
+    assert all("[3/3]" in log and "FAILED" not in log for log in logs), logs
+
+    def train(*_: object, **__: object) -> Ended:
+        raise AssertionError("a run was trained again")
+
+    code, out, err = climb(home, "--output", "slurm", train=train)
+    assert (code, err) == (0, "") and "this recipe" in out
