@@ -54,7 +54,8 @@ def lines(answer: Answer) -> list[str]:
     """The answer on one screen."""
     points, fit, rungs = answer.points, answer.fit, sorted({point.parameters for point in answer.points})
     span = f"{short(rungs[0])} to {short(rungs[-1])} parameters (embeddings are not counted)"
-    found = [f"{len(points)} runs on {len(rungs)} rungs, of {span}", ""]
+    seeds = len({point.seed for point in points})
+    found = [f"{len(points)} runs on {len(rungs)} rungs, {seeds} seed(s), of {span}", ""]
     found += [f"{'':<16}{'parameters':>10}{'tokens':>10}{'loss':>9}   95% interval"]
     for name, factor in {"this recipe": 1, "half as large": 0.5, "twice as large": 2}.items():
         size, tokens, seen = at_equal_flops(fit, answer.model, answer.flops, answer.sequence_length, factor)
@@ -74,6 +75,11 @@ def lines(answer: Answer) -> list[str]:
         f"reach           {_times(sizes)} the parameters of the largest rung, {_times(lengths)} the tokens of the"
         f" longest run, {_times(flops)} the FLOPs",
         f"check           {_check(answer)}",
+        *(
+            ["caution         E is 0, so these runs do not show a floor of the loss; add longer ones"]
+            if fit.law.E < 0.01
+            else []
+        ),
         *[f"failed          {name}: {why}{rest}" for name, why in answer.failed.items()][:1],
     ]
 
