@@ -34,6 +34,7 @@ run = {{ name = "large", steps = 200 }}
 data.source = "{corpus}"
 data.tokenizer = "train:300"
 batch = {{ sequence_length = 64, global_batch_size = 4, micro_batch_size = 2 }}
+optimizer.lr = 1.5e-3
 validation = {{ every = 50, batches = 2, sample_tokens = 0 }}
 metrics.picture = false
 
@@ -46,7 +47,7 @@ heads = 4
 key_value_heads = 2
 head_width = 32
 """
-SIZES = ("--parameters", "10K,30K,90K", "--tokens", "16K,64K", "--seeds", "1", "--rates", "")
+SIZES = ("--parameters", "10K,30K,90K", "--tokens", "32K,128K", "--seeds", "1", "--rates", "")
 
 
 @cache
@@ -133,7 +134,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(finished: tuple[Path, st
         shutil.rmtree(place)
     (folder / "runs" / trunk).write_text("not a folder")
     code, out, err = climb(home, "--output", "broken", train=runner.run)
-    assert code == 2 and "a ladder of 2 size(s)" in err
+    assert code == 2 and "a ladder of 2 sizes, and a law needs 3: add rungs" in err
     assert f"{trunk}: FAILED, refused: " in out and f"FAILED, {trunk} failed, which it continues from" in out
 
 
@@ -159,7 +160,7 @@ def test_a_task_of_an_array_trains_one_rung_and_seed(home: Path) -> None:
     [
         (("--rungs", "2"), "--rungs 2: must be 3 or more"),
         (("--seeds", "0"), "--seeds 0: must be 1 or more"),
-        (("--tokens", "16K"), "one length of runs says nothing of others; write two or more, such as --tokens"),
+        (("--tokens", "32K"), "one length of runs says nothing of others; write two or more, such as --tokens"),
         (("--tokens", "many"), "--tokens many: must be a number from"),
         (("--rates", "0.5,-1"), "--rates -1: must be a number from"),
         (("--parameters", "10K"), "--parameters: a ladder of 1 sizes has no law; write 3 or more"),

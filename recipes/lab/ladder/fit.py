@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import product
 from typing import NamedTuple
 
 import numpy
@@ -13,10 +12,8 @@ from recipes.lab.ladder.points import Point
 from recipes.metrics.ladder import Fit, Law, Prediction, losses
 
 Array = NDArray[numpy.float64]
-
 HUBER = 1e-3  # beyond it a residual counts by its size, not its square (Hoffmann et al. 2022, approach 3)
 EXPONENTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.8, 1.2)  # a and b of the starts
-STEPS = 200  # from the best start
 
 
 class Rates(NamedTuple):
@@ -31,16 +28,17 @@ class Rates(NamedTuple):
 def fit_law(points: Sequence[Point], *, samples: int = 200) -> Fit:
     """The law, and those of resampled runs: a run (rung and seed) is drawn with all its budgets, which share its trunk.
 
-    Raises UserError if these points do not determine a law.
+    A draw of fewer than half of the sizes is drawn again. Raises UserError if these points do not determine a law.
     """
     for one in points:
         if not 0 < one.loss < numpy.inf:
             raise UserError(f"rung {one.rung}, seed {one.seed}: the loss is {one.loss}; train it again or leave it out")
     if lack := _lack(points, sizes=3):
         raise UserError(lack)
-    half = (len({one.parameters for one in points}) + 1) // 2  # fewer fix so little that most draws would be useless
+    sizes, lengths = numpy.array([(one.parameters, one.tokens) for one in points], float).T
     runs = sorted({(one.rung, one.seed) for one in points})
     budgets = numpy.array([[(one.rung, one.seed) == run for one in points] for run in runs], float)  # (runs, points)
+    half = (len(set(sizes)) + 1) // 2
     generator, weights = numpy.random.default_rng(0), [numpy.ones(len(points))]
     while len(weights) <= samples:
         drawn = generator.multinomial(len(runs), numpy.full(len(runs), 1 / len(runs))) @ budgets
@@ -48,7 +46,6 @@ def fit_law(points: Sequence[Point], *, samples: int = 200) -> Fit:
             weights.append(drawn)
     law, *others = _minimize(numpy.array(weights), points)
     residuals = [float(numpy.log(one.loss / losses([law], one.parameters, one.tokens)[0])) for one in points]
-    sizes, lengths = numpy.array([(one.parameters, one.tokens) for one in points], float).T
     small, large = ([one for one in points if one.parameters == edge] for edge in (sizes.min(), sizes.max()))
     rises = [high.loss / low.loss - 1 for low in small for high in large if low.tokens <= high.tokens]
     noise = law.E * max(1e-4, float(numpy.median(numpy.abs(residuals))))
@@ -118,7 +115,7 @@ def _minimize(weights: Array, points: Sequence[Point]) -> list[Law]:
         return numpy.concatenate([shares, -shares * slopes], 1), residuals, cost
 
     starts, costs = [], []
-    for a, b in product(EXPONENTS, EXPONENTS):  # given a and b, least squares for E, A and B
+    for a, b in ((a, b) for a in EXPONENTS for b in EXPONENTS):  # given a and b, least squares for E, A and B
         terms = numpy.exp(-numpy.array([[0], [a], [b]]) * inputs - loss)
         normal = (terms * weights[:, None]) @ terms.T + 1e-9 * numpy.eye(3)
         three = numpy.maximum(numpy.linalg.solve(normal, (weights @ terms.T)[..., None])[..., 0], 1e-3)
@@ -128,7 +125,7 @@ def _minimize(weights: Array, points: Sequence[Point]) -> list[Law]:
     damping = numpy.full(len(theta), 1e-3)
     lower, upper = numpy.log([[1e-3, 1e-4, 1e-4, 1.0, 0.01, 0.01], [1e2, 1e2, 1e2, 1.0, 3.0, 3.0]])
     jacobian, residuals, cost = evaluate(theta)
-    for _ in range(STEPS):
+    for _ in range(200):
         weighted = jacobian * (weights * HUBER / numpy.maximum(abs(residuals), HUBER))[:, None]
         curvature = weighted @ jacobian.swapaxes(1, 2)
         ridge = damping[:, None] * numpy.einsum("sii->si", curvature) + 1e-12

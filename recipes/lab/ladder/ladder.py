@@ -1,7 +1,8 @@
 """What `scripts/ladder.py` does, from a recipe to its predicted loss. Imports no torch."""
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +18,7 @@ from recipes.lab.ladder.points import Point
 from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, sizes
 from recipes.lab.ladder.runs import Failed, point_of, runs_of, train, write_recipes
 from recipes.lab.sweep.grid import processes_here
-from recipes.metrics.ladder import Ladder, conditions
+from recipes.metrics.ladder import Fit, Ladder, conditions
 from recipes.recipe.load import load, shown
 from recipes.recipe.schema import Recipe
 
@@ -116,7 +117,7 @@ def _answer(
             conditions=conditions(
                 recipe.data, length=recipe.batch.sequence_length, vocabulary=recipe.model.vocabulary, texts=texts
             ),
-            fits=tuple((share, fit_law(at_share(points, share))) for share in SHARES),
+            fits=tuple(_fits(points)),
             parameters=max(point.parameters for point in points),
             tokens=max(point.tokens for point in points),
         ),
@@ -128,6 +129,13 @@ def _answer(
     write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(answer.ladder).decode())
     write_page(folder, answer, command=f"python scripts/ladder.py {shown(path)}")
     return [*lines(answer), "", f"wrote {folder}: {FILE} ladder.md ladder.png"]
+
+
+def _fits(points: Sequence[Point]) -> Iterator[tuple[float, Fit]]:
+    """The fit after each share; before the end only where losses fall with size and tokens already."""
+    for share in SHARES:
+        with suppress(UserError) if share < 1 else nullcontext():
+            yield share, fit_law(at_share(points, share))
 
 
 def at_share(points: Sequence[Point], share: float) -> list[Point]:

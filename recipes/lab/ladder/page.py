@@ -47,7 +47,8 @@ def draw(answer: Answer, file: Path) -> None:
     note = f"{short(own)} parameters, {short(answer.tokens)} tokens\n{loss[-1]:.3f} ({low[-1]:.3f} to {high[-1]:.3f})"
     axes.annotate(note, (flops[-1], low[-1]), (8, -8), color=VERMILION, ha="right", va="top", **small)
     axes.set_xscale("log")
-    axes.set_ylim(bottom=low[-1] - 0.12 * (axes.dataLim.y1 - low[-1]))
+    top = 1.05 * max(point.loss for point in answer.points)
+    axes.set_ylim(low[-1] - 0.12 * (top - low[-1]), top)
     axes.set_xlabel("FLOPs of a run", color=INK)
     axes.set_ylabel("validation loss (nats per token)", color=INK)
     title = f"{answer.ladder.recipe}: {len(answer.points)} runs by their parameters, their law (dashed), its prediction"

@@ -45,7 +45,9 @@ def write_recipes(recipes: Sequence[Recipe], folder: Path, *, processes: int) ->
         path.write_text(to_toml(recipe), encoding="utf-8")
         load(path, processes=processes)
         trained = recipe.run.folder / RECIPE
-        if trained.exists() and (wrong := identity_differences(load(trained, rules=False), recipe)):
+        differences = identity_differences(load(trained, rules=False), recipe) if trained.exists() else []
+        # A ladder may be moved to another folder, and its trunks with it.
+        if wrong := [line for line in differences if not line.startswith("run.continue_from")]:
             raise UserError(
                 f"{recipe.run.folder} was trained with other values, so its loss does not belong to this ladder:"
                 f" {wrong[0]}; remove it, or write another --output"

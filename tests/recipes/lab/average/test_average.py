@@ -15,7 +15,7 @@ from parallel.dist import start, stop
 from parallel.errors import UserError
 from recipes.checkpoint.files import read_manifest, verify
 from recipes.checkpoint.state import named_tensors
-from recipes.checkpoint.storage import DTYPES, PARAMETERS, read_tensors
+from recipes.checkpoint.storage import DTYPES, PARAMETERS, local, read_tensors
 from recipes.files import remote
 from recipes.files.layout import step_folder
 from recipes.lab.average import average as averages
@@ -138,8 +138,8 @@ def begin(recipe: Recipe, weights: dict[str, Any]) -> tuple[dict[str, Any], int,
         found, _ = named_tensors(trainer.built.model, trainer.built.optimizer)
         with torch.no_grad():
             for name, value in weights.items():
-                found[name].copy_(torch.from_numpy(value))
-        state, first = {name: value.numpy(force=True).copy() for name, value in found.items()}, trainer.step
+                local(found[name]).copy_(torch.from_numpy(value))
+        state, first = {name: local(value).numpy(force=True).copy() for name, value in found.items()}, trainer.step
         loss = take_step(trainer).loss.item()
         trainer.loader.close()
         trainer.recorder.close()
@@ -184,7 +184,7 @@ def test_the_average_is_read_from_a_server_and_its_copies_are_deleted(run: Recip
         remote.upload(tmp_path / SHARD, f"s3://bucket/runs/run/checkpoints/step-00000006/{SHARD}")
         with pytest.raises(UserError, match=r"step-00000006.*which belong to"):
             quietly("s3://bucket/runs/run", STEPS, tmp_path / "other")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [SHARD, "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", SHARD]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoints", "recipe.toml"]
     for name in ("recipe.toml", "checkpoints/step-00000008/shard-00000-of-00001.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (out / name).read_bytes()

@@ -51,13 +51,13 @@ def test_bootstrap_is_deterministic() -> None:
     assert fit_law(ladder(noise=0.003), samples=20) == fit_law(ladder(noise=0.003), samples=20)
 
 
-def test_budgets_of_a_run_are_drawn_together() -> None:
+def test_budgets_that_err_together_widen_the_interval() -> None:
     points = [replace(one, loss=one.loss * (1.01 if one.seed else 1.0)) for one in ladder()]
     shuffled = [replace(one, seed=number) for number, one in enumerate(points)]
 
     together, apart = (numpy.std([law.E for law in fit_law(runs).samples]) for runs in (points, shuffled))
 
-    assert together != pytest.approx(apart, rel=0.01)
+    assert together > 1.2 * apart
 
 
 def test_more_noise_means_a_wider_interval() -> None:
@@ -75,7 +75,7 @@ def test_interval_covers_a_larger_run_in_about_95_percent_of_repeats(sizes: tupl
         truth = losses([LAW], *TARGET)[0] * numpy.exp(numpy.random.default_rng(1000 + chance).normal(0, 0.003))
         covered.append(found.low < truth < found.high)
 
-    assert numpy.mean(covered) > 0.87
+    assert numpy.mean(covered) > 0.85  # of 150 repeats: 95% with two seeds, 91% with one, 97% with one of three sizes
 
 
 def test_largest_rung_is_predicted_by_the_others() -> None:
