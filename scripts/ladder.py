@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/ladders"), help="folder of all ladders (%(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="write and list the recipes without training them")
     options, overrides = parser.parse_known_args(arguments)
+    options.command = shlex.join(["python", "scripts/ladder.py", *arguments])
     message = "interrupted; the same command continues from here"
     return exit_code_of(lambda: _ladder(options, overrides), interrupted=message)
 

@@ -63,16 +63,17 @@ def lines(answer: Answer) -> list[str]:
         found += [f"{name:<16}{numbers}{'' if factor == 1 else ', at equal FLOPs'}"]
     best = compute_optimal(fit.law, answer.tokens)
     low, high = interval([compute_optimal(law, answer.tokens) for law in fit.samples])
-    size = f"{short(best)} parameters ({short(low)} to {short(high)})"
+    each = f"for {short(answer.tokens)} tokens, {answer.tokens / best:.2g} tokens per parameter"
+    size = f"{short(best)} parameters ({short(low)} to {short(high)}) {each}"
     if best < rungs[0] / 10:
-        size = "less than a tenth of the smallest rung, where the law says little,"
+        size = "less than a tenth of the smallest rung, where the law says little"
     sizes = answer.model.non_embedding_params() / answer.ladder.parameters
     lengths, flops = answer.tokens / answer.ladder.tokens, answer.flops / max(point.flops for point in points)
     rest = f" (and {len(answer.failed) - 1} more: ladder.md)" if len(answer.failed) > 1 else ""
     return [
         *found,
         "",
-        f"best size       {size} for {short(answer.tokens)} tokens, {answer.tokens / best:.2g} tokens per parameter",
+        f"best size       {size}",
         f"learning rate   {_rates(answer)}",
         f"reach           {_times(sizes)} the parameters of the largest rung, {_times(lengths)} the tokens of the"
         f" longest run, {_times(flops)} the FLOPs",

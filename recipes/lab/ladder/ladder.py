@@ -62,7 +62,7 @@ def climb(
     lock.take(folder, log=log, remedy="write another --output", here=0, elsewhere=0)
     try:
         failed = train(runs, folder, processes=processes, log=log)
-        for line in ["", *_answer(recipe, options.recipe, found, failed, folder=folder)]:
+        for line in ["", *_answer(recipe, options, found, failed, folder=folder)]:
             log(line)
     finally:
         lock.release()
@@ -91,7 +91,7 @@ def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int
 
 
 def _answer(
-    recipe: Recipe, path: Path, found: Sequence[Budget], failed: Sequence[Failed], *, folder: Path
+    recipe: Recipe, options: Namespace, found: Sequence[Budget], failed: Sequence[Failed], *, folder: Path
 ) -> list[str]:
     """Fit the laws and write them, with a page. Returns the lines for the screen. Raises UserError if too few runs have
     ended, or if they do not determine a law."""
@@ -113,7 +113,7 @@ def _answer(
         sequence_length=recipe.batch.sequence_length,
         learning_rate=recipe.optimizer.lr,
         ladder=Ladder(
-            recipe=shown(path),
+            recipe=shown(options.recipe),
             conditions=conditions(
                 recipe.data, length=recipe.batch.sequence_length, vocabulary=recipe.model.vocabulary, texts=texts
             ),
@@ -127,7 +127,7 @@ def _answer(
         failed={one.name: one.reason for one in failed},
     )
     write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(answer.ladder).decode())
-    write_page(folder, answer, command=f"python scripts/ladder.py {shown(path)}")
+    write_page(folder, answer, command=options.command)
     return [*lines(answer), "", f"wrote {folder}: {FILE} ladder.md ladder.png"]
 
 
