@@ -54,26 +54,34 @@ def lines(answer: Answer) -> list[str]:
     """The answer on one screen."""
     points, fit, rungs = answer.points, answer.fit, sorted({point.parameters for point in answer.points})
     span = f"{short(rungs[0])} to {short(rungs[-1])} parameters (embeddings are not counted)"
-    found = [f"{len(points)} runs on {len(rungs)} rungs, of {span}", ""]
+    seeds = len({point.seed for point in points})
+    found = [f"{len(points)} runs on {len(rungs)} rungs, {seeds} seed(s), of {span}", ""]
     found += [f"{'':<16}{'parameters':>10}{'tokens':>10}{'loss':>9}   95% interval"]
     for name, factor in {"this recipe": 1, "half as large": 0.5, "twice as large": 2}.items():
-        size, tokens, seen = at_equal_flops(fit, answer.model, answer.flops, answer.sequence_length, factor)
-        numbers = f"{short(size):>10}{short(tokens):>10}{seen.loss:>9.3f}   {seen.low:.3f} to {seen.high:.3f}"
+        own, tokens, seen = at_equal_flops(fit, answer.model, answer.flops, answer.sequence_length, factor)
+        numbers = f"{short(own):>10}{short(tokens):>10}{seen.loss:>9.3f}   {seen.low:.3f} to {seen.high:.3f}"
         found += [f"{name:<16}{numbers}{'' if factor == 1 else ', at equal FLOPs'}"]
     best = compute_optimal(fit.law, answer.tokens)
     low, high = interval([compute_optimal(law, answer.tokens) for law in fit.samples])
+    size = f"{short(best)} parameters ({short(low)} to {short(high)})"
+    if best < rungs[0] / 10:
+        size = "less than a tenth of the smallest rung, where the law says little,"
     sizes = answer.model.non_embedding_params() / answer.ladder.parameters
     lengths, flops = answer.tokens / answer.ladder.tokens, answer.flops / max(point.flops for point in points)
     rest = f" (and {len(answer.failed) - 1} more: ladder.md)" if len(answer.failed) > 1 else ""
     return [
         *found,
         "",
-        f"best size       {short(best)} parameters ({short(low)} to {short(high)}) for {short(answer.tokens)} tokens,"
-        f" {answer.tokens / best:.2g} tokens per parameter",
+        f"best size       {size} for {short(answer.tokens)} tokens, {answer.tokens / best:.2g} tokens per parameter",
         f"learning rate   {_rates(answer)}",
         f"reach           {_times(sizes)} the parameters of the largest rung, {_times(lengths)} the tokens of the"
         f" longest run, {_times(flops)} the FLOPs",
         f"check           {_check(answer)}",
+        *(
+            ["caution         E is 0, so these runs do not show a floor of the loss; add longer ones"]
+            if fit.law.E < 0.01
+            else []
+        ),
         *[f"failed          {name}: {why}{rest}" for name, why in answer.failed.items()][:1],
     ]
 
