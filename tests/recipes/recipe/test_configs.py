@@ -44,6 +44,7 @@ SHIPPED = {
     "smollm3_debug_muon",
     "smollm3_debug_stages",
     "smollm3_debug_pipeline",
+    "smollm3_debug_8m",
     "moe_debug",
     "smollm3_3b_8xh100",
     "smollm3_3b_8xh100_c4",
