@@ -5,7 +5,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from recipes.metrics.ladder import Fit, Ladder, Law, conditions
+from recipes.metrics.ladder import Fit, Ladder, Law
+from recipes.recipe.rules_tasks import conditions_of
 from recipes.recipe.schema import Recipe
 
 LAW = Law(1.7, 45.0, 0.27, 400.0, 0.36)
@@ -23,10 +24,7 @@ def fit(law: Law = LAW) -> Fit:
 
 def write_ladder(file: Path, recipe: Recipe, laws: Mapping[float, Law] | None = None) -> str:
     """Write a ladder of rungs up to 1M parameters and 10M tokens for this recipe; laws: share of the steps -> law."""
-    texts = recipe.validation.sources or {"": recipe.validation.source}
-    length, vocabulary = recipe.batch.sequence_length, recipe.model.vocabulary
-    found = conditions(recipe.data, length=length, vocabulary=vocabulary, texts=texts)
     fits = tuple((share, fit(law)) for share, law in (laws or {1.0: LAW}).items())
-    ladder = Ladder("configs/large.toml", found, fits, parameters=10**6, tokens=10**7)
+    ladder = Ladder("configs/large.toml", conditions_of(recipe), fits, parameters=10**6, tokens=10**7)
     file.write_bytes(TypeAdapter(Ladder).dump_json(ladder))
     return str(file)

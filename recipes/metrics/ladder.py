@@ -4,8 +4,8 @@ L(N, D) = E + A / N^a + B / D^b (Hoffmann et al. 2022, arXiv 2203.15556, approac
 the validation text, nats; N: ModelConfig.non_embedding_params(); D: tokens. Imports no torch.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -15,12 +15,9 @@ from numpy.typing import NDArray
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from parallel.errors import UserError
-from recipes.data.config import DataConfig
 from recipes.files.reading import read_text
 
 Positive = Annotated[FiniteFloat, Gt(0)]
-NO_CONDITIONS = {"source", "mixture", "tokenizer", "cache", "shuffle_tokens", "bad_row_budget"}
-"""Fields of [data] that change no loss, or that conditions() treats by themselves."""
 
 
 class Law(NamedTuple):
@@ -68,9 +65,9 @@ class Ladder:
     """Dotted key -> value, as in TOML, of what losses depend on besides N and D: text, tokenizer, vocabulary."""
     fits: Annotated[tuple[tuple[float, Fit], ...], MinLen(1)]
     """(share of the steps of a run, the fit of the losses there), ascending; the last one is the end, 1.0."""
-    parameters: int
+    parameters: Annotated[int, Gt(0)]
     """N of the largest rung."""
-    tokens: int
+    tokens: Annotated[int, Gt(0)]
     """D of the longest run."""
 
     def predict(self, parameters: float, tokens: float, *, share: float = 1.0) -> Prediction | None:
@@ -118,25 +115,10 @@ def read_ladder(path: Path) -> Ladder:
     """Raises UserError if this is not a file of scripts/ladder.py."""
     try:
         ladder: Ladder = TypeAdapter(Ladder).validate_json(read_text(path))
+        if [*map(itemgetter(0), ladder.fits)] != sorted({share for share, _ in ladder.fits} | {1.0}):
+            raise UserError(f"{path} has no fits of ascending shares up to 1; write it anew with scripts/ladder.py")
         return ladder
     except ValidationError as error:
-        place = ".".join(map(str, error.errors()[0]["loc"]))
+        place = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"
         why = f"{place}: {error.errors()[0]['msg']}"
         raise UserError(f"{path} is not a ladder.json of scripts/ladder.py ({why})") from None
-
-
-def conditions(data: DataConfig, *, length: int, vocabulary: int, texts: Mapping[str, str]) -> dict[str, Any]:
-    """Ladder.conditions of a run. texts: name -> validation source. Of paths, the last two names: folders move."""
-
-    def named(source: str) -> str:
-        return "/".join(Path(source).parts[-2:])
-
-    whole = sum(data.sources.values())
-    return {
-        "data.mixture": {named(source): round(share / whole, 6) for source, share in data.sources.items()},
-        "data.tokenizer": named(data.tokenizer),
-        **{f"data.{key}": value for key, value in asdict(data).items() if key not in NO_CONDITIONS},
-        "model.vocabulary": vocabulary,
-        "batch.sequence_length": length,
-        "validation.sources": {name: named(source) for name, source in texts.items()},
-    }

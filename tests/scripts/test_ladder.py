@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +23,7 @@ from recipes.recipe.load import load
 from tests.commands import run_command
 from tests.processes import wait_for
 from tests.recipes.lab.sweep.forked import run_forked
+from tests.recipes.lab.sweep.test_loop import HOLD
 from tests.scripts.cluster import Cluster, missing
 
 pytestmark = pytest.mark.slow
@@ -47,7 +49,7 @@ heads = 4
 key_value_heads = 2
 head_width = 32
 """
-SIZES = ("--parameters", "10K,30K,90K", "--tokens", "32K,128K", "--seeds", "1", "--rates", "")
+SIZES = ("--parameters", "4K,30K,200K", "--tokens", "32K,128K", "--seeds", "2", "--rates", "")
 
 
 @cache
@@ -99,7 +101,7 @@ def test_a_ladder_answers_with_a_page_a_picture_and_a_file(finished: tuple[Path,
     assert (folder / "ladder.md").read_text().count("\n| ") > 6
     assert (folder / "ladder.png").stat().st_size > 10_000
     ladder = read_ladder(folder / "ladder.json")
-    assert ladder.parameters == pytest.approx(90_000, rel=0.25) and len(ladder.fits) == 4
+    assert ladder.parameters == pytest.approx(200_000, rel=0.25) and ladder.fits[-1][0] == 1.0
     model = load(folder.parents[2] / "large.toml").model
     predicted = ladder.predict(model.non_embedding_params(), 200 * 4 * 64)
     assert predicted is not None and predicted.low <= predicted.loss <= predicted.high
@@ -134,15 +136,47 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(finished: tuple[Path, st
         shutil.rmtree(place)
     (folder / "runs" / trunk).write_text("not a folder")
     code, out, err = climb(home, "--output", "broken", train=runner.run)
-    assert code == 2 and "a ladder of 2 sizes, and a law needs 3: add rungs" in err
+    assert (code, err) == (1, "")
     assert f"{trunk}: FAILED, refused: " in out and f"FAILED, {trunk} failed, which it continues from" in out
+    assert "10 runs on 3 rungs" in out and f"failed          {trunk}: " in out
 
 
 def test_runs_of_other_data_are_refused_before_anything_is_trained(finished: tuple[Path, str], home: Path) -> None:
     code, _, err = climb(home, "--data.validation_fraction", "0.1")
     assert code == 2
     assert "was trained with other values, so its loss does not belong to this ladder: data.validation_fraction" in err
-    assert "remove it, or write another --output" in err
+    assert "give the options, the recipe and the NPROC of before, or write another --output" in err
+
+
+def test_runs_that_another_text_judged_are_not_reused(finished: tuple[Path, str], home: Path, corpus: Path) -> None:
+    code, _, err = climb(home, "--validation.source", str(corpus))
+    assert code == 2 and "was trained with other values" in err and "validation.source: " in err
+
+
+def test_a_dry_run_in_a_folder_in_use_changes_nothing(finished: tuple[Path, str], home: Path) -> None:
+    before = {path: path.read_text() for path in finished[0].glob("recipes/*")}
+    with subprocess.Popen([sys.executable, "-c", HOLD, finished[0]], cwd=ROOT, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == b"held\n"
+            code, _, err = climb(home, "--tokens", "32K,50K", "--dry-run")
+        finally:
+            other.kill()
+    assert code == 2 and "is in use" in err
+    assert {path: path.read_text() for path in finished[0].glob("recipes/*")} == before
+
+
+def test_a_loss_that_is_nan_is_named_and_left_out(finished: tuple[Path, str], home: Path) -> None:
+    folder = home / "nan/large"
+    shutil.copytree(finished[0], folder)
+    metrics = sorted(folder.glob("runs/*seed1-*steps/metrics.jsonl"))[0]
+    rows = [json.loads(line) for line in metrics.open()]
+    rows = [row | ({"validation_loss": None} if "validation_loss" in row else {}) for row in rows]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, err = climb(home, "--output", "nan")
+    assert (
+        err == "" and f"{metrics.parent.name}: FAILED, its loss is nan; remove " in out and "11 runs on 3 rungs" in out
+    )
+    assert code == 1
 
 
 def test_a_task_of_an_array_trains_one_rung_and_seed(home: Path) -> None:
@@ -152,7 +186,7 @@ def test_a_task_of_an_array_trains_one_rung_and_seed(home: Path) -> None:
     assert len(trained) == 3 and len({name.partition("-")[0] for name in trained}) == 1
     assert "[3/3]" in out and "this recipe" not in out
     code, _, err = climb(home, "--output", "array", SLURM_ARRAY_TASK_ID="9")
-    assert code == 2 and "SLURM_ARRAY_TASK_ID=9: this ladder has the tasks 0 to 2" in err
+    assert code == 2 and "SLURM_ARRAY_TASK_ID=9: this ladder has the tasks 0 to 5" in err
 
 
 @pytest.mark.parametrize(
@@ -160,6 +194,9 @@ def test_a_task_of_an_array_trains_one_rung_and_seed(home: Path) -> None:
     [
         (("--rungs", "2"), "--rungs 2: must be 3 or more"),
         (("--seeds", "0"), "--seeds 0: must be 1 or more"),
+        (("--seeds", "1"), "fewer than 5 rungs and seeds give no interval; write --seeds 2, or more rungs"),
+        (("--tokens", "32K,32K"), "come out as [500, 500] steps; write lengths that differ more"),
+        (("--output", "large.toml"), "cannot be made: "),
         (("--tokens", "32K"), "one length of runs says nothing of others; write two or more, such as --tokens"),
         (("--tokens", "many"), "--tokens many: must be a number from"),
         (("--rates", "0.5,-1"), "--rates -1: must be a number from"),
@@ -177,8 +214,8 @@ def test_the_command_starts_without_torch_and_lists_its_runs(home: Path) -> None
     arguments = [SCRIPT, "large.toml", *SIZES, "--dry-run", "--output", "dry"]
     code, out, err = run_command(*arguments, cwd=home, env=environment)
     assert (code, err) == (0, "")
-    assert "3 rungs, 9 runs in 3 groups on 2 processes" in out and "  task 2: " in out
-    assert sorted(path.name for path in (home / "dry/large").iterdir()) == ["logs", "recipes"]
+    assert "3 rungs, 18 runs in 6 groups on 2 processes" in out and "  task 5: 2 sequences, learning rate " in out
+    assert sorted(path.name for path in (home / "dry/large").iterdir()) == [".lock", "logs", "recipes"]
 
 
 @pytest.mark.slurm
@@ -190,12 +227,12 @@ def test_an_array_of_slurm_trains_a_ladder_that_the_command_then_answers(home: P
     variables = {"PATH": os.environ["PATH"], "HOME": str(home), "NPROC": "1", "OMP_NUM_THREADS": "1"}
     try:
         cluster.start()
-        flags = ["--array=0-2", "--nodes=1", "--output=slurm-%a.out", "--wrap"]
+        flags = ["--array=0-5", "--nodes=1", "--output=slurm-%a.out", "--wrap"]
         cluster.submit(Path(command), [], folder=home, flags=flags, variables=variables)
         wait_for("the end of the array", lambda: not cluster.do("squeue", "-h"))
     finally:
         cluster.stop()
-    logs = [(home / f"slurm-{task}.out").read_text() for task in range(3)]
+    logs = [(home / f"slurm-{task}.out").read_text() for task in range(6)]
     assert all("[3/3]" in log and "FAILED" not in log for log in logs), logs
 
     def train(*_: object, **__: object) -> Ended:

@@ -15,7 +15,7 @@ from recipes.checkpoint.manifest import Damage, Manifest, shard_name
 from recipes.checkpoint.plan import Spread, pieces_of, plan
 from recipes.checkpoint.remote_folder import RemoteFolder
 from recipes.checkpoint.storage import DTYPES, PARAMETERS, assemble, raw, read_tensors
-from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_steps, step_folder
+from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_step, checkpoint_steps, step_folder
 from recipes.files.local_copy import local_copy
 from recipes.files.reading import is_remote, read_text, user_path
 from recipes.files.units import size
@@ -31,6 +31,8 @@ def average(run: str, steps: str, out: Path, *, weights: str, log: Callable[[str
     there = RemoteFolder(place, CheckpointConfig()) if is_remote(run) else None
     folder = path if path.name == CHECKPOINTS else path / CHECKPOINTS
     have = there.steps() if there else checkpoint_steps(folder)
+    if checkpoint_step(path.name) is not None:
+        raise UserError(f"{run} is one checkpoint; write the folder of its run, {path.parents[1]}")
     if missing := ", ".join(str(step) for step in wanted if step not in have):
         raise UserError(f"{run} has no checkpoint of step {missing}; it has {', '.join(map(str, have)) or 'none'}")
     if folder.resolve() in out.resolve().parents:

@@ -12,6 +12,8 @@ from recipes.lab.ladder.points import Point
 from recipes.lab.ladder.rungs import scaled
 from recipes.metrics.ladder import Fit, Ladder, Prediction
 
+CAUTION = "caution         the law has no floor, or an exponent at its bound: these runs do not determine it"
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -29,6 +31,8 @@ class Answer:
     """The runs of the largest rung, and what a fit without them predicts."""
     failed: Mapping[str, str]
     """Name of a run -> why it failed."""
+    unchecked: str = ""
+    """Why `missed` is empty, if it is."""
 
     @property
     def fit(self) -> Fit:
@@ -65,8 +69,8 @@ def lines(answer: Answer) -> list[str]:
     low, high = interval([compute_optimal(law, answer.tokens) for law in fit.samples])
     each = f"for {short(answer.tokens)} tokens, {answer.tokens / best:.2g} tokens per parameter"
     size = f"{short(best)} parameters ({short(low)} to {short(high)}) {each}"
-    if best < rungs[0] / 10:
-        size = "less than a tenth of the smallest rung, where the law says little"
+    if not rungs[0] / 10 < best < 1000 * rungs[-1]:
+        size = f"far {'below' if best < rungs[0] else 'above'} all rungs, where the law says little"
     sizes = answer.model.non_embedding_params() / answer.ladder.parameters
     lengths, flops = answer.tokens / answer.ladder.tokens, answer.flops / max(point.flops for point in points)
     rest = f" (and {len(answer.failed) - 1} more: ladder.md)" if len(answer.failed) > 1 else ""
@@ -78,11 +82,7 @@ def lines(answer: Answer) -> list[str]:
         f"reach           {_times(sizes)} the parameters of the largest rung, {_times(lengths)} the tokens of the"
         f" longest run, {_times(flops)} the FLOPs",
         f"check           {_check(answer)}",
-        *(
-            ["caution         E is 0, so these runs do not show a floor of the loss; add longer ones"]
-            if fit.law.E < 0.01
-            else []
-        ),
+        *([] if (law := fit.law).E > 0.01 and 0.011 < min(law.a, law.b) < max(law.a, law.b) < 2.9 else [CAUTION]),
         *[f"failed          {name}: {why}{rest}" for name, why in answer.failed.items()][:1],
     ]
 
@@ -100,7 +100,7 @@ def _rates(answer: Answer) -> str:
 def _check(answer: Answer) -> str:
     """How far a law of the other rungs misses the largest one."""
     if not answer.missed:
-        return "none: with so few rungs, none can be left out of the fit"
+        return f"none: {answer.unchecked}"
     gaps = [100 * (point.loss / predicted.loss - 1) for point, predicted in answer.missed]
     inside = sum(predicted.low <= point.loss <= predicted.high for point, predicted in answer.missed)
     rung, span = answer.missed[0][0].rung, f"{min(gaps):+.1f} to {max(gaps):+.1f}%"

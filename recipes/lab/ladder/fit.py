@@ -13,6 +13,7 @@ from recipes.metrics.ladder import Fit, Law, Prediction, losses
 
 Array = NDArray[numpy.float64]
 HUBER = 1e-3  # beyond it a residual counts by its size, not its square (Hoffmann et al. 2022, approach 3)
+DISTINCT = 10  # draws of the bootstrap: fewer say nothing of the uncertainty
 EXPONENTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.8, 1.2)  # a and b of the starts
 
 
@@ -32,7 +33,9 @@ def fit_law(points: Sequence[Point], *, samples: int = 200) -> Fit:
     """
     for one in points:
         if not 0 < one.loss < numpy.inf:
-            raise UserError(f"rung {one.rung}, seed {one.seed}: the loss is {one.loss}; train it again or leave it out")
+            raise UserError(
+                f"rung {one.rung}, seed {one.seed}: the loss is {one.loss}; train it again, or name other rungs"
+            )
     if lack := _lack(points, sizes=3):
         raise UserError(lack)
     sizes, lengths = numpy.array([(one.parameters, one.tokens) for one in points], float).T
@@ -44,12 +47,14 @@ def fit_law(points: Sequence[Point], *, samples: int = 200) -> Fit:
         drawn = generator.multinomial(len(runs), numpy.full(len(runs), 1 / len(runs))) @ budgets
         if not _lack([one for one, times in zip(points, drawn, strict=True) if times], sizes=half):
             weights.append(drawn)
+    if len({one.tobytes() for one in weights}) < min(samples, DISTINCT):
+        raise UserError(f"{len(runs)} rungs and seeds are too few to draw from, so there is no interval: add seeds")
     law, *others = _minimize(numpy.array(weights), points)
     residuals = [float(numpy.log(one.loss / losses([law], one.parameters, one.tokens)[0])) for one in points]
     small, large = ([one for one in points if one.parameters == edge] for edge in (sizes.min(), sizes.max()))
     rises = [high.loss / low.loss - 1 for low in small for high in large if low.tokens <= high.tokens]
     noise = law.E * max(1e-4, float(numpy.median(numpy.abs(residuals))))
-    remedy = "look at the learning rates, and leave out what did not train"
+    remedy = "look at the learning rates and the lengths, or name other rungs"
     if numpy.ptp(law.A * sizes**-law.a) < noise or sum(rises) > 0:
         raise UserError(f"the loss does not fall from rung {small[0].rung} to rung {large[0].rung}: {remedy}")
     if numpy.ptp(law.B * lengths**-law.b) < noise:

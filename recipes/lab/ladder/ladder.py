@@ -18,8 +18,9 @@ from recipes.lab.ladder.points import Point
 from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, sizes
 from recipes.lab.ladder.runs import Failed, point_of, runs_of, train, write_recipes
 from recipes.lab.sweep.grid import processes_here
-from recipes.metrics.ladder import Fit, Ladder, conditions
+from recipes.metrics.ladder import Fit, Ladder
 from recipes.recipe.load import load, shown
+from recipes.recipe.rules_tasks import conditions_of
 from recipes.recipe.schema import Recipe
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -29,6 +30,8 @@ SAME = 0.05
 """Lengths of two runs that differ by less than this share are compared when learning rates are."""
 FEWEST = 3
 """Sizes that determine a law."""
+GROUPS = 5
+"""Rungs times seeds: the bootstrap draws among these."""
 
 
 def climb(
@@ -44,29 +47,44 @@ def climb(
     found = _budgets(recipe, options, folder=folder, processes=processes)
     groups = [list(group) for _, group in groupby(found, lambda one: (one.rung.name, one.seed))]
     runs = runs_of(found)
-    write_recipes(runs, folder, processes=processes)
     flops, large = sum(_own_flops(run) for run in runs), _flops(recipe)
     log(
         f"{recipe.run.name}: {len({one.rung.name for one in found})} rungs, {len(runs)} runs in {len(groups)} groups on"
         f" {processes} processes, {flops:.2e} FLOPs in all, {100 * flops / large:.2g}% of the recipe's; in {folder}"
     )
-    if options.dry_run:
-        for number, group in enumerate(groups):
-            log(f"  task {number}: {', '.join(run.run.name for run in runs_of(group))}")
-        return 0
     if task is not None:
         if not task.isdecimal() or int(task) >= len(groups):
             raise UserError(f"SLURM_ARRAY_TASK_ID={task}: this ladder has the tasks 0 to {len(groups) - 1}")
-        return int(bool(train(runs_of(groups[int(task)]), folder, processes=processes, log=log)))
+        log(f"only task {task} of these groups, because SLURM_ARRAY_TASK_ID is {task}")
+        runs = runs_of(groups[int(task)])
     lock = FolderLock()
-    lock.take(folder, log=log, remedy="write another --output", here=0, elsewhere=0)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made: {error.strerror}; write another --output") from None
+    if task is None:  # tasks of an array share the folder
+        lock.take(folder, log=log, remedy="write another --output", here=0, elsewhere=0)
+    try:
+        write_recipes(runs, folder, processes=processes)
+        if options.dry_run:
+            for line in _listed(groups):
+                log(line)
+            return 0
         failed = train(runs, folder, processes=processes, log=log)
-        for line in ["", *_answer(recipe, options, found, failed, folder=folder)]:
-            log(line)
+        if task is None:
+            for line in ["", *_answer(recipe, options, found, failed, folder=folder)]:
+                log(line)
     finally:
         lock.release()
     return int(bool(failed))
+
+
+def _listed(groups: Sequence[Sequence[Budget]]) -> Iterator[str]:
+    """The runs of each task of an array, with what a rung may not follow exactly: its batch."""
+    for number, group in enumerate(groups):
+        first, names = group[0].recipes[0], [run.run.name for run in runs_of(group)]
+        rate = f"{first.batch.global_batch_size} sequences, learning rate {first.optimizer.lr:.3g}"
+        yield f"  task {number}: {rate}: {', '.join(names)}"
 
 
 def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int) -> list[Budget]:
@@ -76,6 +94,8 @@ def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int
             raise UserError(f"{key} {value}: must be {least} or more")
     if 0 < len(options.parameters) < FEWEST:
         raise UserError(f"--parameters: a ladder of {len(options.parameters)} sizes has no law; write {FEWEST} or more")
+    if (len(options.parameters) or options.rungs) * options.seeds < GROUPS:
+        raise UserError(f"fewer than {GROUPS} rungs and seeds give no interval; write --seeds 2, or more rungs")
     if len(tokens := sorted(options.tokens or options.tokens_per_parameter)) < 2:
         raise UserError("one length of runs says nothing of others; write two or more, such as --tokens 1B,2B")
     return budgets(
@@ -106,7 +126,12 @@ def _answer(
         for budget, point in reached
         if abs(budget.tokens / swept.get(budget.rung, 1) - 1) < SAME
     ]
-    texts = found[0].recipes[-1].validation.texts
+    missed, unchecked = [], "no other three rungs have ended"
+    if len({point.parameters for point in points}) > FEWEST:
+        try:
+            missed = miss_of_top(points)
+        except UserError as error:
+            unchecked = str(error)
     answer = Answer(
         model=recipe.model,
         tokens=recipe.run.steps * recipe.batch.global_batch_size * recipe.batch.sequence_length,
@@ -114,16 +139,15 @@ def _answer(
         learning_rate=recipe.optimizer.lr,
         ladder=Ladder(
             recipe=shown(options.recipe),
-            conditions=conditions(
-                recipe.data, length=recipe.batch.sequence_length, vocabulary=recipe.model.vocabulary, texts=texts
-            ),
+            conditions=conditions_of(recipe),
             fits=tuple(_fits(points)),
             parameters=max(point.parameters for point in points),
             tokens=max(point.tokens for point in points),
         ),
         points=points,
         rates=best_rates(trials),
-        missed=miss_of_top(points) if len({point.parameters for point in points}) > FEWEST else (),
+        missed=missed,
+        unchecked=unchecked,
         failed={one.name: one.reason for one in failed},
     )
     write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(answer.ladder).decode())

@@ -27,6 +27,8 @@ LARGEST, SMALLEST = 1 / 8, 1 / 256
 """Shares of the recipe's parameters that the rungs have unless they are named."""
 WINDOWS = 4
 """Validations of a trunk up to the branch of its shortest run."""
+MOST_DECAY = 0.9
+"""Of a run: with a longer decay, no trunk is worth sharing."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def scaled(model: ModelConfig, parameters: int) -> ModelConfig:
         return replace(
             model,
             name="custom",
+            config="",
             layers=layers,
             width=width,
             heads=heads,
@@ -148,6 +151,10 @@ def budgets(
         small = _of_rung(recipe, rung, folder=folder, processes=processes)
         sequence = small.batch.global_batch_size * small.batch.sequence_length
         steps = [max(WINDOWS, round(one * (rung.parameters if per_parameter else 1) / sequence)) for one in tokens]
+        if len(set(steps)) < len(steps):
+            raise UserError(
+                f"two lengths of rung {rung.name} come out as {steps} steps; write lengths that differ more"
+            )
         for seed in range(recipe.run.seed, recipe.run.seed + seeds):
             found += _of_seed(small, rung, seed, steps, large=recipe)
         for factor in rates if rung.name in tried else ():
@@ -201,7 +208,7 @@ def _of_seed(
         )
 
     found = []
-    if not forks or schedule.kind not in ("wsd", "constant"):
+    if not forks or schedule.kind not in ("wsd", "constant") or decay > MOST_DECAY:
         for end in steps:
             warm, cool, every = round(warmup * end), round(decay * end), -(-end // WINDOWS)
             name = f"-{end}steps"

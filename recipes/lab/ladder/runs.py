@@ -4,15 +4,18 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 
 from parallel.errors import UserError
+from recipes.files.atomic import write_whole
 from recipes.files.layout import CHECKPOINTS, METRICS, RECIPE, checkpoint_steps
 from recipes.lab.ladder.points import Point
 from recipes.lab.ladder.rungs import Budget
 from recipes.lab.sweep.results import logged_rows
 from recipes.lab.sweep.runner import run
+from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.training.run_folder import identity_differences
@@ -20,6 +23,9 @@ from recipes.training.run_folder import identity_differences
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 7 * 86_400.0
 """Seconds after which a run is treated as hung, beyond run.hang_timeout, which sees most hangs."""
+
+SCORED = ("validation.batches", "validation.source", "fsdp.param_dtype", "fsdp.reduce_dtype")
+"""Beginnings of fields that a run may change between two starts, but its loss depends on."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +42,32 @@ def runs_of(budgets: Sequence[Budget]) -> list[Recipe]:
 
 
 def write_recipes(recipes: Sequence[Recipe], folder: Path, *, processes: int) -> None:
-    """Write every run as a file that scripts/run.sh takes. Raises UserError if one breaks a rule, or if a run of this
-    name was trained with other values."""
-    for place in ("recipes", "logs"):
-        (folder / place).mkdir(parents=True, exist_ok=True)
+    """Write every run as a file that scripts/run.sh takes. Raises UserError if one breaks a rule, if a run of this name
+    was trained with other values, or if the folder cannot be written."""
     for recipe in recipes:
         path = _file(recipe, folder)
-        path.write_text(to_toml(recipe), encoding="utf-8")
+        try:
+            (folder / "logs").mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, to_toml(recipe))  # a task of an array may read it now
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}; write another --output") from None
         load(path, processes=processes)
-        trained = recipe.run.folder / RECIPE
-        differences = identity_differences(load(trained, rules=False), recipe) if trained.exists() else []
-        # A ladder may be moved to another folder, and its trunks with it.
-        if wrong := [line for line in differences if not line.startswith("run.continue_from")]:
-            raise UserError(
-                f"{recipe.run.folder} was trained with other values, so its loss does not belong to this ladder:"
-                f" {wrong[0]}; remove it, or write another --output"
-            )
+        if (trained := recipe.run.folder / RECIPE).exists():
+            _require_same(load(trained, rules=False), recipe)
+
+
+def _require_same(old: Recipe, new: Recipe) -> None:
+    keys = [key for key in field_types() if key.startswith(SCORED)]
+    found = [f"{key}: {toml(value_of(old, key))}, {toml(value_of(new, key))} now" for key in keys]
+    differences = [line for key, line in zip(keys, found, strict=True) if value_of(old, key) != value_of(new, key)]
+    # A ladder may be moved to another folder, and its trunks with it.
+    differences += [line for line in identity_differences(old, new) if not line.startswith("run.continue_from")]
+    if differences:
+        raise UserError(
+            f"{new.run.folder} was trained with other values, so its loss does not belong to this ladder:"
+            f" {differences[0]}; give the options, the recipe and the NPROC of before, or write another --output"
+        )
 
 
 def train(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: Callable[[str], None]) -> list[Failed]:
@@ -60,28 +76,42 @@ def train(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: Calla
     for number, recipe in enumerate(recipes, 1):
         name, place = recipe.run.name, f"[{number}/{len(recipes)}] {recipe.run.name}"
         trunk = recipe.run.continue_from.rpartition("/")[2].rpartition("@")[0]
+        seconds = 0.0
         if is_done(recipe):
-            log(f"{place}: done before, loss {losses_of(recipe)[recipe.run.steps]:.4f}")
-            continue
-        if trunk in {one.name for one in failed}:
-            failed.append(Failed(name, f"{trunk} failed, which it continues from"))
+            problem = _problem(recipe)
+        elif trunk in {one.name for one in failed}:
+            problem = f"{trunk} failed, which it continues from"
         else:
-            launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={processes}"]
             log(f"{place}: {recipe.run.steps:,} steps of {recipe.batch.global_batch_size} sequences")
-            threads = str(max(1, (os.cpu_count() or 1) // processes))
-            ended = run(
-                [*launch, str(ROOT / "train.py"), str(_file(recipe, folder))],
-                stdout=folder / "logs" / f"{name}.out",
-                stderr=folder / "logs" / f"{name}.err",
-                timeout=TIMEOUT,
-                environment={"OMP_NUM_THREADS": threads, **os.environ},
-            )
-            if ended.outcome == "done" and is_done(recipe):
-                log(f"{place}: loss {losses_of(recipe)[recipe.run.steps]:.4f} after {ended.seconds:,.0f} s")
-                continue
-            failed.append(Failed(name, f"{ended.outcome}: {ended.reason or 'it has no validation of its last step'}"))
-        log(f"{place}: FAILED, {failed[-1].reason}")
+            problem, seconds = _train_one(recipe, folder, processes=processes)
+        if problem:
+            failed.append(Failed(name, problem))
+            log(f"{place}: FAILED, {problem}")
+        else:
+            when = f"after {seconds:,.0f} s" if seconds else "done before"
+            log(f"{place}: loss {losses_of(recipe)[recipe.run.steps]:.4f}, {when}")
     return failed
+
+
+def _train_one(recipe: Recipe, folder: Path, *, processes: int) -> tuple[str, float]:
+    """Why a run failed, "" if it did not, and the seconds that it took."""
+    launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={processes}"]
+    ended = run(
+        [*launch, str(ROOT / "train.py"), str(_file(recipe, folder))],
+        stdout=folder / "logs" / f"{recipe.run.name}.out",
+        stderr=folder / "logs" / f"{recipe.run.name}.err",
+        timeout=TIMEOUT,
+        environment={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), **os.environ},
+    )
+    return (_problem(recipe) if ended.outcome == "done" else f"{ended.outcome}: {ended.reason}"), ended.seconds
+
+
+def _problem(recipe: Recipe) -> str:
+    """Why a run that has ended says nothing; "" if it does."""
+    if not is_done(recipe):
+        return "it has no validation of its last step, or no checkpoint"
+    loss = losses_of(recipe)[recipe.run.steps]
+    return "" if isfinite(loss) else f"its loss is {loss}; remove {recipe.run.folder} to train it again"
 
 
 def is_done(recipe: Recipe) -> bool:
@@ -101,8 +131,8 @@ def losses_of(recipe: Recipe) -> dict[int, float]:
 
 
 def point_of(budget: Budget) -> Point | None:
-    """What a finished run reached; None unless all its parts are done."""
-    if not all(map(is_done, budget.recipes)):
+    """What a finished run reached; None unless all its parts are done and sound."""
+    if any(map(_problem, budget.recipes)):
         return None
     curve: dict[int, float] = {}
     for recipe, after in zip(budget.recipes, [*budget.recipes[1:], None], strict=True):

@@ -8,9 +8,8 @@ import pytest
 
 from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
-from recipes.metrics.ladder import conditions
 from recipes.recipe.load import load
-from recipes.recipe.rules_tasks import ladder_for
+from recipes.recipe.rules_tasks import conditions_of, ladder_for
 from recipes.recipe.schema import Recipe
 from tests.ladders import write_ladder
 from tests.training import DEBUG, change
@@ -98,11 +97,24 @@ def test_a_ladder_lies_beside_the_recipe_that_names_it(file: str, tmp_path: Path
 
 def test_data_that_moved_are_the_same_and_shares_are_relative(recipe: Recipe) -> None:
     def found(*mixture: tuple[str, float]) -> dict[str, object]:
-        data = change(recipe, data={"mixture": dict(mixture)}).data
-        return conditions(data, length=1, vocabulary=1, texts={"": "/data/held/out.jsonl"})
+        validation = {"source": "/data/held/out.jsonl"}
+        return conditions_of(change(recipe, data={"mixture": dict(mixture)}, validation=validation))
 
     here = found(("/data/web/*.parquet", 3.0), ("hf:org/name", 1.0))
     assert here["data.mixture"] == {"web/*.parquet": 0.75, "hf:org/name": 0.25}
     assert here["validation.sources"] == {"": "held/out.jsonl"}
     assert here == found(("/scratch/web/*.parquet", 0.75), ("hf:org/name", 0.25))
     assert here != found(("/scratch/code/*.parquet", 0.75), ("hf:org/name", 0.25))
+
+
+def test_a_ladder_without_conditions_says_nothing_of_a_recipe(file: str, recipe: Recipe) -> None:
+    written = json.loads(Path(file).read_text())
+    Path(file).write_text(json.dumps(written | {"conditions": {}}))
+    with pytest.raises(UserError, match=r"predicts runs with data\.mixture = another meaning"):
+        ladder_for(recipe, file)
+
+
+@pytest.mark.parametrize("option", ["--schedule.kind=cosine", "--optimizer.name=muon"])
+def test_another_schedule_or_optimizer_has_another_ladder(file: str, option: str) -> None:
+    with pytest.raises(UserError, match=f"predicts runs with {option[2:].partition('=')[0]} = "):
+        ladder_for(load(DEBUG, [option, "--schedule.decay_steps=0"]), file)

@@ -274,6 +274,11 @@ def test_missing_steps_are_named_with_those_that_are_there(copy: Path) -> None:
     require_nothing_left(copy.parent)
 
 
+def test_one_checkpoint_is_refused_with_the_folder_of_its_run(copy: Path) -> None:
+    with pytest.raises(UserError, match=r"step-00000004 is one checkpoint; write the folder of its run, .*/run$"):
+        quietly(step_folder(copy / "checkpoints", 4), "2:4:2", copy.with_name("out"))
+
+
 def test_a_folder_that_exists_or_is_among_the_checkpoints_is_refused(copy: Path) -> None:
     before = sorted(copy.rglob("*"))
     for out, message in ((copy, "already exists"), (copy / "checkpoints" / "x", "is among the checkpoints of the run")):

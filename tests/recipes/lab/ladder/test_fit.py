@@ -67,7 +67,7 @@ def test_more_noise_means_a_wider_interval() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "seeds"), [(SIZES, 2), (SIZES, 1), (SIZES[::2], 1)])
+@pytest.mark.parametrize(("sizes", "seeds"), [(SIZES, 2), (SIZES, 1), (SIZES[::2], 2)])
 def test_interval_covers_a_larger_run_in_about_95_percent_of_repeats(sizes: tuple[int, ...], seeds: int) -> None:
     covered = []
     for chance in range(60):
@@ -75,7 +75,7 @@ def test_interval_covers_a_larger_run_in_about_95_percent_of_repeats(sizes: tupl
         truth = losses([LAW], *TARGET)[0] * numpy.exp(numpy.random.default_rng(1000 + chance).normal(0, 0.003))
         covered.append(found.low < truth < found.high)
 
-    assert numpy.mean(covered) > 0.85  # of 150 repeats: 95% with two seeds, 91% with one, 97% with one of three sizes
+    assert numpy.mean(covered) > 0.85  # of 150 repeats: 95% with two seeds, 91% with one, 100% with two of three sizes
 
 
 def test_largest_rung_is_predicted_by_the_others() -> None:
@@ -176,3 +176,10 @@ def test_rate_next_to_a_diverged_one_is_an_edge() -> None:
 
 def test_rates_of_one_size_give_no_power_law() -> None:
     assert best_rates([(10, rate, rate) for rate in (0.1, 0.2, 0.4)]) is None
+
+
+def test_too_few_rungs_and_seeds_to_draw_from_are_refused() -> None:
+    with pytest.raises(
+        UserError, match="3 rungs and seeds are too few to draw from, so there is no interval: add seeds"
+    ):
+        fit_law(ladder(noise=0.003, seeds=1, sizes=SIZES[::2]))

@@ -79,6 +79,24 @@ def test_a_rate_that_never_stays_has_whole_runs_and_a_constant_one_a_single_run(
         assert budget.steps % budget.recipes[0].validation.every == 0 or budget.steps == budget.recipes[0].run.steps
 
 
+@pytest.mark.parametrize("decay", ["1172", "0"])
+def test_a_decay_that_is_the_whole_run_or_nothing_has_runs_of_each_length(decay: str) -> None:
+    found = ladder("--schedule.warmup_steps", "0", "--schedule.decay_steps", decay)
+    assert len({(budget.rung.name, budget.tokens) for budget in found}) == 15
+    assert {len(budget.recipes) for budget in found} == {1}
+
+
+def test_a_native_model_of_a_config_has_rungs_of_its_own_shape() -> None:
+    recipe = load(CONFIGS / "qwen3_debug.toml")
+    small = scaled(recipe.model, recipe.model.non_embedding_params() // 4)
+    assert (recipe.model.config != "", small.config, small.qk_norm) == (True, "", recipe.model.qk_norm)
+
+
+def test_lengths_that_come_out_as_one_are_refused() -> None:
+    with pytest.raises(UserError, match=r"two lengths of rung .* come out as .* steps; write lengths that differ more"):
+        ladder(tokens=(10_000, 10_050, 40_000), per_parameter=False)
+
+
 def test_three_rungs_try_other_rates_on_their_shortest_run() -> None:
     found = ladder(rates=(0.5, 2.0))
     tried = [budget for budget in found if budget.sweep]
