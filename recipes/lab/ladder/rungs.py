@@ -23,6 +23,8 @@ from recipes.recipe.schema import Recipe
 
 UNIT = 8
 """Widths are multiples of it."""
+FINE = 64
+"""Widths of heads up to this are only even: else they would be too far from their share."""
 LARGEST, SMALLEST = 1 / 8, 1 / 256
 """Shares of the recipe's parameters that the rungs have unless they are named."""
 WINDOWS = 4
@@ -74,7 +76,9 @@ def scaled(model: ModelConfig, parameters: int) -> ModelConfig:
 
     def of_width(width: int) -> ModelConfig:
         share = width / model.width
-        head_width = max(2, 2 * round(model.head_width * model.heads * share / heads / 2))
+        head_width = model.head_width * model.heads * share / heads
+        unit = UNIT if head_width > FINE else 2  # some kernels of attention want multiples of 8
+        head_width = unit * max(1, round(head_width / unit))
         return replace(
             model,
             name="custom",

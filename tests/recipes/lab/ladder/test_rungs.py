@@ -30,6 +30,7 @@ def test_each_size_has_smaller_ones_of_its_shape(name: str, share: int) -> None:
     small = scaled(large, wanted)
     assert small.problems() == []
     assert small.non_embedding_params() == pytest.approx(wanted, rel=0.25)
+    assert small.head_width % (8 if small.head_width > 64 else 2) == 0
     kept = ("vocabulary", "experts", "experts_per_token", "qk_norm", "norms", "tied_embeddings", "rope_theta")
     assert [getattr(small, field) for field in kept] == [getattr(large, field) for field in kept]
     assert small.heads / small.key_value_heads == large.heads / large.key_value_heads
