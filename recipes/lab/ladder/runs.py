@@ -23,7 +23,6 @@ from recipes.training.run_folder import identity_differences
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 7 * 86_400.0
 """Seconds after which a run is treated as hung, beyond run.hang_timeout, which sees most hangs."""
-
 SCORED = ("validation.batches", "validation.source", "fsdp.param_dtype", "fsdp.reduce_dtype")
 """Beginnings of fields that a run may change between two starts, but its loss depends on."""
 
@@ -58,6 +57,7 @@ def write_recipes(recipes: Sequence[Recipe], folder: Path, *, processes: int) ->
 
 
 def _require_same(old: Recipe, new: Recipe) -> None:
+    """Raises UserError if the loss of the old run is not that of the new one."""
     keys = [key for key in field_types() if key.startswith(SCORED)]
     found = [f"{key}: {toml(value_of(old, key))}, {toml(value_of(new, key))} now" for key in keys]
     differences = [line for key, line in zip(keys, found, strict=True) if value_of(old, key) != value_of(new, key)]
