@@ -148,7 +148,9 @@ def budgets(
     models = [scaled(recipe.model, size) for size in parameters]
     if len(set(models)) < len(models):
         raise UserError(f"two of the rungs {list(parameters)} come out as the same model; name fewer, or larger ones")
-    rungs = [Rung(f"{model.non_embedding_params() / 1e6:.3g}M", model) for model in models]
+    counts = [model.non_embedding_params() / 1e6 for model in models]
+    names = [f"{count:.3g}M" if count < 1000 else f"{count / 1000:.3g}B" for count in counts]
+    rungs = [Rung(name, model) for name, model in zip(names, models, strict=True)]
     tried = {rungs[0].name, rungs[len(rungs) // 2].name, rungs[-1].name} if rates else set()
     found = []
     for rung in rungs:
@@ -159,13 +161,14 @@ def budgets(
             raise UserError(
                 f"two lengths of rung {rung.name} come out as {steps} steps; write lengths that differ more"
             )
-        for seed in range(recipe.run.seed, recipe.run.seed + seeds):
-            found += _of_seed(small, rung, seed, steps, large=recipe)
+        found += _of_seed(small, rung, recipe.run.seed, steps, large=recipe)
         for factor in rates if rung.name in tried else ():
             other = replace(small, optimizer=_with_rate(small.optimizer, factor))
             (one,) = _of_seed(other, rung, recipe.run.seed, steps[:1], large=recipe, forks=False)
             run = replace(one.recipes[0].run, name=f"{one.recipes[0].run.name}-rate{factor:g}")
             found.append(replace(one, recipes=(replace(one.recipes[0], run=run),), sweep=True))
+        for seed in range(recipe.run.seed + 1, recipe.run.seed + seeds):
+            found += _of_seed(small, rung, seed, steps, large=recipe)
     return found
 
 

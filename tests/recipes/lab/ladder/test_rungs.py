@@ -1,7 +1,7 @@
 """The small recipes of a ladder: their shapes, rates, batches and schedules."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,7 @@ def test_three_rungs_try_other_rates_on_their_shortest_run() -> None:
     found = ladder(rates=(0.5, 2.0))
     tried = [budget for budget in found if budget.sweep]
     usual = {budget.rung.name: budget.recipes[0].optimizer.lr for budget in found if not budget.sweep}
+    assert len([*groupby(found, lambda one: (one.rung.name, one.seed))]) == 5  # tasks of an array
     factors = [budget.recipes[0].optimizer.lr / usual[budget.rung.name] for budget in tried]
     assert factors == pytest.approx([0.5, 2.0] * 3)
     for budget in tried:
