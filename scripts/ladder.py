@@ -56,12 +56,13 @@ def main(arguments: list[str]) -> int:
 def _ladder(options: argparse.Namespace, overrides: list[str]) -> int:
     from recipes.lab.ladder.ladder import climb
     from recipes.lab.plan.options import amount
-    from recipes.lab.sweep.grid import device_count
+    from recipes.lab.sweep.grid import device_count, processes_here
 
     for name in ("parameters", "tokens", "tokens_per_parameter", "rates"):
         written = (getattr(options, name) or "").split(",")
         setattr(options, name, [amount(f"--{name.replace('_', '-')}", one) for one in written if one])
-    return climb(options, overrides, task=os.environ.get("SLURM_ARRAY_TASK_ID"), devices=device_count(), log=say)
+    task, processes = os.environ.get("SLURM_ARRAY_TASK_ID"), processes_here(device_count())
+    return climb(options, overrides, task=task, processes=processes, log=say)
 
 
 if __name__ == "__main__":

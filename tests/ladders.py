@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from recipes.metrics.ladder import Fit, Ladder, Law
-from recipes.recipe.rules_tasks import conditions_of
+from recipes.recipe.rules_ladder import conditions_of
 from recipes.recipe.schema import Recipe
 
 LAW = Law(1.7, 45.0, 0.27, 400.0, 0.36)

@@ -206,7 +206,7 @@ def experts_fit(recipe: Recipe, *, processes: int | None, nodes: int | None) -> 
 def ladder_is_comparable(recipe: Recipe) -> Iterator[Violation]:
     """The run validates what the ladder predicts."""
     if path := recipe.validation.ladder:
-        from recipes.recipe.rules_tasks import ladder_for
+        from recipes.recipe.rules_ladder import ladder_for
 
         if refused := refusal_of(lambda: ladder_for(recipe, path)):
             yield "validation.ladder", f'{refused}; write the ladder.json of a ladder of this recipe, or ""'

@@ -4,7 +4,6 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -204,15 +203,14 @@ class Recorder:
         of_text = f"of {name} {whose}" if name else whose
         self._console.log(f"step {step:>6}  validation loss {of_text}{loss:.4f}", style="bold")
 
-    def end_validation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Record the scores on its tasks, "TASK/METRIC" -> value, and how its losses compare with a ladder's."""
+    def end_validation(self, step: int, scores: Mapping[str, float], *, loss: float) -> None:
+        """Record the scores on its tasks, "TASK/METRIC" -> value, and how its mean loss compares with a ladder's."""
         if scores:
             self._note_validation(step, {f"{TASK}{name}": score for name, score in scores.items()})
             shown = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
             self._console.log(f"step {step:>6}  {shown}", style="bold")
-        losses = [loss for name, loss in self._validated.items() if name.startswith("validation_loss")]
-        if self._beside and losses:
-            line, columns = self._beside.compare(step, fmean(losses), share=step / self._steps)
+        if self._beside and isfinite(loss):
+            line, columns = self._beside.compare(step, loss, share=step / self._steps)
             if columns:
                 self._note_validation(step, columns)
             if line:

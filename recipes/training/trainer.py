@@ -3,6 +3,7 @@
 import signal
 import time
 from contextlib import ExitStack
+from statistics import fmean
 
 from parallel.errors import CorruptState, UserError
 from recipes.files.exit_codes import CANNOT_WRITE, CORRUPTED, FINISHED, POISONED, PREEMPTED, ended_by
@@ -104,7 +105,7 @@ class Trainer:
 
         with self.clock.synchronized(VALIDATION):
             self.validation_loss = validate(self.built_run)
-            self.recorder.end_validation(self.step, self.tasks())
+            self.recorder.end_validation(self.step, self.tasks(), loss=fmean(self.validation_loss.values()))
 
     def _save(self) -> None:
         assert self.checkpoints is not None

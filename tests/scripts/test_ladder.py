@@ -1,17 +1,12 @@
 """scripts/ladder.py: a real ladder of tiny models, its answer, interruptions, failures, and tasks of an array."""
 
-import contextlib
-import importlib.util
-import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -24,6 +19,7 @@ from tests.commands import run_command
 from tests.processes import wait_for
 from tests.recipes.lab.sweep.forked import run_forked
 from tests.recipes.lab.sweep.test_loop import HOLD
+from tests.scripts.called import call
 from tests.scripts.cluster import Cluster, missing
 
 pytestmark = pytest.mark.slow
@@ -52,16 +48,6 @@ head_width = 32
 SIZES = ("--parameters", "4K,30K,200K", "--tokens", "32K,128K", "--seeds", "2", "--rates", "")
 
 
-@cache
-def script() -> ModuleType:
-    """scripts/ladder.py as a module."""
-    spec = importlib.util.spec_from_file_location("ladder_script", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """The folder of all ladders of this file, with the large recipe."""
@@ -73,18 +59,9 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 def climb(home: Path, *arguments: str, train: Callable[..., Ended] = run_forked, **more: str) -> tuple[int, str, str]:
     """Exit code, output and errors of the command, called in this process. train: what runs a recipe."""
-    out, err = io.StringIO(), io.StringIO()
     environment = {"HOME": str(home), "OMP_NUM_THREADS": "1", "NPROC": "1"} | more
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(home)
-        patch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        patch.setattr(runs, "run", train)
-        patch.setattr(runner, "stop_signals", contextlib.nullcontext)  # signals are for pytest
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = script().main(["large.toml", *SIZES, *arguments])
-    return code, out.getvalue(), err.getvalue()
+    arguments = ("large.toml", *SIZES, *arguments)
+    return call("ladder", arguments, folder=home, environment=environment, user=runs, train=train)
 
 
 @pytest.fixture(scope="module")

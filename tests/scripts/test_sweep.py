@@ -5,9 +5,6 @@ variants, those that say most are trained; `pytest -m exhaustive` on this file t
 tests/recipes/lab/sweep/test_grid.py reads and checks every row of all.
 """
 
-import contextlib
-import importlib.util
-import io
 import json
 import math
 import os
@@ -18,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +25,7 @@ from recipes.lab.sweep.runner import Ended
 from tests.commands import Command, run_command
 from tests.processes import wait_for
 from tests.recipes.lab.sweep.forked import run_forked
+from tests.scripts.called import call
 
 pytestmark = pytest.mark.slow
 
@@ -64,16 +61,6 @@ def environment(home: Path) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "HOME": str(home), "OMP_NUM_THREADS": "1", "NPROC": "1"}
 
 
-@cache
-def script() -> ModuleType:
-    """scripts/sweep.py as a module."""
-    spec = importlib.util.spec_from_file_location("sweep_script", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(
     home: Path,
     sweep: Path | str,
@@ -82,16 +69,8 @@ def run(
     **more: str,
 ) -> tuple[int, str, str]:
     """Exit code, output and errors of the command, called in this process. rows: what runs one row."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(home)
-        for name, value in (environment(home) | more).items():
-            patch.setenv(name, value)
-        patch.setattr(loop, "run", rows)
-        patch.setattr(runner, "stop_signals", contextlib.nullcontext)  # signals are for pytest
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = script().main([str(sweep), *arguments])
-    return code, out.getvalue(), err.getvalue()
+    variables = environment(home) | more
+    return call("sweep", [str(sweep), *arguments], folder=home, environment=variables, user=loop, train=rows)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ def average(run: str, steps: str, out: Path, *, weights: str, log: Callable[[str
         newest = [*checkpoints.values()][-1]
         for path, manifest in checkpoints.items():
             if other := sorted(_kinds(manifest) ^ _kinds(newest)):
-                raise UserError(f"{path} differs from step {newest.step} in {other[0][0]}: the run changed its model")
+                raise UserError(f"{path} differs from step {newest.step} in {other[0][0]}: average steps of one model")
         if newest.bytes > (free := shutil.disk_usage(partial).free):
             raise UserError(f"{out} needs {size(newest.bytes)}, but its disk has {size(free)} free; free some space")
         log(f"writing {out}")

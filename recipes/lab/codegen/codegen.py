@@ -11,7 +11,6 @@ import json
 import os
 import re
 import time
-import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -26,7 +25,7 @@ from parallel.config import ActivationCheckpointingConfig
 from parallel.errors import UserError
 from recipes.files.markdown import markdown_table
 from recipes.lab.sweep.runner import exit_code_of
-from recipes.recipe.load import CONFIGS, load, shown
+from recipes.recipe.load import CONFIGS, load, read_toml, shown
 from recipes.recipe.rules import blocks_can_recompute, float8_gathers
 from recipes.recipe.rules_mesh import tokens_divide
 from recipes.recipe.schema import Recipe
@@ -109,7 +108,7 @@ def _all_cases(overrides: list[str]) -> Iterator[tuple[Path, list[str]]]:
 
 def _needs_weights(path: Path) -> bool:
     """Whether only the weights of a recipe say how large its model is."""
-    return tomllib.loads(path.read_text()).get("model", {}).get("name") == "from_weights"
+    return read_toml(path).get("model", {}).get("name") == "from_weights"
 
 
 def _is_whole(recipe: Recipe) -> bool:

@@ -59,7 +59,7 @@ def lines(answer: Answer) -> list[str]:
     points, fit, rungs = answer.points, answer.fit, sorted({point.parameters for point in answer.points})
     span = f"{short(rungs[0])} to {short(rungs[-1])} parameters (embeddings are not counted)"
     seeds = len({point.seed for point in points})
-    found = [f"{len(points)} runs on {len(rungs)} rungs, {seeds} seed(s), of {span}", ""]
+    found = [f"{len(points)} runs on {len(rungs)} rungs with {seeds} seed{'s'[: seeds - 1]}, of {span}", ""]
     found += [f"{'':<16}{'parameters':>10}{'tokens':>10}{'loss':>9}   95% interval"]
     for name, factor in {"this recipe": 1, "half as large": 0.5, "twice as large": 2}.items():
         own, tokens, seen = at_equal_flops(fit, answer.model, answer.flops, answer.sequence_length, factor)

@@ -17,10 +17,9 @@ from recipes.lab.ladder.fit import best_rates, fit_law, miss_of_top
 from recipes.lab.ladder.points import Point
 from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, sizes
 from recipes.lab.ladder.runs import Failed, point_of, runs_of, train, write_recipes
-from recipes.lab.sweep.grid import processes_here
 from recipes.metrics.ladder import Fit, Ladder
 from recipes.recipe.load import load, shown
-from recipes.recipe.rules_tasks import conditions_of
+from recipes.recipe.rules_ladder import conditions_of
 from recipes.recipe.schema import Recipe
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -35,13 +34,13 @@ GROUPS = 5
 
 
 def climb(
-    options: Namespace, overrides: list[str], *, task: str | None, devices: int, log: Callable[[str], None]
+    options: Namespace, overrides: list[str], *, task: str | None, processes: int, log: Callable[[str], None]
 ) -> int:
     """Train the runs that are not done, and answer. Returns the exit code, 1 if a run failed.
 
     task: of a SLURM array, which trains one rung and seed, and answers nothing. Raises UserError.
     """
-    recipe, processes = load(options.recipe, overrides, rules=False), processes_here(devices)
+    recipe = load(options.recipe, overrides, rules=False)
     require_scalable(recipe, options.recipe)
     folder = options.output / recipe.run.name
     found = _budgets(recipe, options, folder=folder, processes=processes)

@@ -21,7 +21,7 @@ from recipes.lab.plan.scaling import Size, sizes
 from recipes.lab.plan.screen import IMBALANCE, Money, about, costs, screen, table, unequal
 from recipes.lab.plan.world import Asked, World, degrees_of, world_of
 from recipes.recipe.load import load
-from recipes.recipe.rules_tasks import ladder_for
+from recipes.recipe.rules_ladder import ladder_for
 
 SILENT = 1.0
 """Seconds after which a line says that a search goes on."""

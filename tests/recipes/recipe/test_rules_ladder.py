@@ -9,7 +9,7 @@ import pytest
 from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
 from recipes.recipe.load import load
-from recipes.recipe.rules_tasks import conditions_of, ladder_for
+from recipes.recipe.rules_ladder import conditions_of, ladder_for
 from recipes.recipe.schema import Recipe
 from tests.ladders import write_ladder
 from tests.training import DEBUG, change
@@ -110,7 +110,10 @@ def test_data_that_moved_are_the_same_and_shares_are_relative(recipe: Recipe) ->
 def test_a_ladder_without_conditions_says_nothing_of_a_recipe(file: str, recipe: Recipe) -> None:
     written = json.loads(Path(file).read_text())
     Path(file).write_text(json.dumps(written | {"conditions": {}}))
-    with pytest.raises(UserError, match=r"predicts runs with data\.mixture = another meaning"):
+    with pytest.raises(
+        UserError,
+        match=r"is of another version, which differs in data\.mixture; run scripts/ladder\.py",
+    ):
         ladder_for(recipe, file)
 
 
