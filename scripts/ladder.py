@@ -49,8 +49,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="write and list the recipes without training them")
     options, overrides = parser.parse_known_args(arguments)
     options.command = shlex.join(["python", "scripts/ladder.py", *arguments])
-    message = "interrupted; the same command continues from here"
-    return exit_code_of(lambda: _ladder(options, overrides), interrupted=message)
+    return exit_code_of(lambda: _ladder(options, overrides), interrupted="interrupted; the same command goes on here")
 
 
 def _ladder(options: argparse.Namespace, overrides: list[str]) -> int:
