@@ -5,7 +5,6 @@ combinations.py, and losses and norms are equal on all processes to the bit. Los
 that was wrong. The second step's loss and norm show the first one's update.
 """
 
-import math
 import runpy
 from collections.abc import Callable, Collection
 from functools import partial
@@ -107,7 +106,8 @@ def train_case(case: str, recipe: Recipe, world: World) -> dict[str, Any]:
     built.optimizer.register_step_pre_hook(keep)
     guard = StepGuard(mesh, device=world.device, max_skipped_steps=3, loss_spike_z=50.0)
     clock = RunClock(world.device)
-    is_staged, losses, norms, validation = len(degrees_of(case)) > 4, [], [], math.nan
+    is_staged, losses, norms = len(degrees_of(case)) > 4, [], []
+    staged: dict[str, Any] = {}
     for step in range(1, STEPS + 1):
         batch = batch_of(step, options, rows=PIPELINE_ROWS if is_staged else ROWS)
         inputs, targets = (part[mesh.data_rank :: mesh.data_ranks] for part in batch)
@@ -120,8 +120,9 @@ def train_case(case: str, recipe: Recipe, world: World) -> dict[str, Any]:
         loss, norm, _ = train_step(built, micro_batches, step=step, learning_rate=3e-3, guard=guard, clock=clock)
         losses.append(sum_over_group(loss.clone(), mesh.loss_group).item())
         norms.append(norm.item())
-        if is_staged and step == 1:  # between steps, as in a run
-            validation = mean_loss(built.model, micro_batches, mesh=mesh)
+        if is_staged and step == 1:  # between steps, as in a run, and before AdamW enlarges what float8 rounds
+            staged["validation"] = mean_loss(built.model, micro_batches, mesh=mesh)
+            staged["logits"] = logits_of(built.model, options)
     coordinates = mesh.devices.get_coordinate() or ()
     is_first = not any(coordinates if mesh.pipeline is None else coordinates[1:])  # of its stages
     found = {"losses": losses, "norms": norms, "gradients": gradients if is_first else {}}
@@ -132,7 +133,7 @@ def train_case(case: str, recipe: Recipe, world: World) -> dict[str, Any]:
         found["sums"] = {layer: counted[place, -2:].tolist() for layer, place in routers.places.items()}
         biases = {layer: routers.bias_of(layer) for layer in routers.places}
         found["biases"] = {layer: bias.tolist() for layer, bias in biases.items() if bias is not None}
-    return found | ({"validation": validation, "logits": logits_of(built.model, options)} if is_staged else {})
+    return found | staged
 
 
 def documents_of(inputs: torch.Tensor, options: set[str]) -> Documents | None:
