@@ -7,13 +7,14 @@ from recipes.training.build_run import Run
 
 
 def validate(run: Run) -> dict[str, float]:
-    """Record the losses of this step, also of its average with the checkpoints before if there are enough.
+    """Record the losses of this step, also of its average with the checkpoints before if its stage has enough.
 
     Returns those of its own weights, by the names of the texts.
     """
     losses, built, step = _losses(run), run.built, run.process.clock.step
     every, count = run.recipe.checkpoint.every, run.recipe.validation.average
-    if count and run.checkpoints and len(others := range(every, step, every)[1 - count :]) == count - 1:
+    others = [other for other in range(every, step, every)[1 - count :] if other > run.stage.first]
+    if count and run.checkpoints and len(others) == count - 1:
         from recipes.checkpoint.average import averaged
 
         run.checkpoints.finish()

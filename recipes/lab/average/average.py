@@ -19,6 +19,7 @@ from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_step, checkpoin
 from recipes.files.local_copy import local_copy
 from recipes.files.reading import is_remote, read_text, user_path
 from recipes.files.units import size
+from recipes.weights.description import differences, read_description
 from recipes.weights.hf_folder import new_folder
 
 
@@ -47,10 +48,13 @@ def average(run: str, steps: str, out: Path, *, weights: str, log: Callable[[str
             checkpoints[path] = verify(path)
             if checkpoints[path].step != step:
                 raise Damage(f"{path} holds the checkpoint of another step: {checkpoints[path].step}")
-        newest = [*checkpoints.values()][-1]
+        last, newest = [*checkpoints.items()][-1]
+        model, _ = read_description(last)
         for path, manifest in checkpoints.items():
-            if other := sorted(_kinds(manifest) ^ _kinds(newest)):
-                raise UserError(f"{path} differs from step {newest.step} in {other[0][0]}: average steps of one model")
+            other = [name for name, *_ in sorted(_kinds(manifest) ^ _kinds(newest))]
+            other += [f"model.{name}" for name, _ in differences(read_description(path)[0], model)]
+            if other:
+                raise UserError(f"{path} differs from step {newest.step} in {other[0]}: average steps of one model")
         if newest.bytes > (free := shutil.disk_usage(partial).free):
             raise UserError(f"{out} needs {size(newest.bytes)}, but its disk has {size(free)} free; free some space")
         log(f"writing {out}")

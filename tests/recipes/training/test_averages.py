@@ -1,6 +1,7 @@
 """validation.average: what is scored, on every mesh, and that the run beside it is the same to the bit."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -17,7 +18,7 @@ from recipes.checkpoint.state import named_tensors
 from recipes.checkpoint.storage import PARAMETERS, local, read_tensors
 from recipes.evaluation.losses import mean_loss
 from recipes.files.layout import step_folder
-from recipes.recipe.schema import Recipe
+from recipes.recipe.schema import Recipe, StageConfig
 from tests.meshes import degrees, mesh_degrees
 from tests.processes import run_processes
 from tests.recipes.checkpoint import small as tiny
@@ -189,6 +190,17 @@ def test_a_fork_scores_once_it_has_checkpoints_enough(runs: Runs, alone: World) 
     assert list(scores(fork)) == [10]
     log = (fork.run.folder / "log.txt").read_text()
     assert log.count("NOT AVERAGED") == 2 and str(folder(fork, 4)) in log
+
+
+def test_checkpoints_of_the_stage_before_are_not_averaged(runs: Runs, alone: World) -> None:
+    # They may be of another rope_theta, which no tensor shows.
+    whole = runs("one process")[1]
+    longer = {"model.rope_theta": 2 * whole.model.rope_theta}
+    stages = (StageConfig("short", 4, {}), StageConfig("long", 10, longer))
+    recipe = replace(change(whole, run={"name": "stages", "steps": 10}), stages=stages)
+    assert [train(recipe, alone, silent=False) for _ in stages] == [None, 0]
+    assert list(scores(recipe)) == [10]
+    assert "NOT AVERAGED" not in (recipe.run.folder / "log.txt").read_text()
 
 
 @pytest.mark.usefixtures("alone")

@@ -23,6 +23,7 @@ from recipes.lab.average.average import average, shares_of, steps_of
 from recipes.plan.tracked import LiveBytes
 from recipes.recipe.schema import Recipe
 from recipes.weights.convert import export_checkpoint
+from recipes.weights.description import read_description
 from tests.commands import run_command
 from tests.object_server import object_server, upload_folder
 from tests.processes import run_processes
@@ -256,6 +257,17 @@ def test_checkpoints_of_another_model_are_refused_by_tensor(run: Recipe, copy: P
     assert run_processes(1, run_all, [other]) == [[0]]
     shutil.copytree(step_folder(other.run.folder / "checkpoints", 10), step_folder(copy / "checkpoints", 10))
     with pytest.raises(UserError, match=r"step-00000002 differs from step 10 in model\.blocks\.0\.feed_forward\.down"):
+        quietly(copy, "2,10", copy.with_name("out"))
+    require_nothing_left(copy.parent)
+
+
+def test_checkpoints_of_a_stage_with_another_base_are_refused(run: Recipe, copy: Path) -> None:
+    # As where a stage has extended the context: the tensors are alike, and their average would be of no model.
+    base = read_description(step_folder(copy / "checkpoints", 2))[0].rope_theta
+    longer = change(run, run={"name": "longer", "steps": 10}, model={"rope_theta": base * 2})
+    assert run_processes(1, run_all, [longer]) == [[0]]
+    shutil.copytree(step_folder(longer.run.folder / "checkpoints", 10), step_folder(copy / "checkpoints", 10))
+    with pytest.raises(UserError, match=r"step-00000002 differs from step 10 in model\.rope_theta"):
         quietly(copy, "2,10", copy.with_name("out"))
     require_nothing_left(copy.parent)
 
