@@ -149,7 +149,8 @@ def _unsuitable(whole: Mapping[str, Any], *, family: str, nested: list[str]) -> 
     counts = [key for key, value in experts.items() if type(value) is int and value > 1]
     if counts:
         key = next((key for key in counts if re.fullmatch(r"(moe_)?(n|num)_.*experts", key)), counts[0])
-        yield f"{key} = {experts[key]}: mixtures of experts are not supported; only dense models are"
+        ours = "except by our own decoder (qwen3_moe, dots1)"
+        yield f"{key} = {experts[key]}: mixtures of experts are not supported, {ours}"
 
 
 def _context_length(whole: Mapping[str, Any]) -> int | None:
