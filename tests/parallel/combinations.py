@@ -6,6 +6,7 @@ docs/parallelism.md shows the same. Imports no torch.
 """
 
 import math
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 ROWS, LENGTH, VOCABULARY = 4, 48, 96
@@ -282,6 +283,15 @@ def limits_of(case: str) -> Limits:
     """What a case is held to."""
     options = options_of(case)
     return FLOAT8_LIMITS if options & {*FLOAT8} else BFLOAT16 if "bf16" in options else FLOAT32
+
+
+def refusal_of(case: str) -> str:
+    """Why the torch that is installed cannot run a case on a CPU; "" if it can."""
+    if tuple(map(int, version("torch").split(".")[:2])) >= (2, 12):
+        return ""
+    _, _, _, _, tensor, expert = (*degrees_of(case), 1, 1)[:6] if len(degrees_of(case)) == 6 else [1] * 6
+    what = "zbv" if "zbv" in options_of(case) else "experts on an axis" if tensor * expert > 1 else ""
+    return f"{what} needs torch 2.12" if what else ""
 
 
 def sections_of(case: str) -> dict[str, dict[str, Any]]:

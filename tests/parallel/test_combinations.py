@@ -47,6 +47,7 @@ from tests.parallel.combinations import (
     options_of,
     parts_of_scales,
     processes_of,
+    refusal_of,
     same_numbers,
     sections_of,
 )
@@ -157,27 +158,38 @@ def train_cases(cases: list[str], recipe: Recipe, generated: Collection[str] = G
     return found
 
 
-def trained_on(cases: dict[int, list[str]], recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
-    """Case -> what each process found, with the cases of one process that have the same numbers.
+class Trained(dict[str, list[dict[str, Any]]]):
+    """Case -> what each process found. A test that asks for what this torch refuses is skipped."""
 
-    cases: by their number of processes.
-    """
+    def __missing__(self, case: str) -> Any:
+        skip_refused(case)
+        raise KeyError(case)
+
+
+def skip_refused(case: str) -> None:
+    if reason := refusal_of(case):
+        pytest.skip(reason)
+
+
+def trained_on(cases: dict[int, list[str]], recipe: Recipe) -> Trained:
+    """What the cases find, and those of one process that have the same numbers. cases: by their number of processes."""
+    cases = {processes: [case for case in some if not refusal_of(case)] for processes, some in cases.items()}
     alone = sorted({same_numbers(case) for some in cases.values() for case in some})
-    found = {}
+    found = Trained()
     for processes, some in {1: alone, **cases}.items():
         answers = run_processes(processes, train_cases, list(some), recipe)
-        found |= dict(zip(some, zip(*answers, strict=True), strict=True))
-    return {case: list(of_processes) for case, of_processes in found.items()}
+        found |= dict(zip(some, map(list, zip(*answers, strict=True)), strict=True))
+    return found
 
 
 @pytest.fixture(scope="module")
-def trained(small: Recipe) -> dict[str, list[dict[str, Any]]]:
+def trained(small: Recipe) -> Trained:
     return trained_on(CASES, small)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases])
-def test_a_mesh_trains_to_the_numbers_of_one_process(case: str, trained: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_mesh_trains_to_the_numbers_of_one_process(case: str, trained: Trained) -> None:
     require_same_numbers(case, trained[case], trained[same_numbers(case)])
 
 

@@ -35,7 +35,14 @@ from recipes.training.build import Built, build
 from recipes.training.step import train_step
 from tests.meshes import mesh_degrees
 from tests.parallel.combinations import EXPERTS, degrees_of, processes_of, same_numbers, sections_of
-from tests.parallel.test_combinations import batch_of, require_same_numbers, train_cases, trained_on
+from tests.parallel.test_combinations import (
+    Trained,
+    batch_of,
+    require_same_numbers,
+    skip_refused,
+    train_cases,
+    trained_on,
+)
 from tests.processes import run_processes
 from tests.training import change
 
@@ -43,12 +50,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def trained(small: Recipe) -> dict[str, list[dict[str, Any]]]:
+def trained(small: Recipe) -> Trained:
     return trained_on(EXPERTS, small)
 
 
 @pytest.mark.parametrize("case", [case for cases in EXPERTS.values() for case in cases])
-def test_experts_train_to_the_numbers_of_one_process(case: str, trained: dict[str, list[dict[str, Any]]]) -> None:
+def test_experts_train_to_the_numbers_of_one_process(case: str, trained: Trained) -> None:
     require_same_numbers(case, trained[case], trained[same_numbers(case)])
 
 
@@ -100,6 +107,7 @@ def train_in_a_trap(trap: str, recipe: Recipe) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_trap_that_is_put_back_is_noticed(trap: str, small: Recipe) -> None:
     case, _, said = TRAPS[trap]
+    skip_refused(case)
     [alone] = run_processes(1, train_cases, [same_numbers(case)], small)
     with pytest.raises(AssertionError, match=said):
         found = run_processes(processes_of(case), train_in_a_trap, trap, small)
@@ -151,6 +159,7 @@ def rows_without_an_expert(case: str, recipe: Recipe, padded: bool) -> int:
 @pytest.mark.parametrize("case", ["1.1.2.1.1.2:", "1.1.1.1.2.2:sigmoid,full"])
 def test_every_row_that_is_multiplied_belongs_to_an_expert(case: str, small: Recipe) -> None:
     """Trap 20: what products make of other rows is never written, and is whatever was in that memory."""
+    skip_refused(case)
     assert run_processes(2, rows_without_an_expert, case, small, False) == [0, 0]
     assert all(run_processes(2, rows_without_an_expert, case, small, True))
 
@@ -236,6 +245,7 @@ def weights_of_routers(recipe: Recipe, rounded: bool) -> bool:
 
 def test_routers_of_a_bfloat16_model_are_not_rounded(small: Recipe) -> None:
     """Trap 25: of a rounded one, 0.3% of the tokens go to other experts."""
+    skip_refused("1.1.2.1.1.2:bf16")
     assert run_processes(2, weights_of_routers, small, False) == [True, True]
     with pytest.raises(AssertionError, match="same dtype"):
         run_processes(2, weights_of_routers, small, True)
@@ -257,6 +267,7 @@ def graphs_of_steps(case: str, recipe: Recipe) -> list[int]:
 @pytest.mark.parametrize("case", ["1.1.2.1.1.2:compile,rope", "1.1.1.1.1.1:compile,rope,sigmoid"])
 def test_other_loads_compile_nothing_anew(case: str, small: Recipe) -> None:
     """Trap 27: sizes follow from routing. A block is one graph (fullgraph=True), and stays it."""
+    skip_refused(case)
     for found in run_processes(processes_of(case), graphs_of_steps, case, small):
         assert found[0] > 0 and len(set(found)) == 1, found
 

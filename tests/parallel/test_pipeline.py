@@ -32,7 +32,14 @@ from recipes.training.build import Built, build
 from recipes.training.step import train_step
 from tests.meshes import mesh_degrees
 from tests.parallel.combinations import PIPELINES, degrees_of, same_numbers, sections_of
-from tests.parallel.test_combinations import batch_of, require_same_numbers, train_cases, trained_on
+from tests.parallel.test_combinations import (
+    Trained,
+    batch_of,
+    require_same_numbers,
+    skip_refused,
+    train_cases,
+    trained_on,
+)
 from tests.processes import run_processes
 from tests.training import change
 
@@ -40,19 +47,17 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def trained(small: Recipe) -> dict[str, list[dict[str, Any]]]:
+def trained(small: Recipe) -> Trained:
     return trained_on(PIPELINES, small)
 
 
 @pytest.mark.parametrize("case", [case for cases in PIPELINES.values() for case in cases])
-def test_a_pipeline_trains_to_the_numbers_of_one_process(case: str, trained: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_pipeline_trains_to_the_numbers_of_one_process(case: str, trained: Trained) -> None:
     require_same_numbers(case, trained[case], trained[same_numbers(case)])
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble"])
-def test_gradients_of_weights_that_are_computed_apart_add_up_in_float32(
-    schedule: str, trained: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_gradients_of_weights_that_are_computed_apart_add_up_in_float32(schedule: str, trained: Trained) -> None:
     case = f"2.1.1.1.1:bf16,untied,{schedule},zero2"
     [alone] = trained[same_numbers(case)]
     for one in trained[case]:
@@ -158,6 +163,7 @@ def train_in_a_trap(trap: str, recipe: Recipe) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_trap_that_is_put_back_is_noticed(trap: str, small: Recipe) -> None:
     case, _, said = TRAPS[trap]
+    skip_refused(case)
     [alone] = run_processes(1, train_cases, [same_numbers(case)], small)
     with pytest.raises(AssertionError, match=said):
         found = run_processes(math.prod(degrees_of(case)), train_in_a_trap, trap, small)
@@ -209,6 +215,7 @@ def forwards(case: str, recipe: Recipe, asks_for_shapes: bool) -> list[int]:
 def test_a_block_runs_once_for_each_micro_batch_of_a_step_and_of_a_validation(schedule: str, small: Recipe) -> None:
     """Trap 12: torch would run one more to find the shapes, in the first step."""
     case = f"2.1.1.1.1:{schedule}"
+    skip_refused(case)
     assert run_processes(2, forwards, case, small, False) == [[2 * (4 + 1)] * 2] * 2
     assert run_processes(2, forwards, case, small, True) != [[2 * (4 + 1)] * 2] * 2
 
@@ -236,6 +243,7 @@ def infinite_loss(case: str, recipe: Recipe, unpoisoned: bool) -> tuple[float, b
 @pytest.mark.parametrize("case", ["2.1.1.1.1:", "2.1.1.1.1:interleaved,z", "2.1.1.1.1:zbv,zero2"])
 def test_an_infinite_loss_of_one_micro_batch_makes_all_stages_skip_the_step(case: str, small: Recipe) -> None:
     """Trap 7: torch calls backward() itself, and gradients of such a loss are finite."""
+    skip_refused(case)
     for norm, changed, after in run_processes(2, infinite_loss, case, small, False):
         assert math.isnan(norm) and not changed and math.isfinite(after)
     for norm, changed, _ in run_processes(2, infinite_loss, case, small, True):
