@@ -71,11 +71,12 @@ class Pipeline(Passes):
             compiled: whether the blocks are compiled when they are first called.
             reshards, has_z_loss: as of Passes.
 
-        Raises UserError for a schedule that this torch cannot run on this device.
+        Raises UserError for a schedule that this torch cannot run.
         """
-        if schedule == "zbv" and mesh.devices.device_type == "cpu" and torch.__version__ < "2.12":
-            # It begins with a message from each process to itself, which gloo does not have.
-            raise UserError('pipeline.schedule = "zbv" needs torch 2.12 or later on a CPU; write "interleaved"')
+        if "Zero" in SCHEDULES[schedule] and torch.__version__ < "2.12":
+            # Gradients of weights fail inside torch.autograd.grad() behind functions of Python, such as float8's; "zbv"
+            # also begins with a message from each process to itself, which gloo does not have.
+            raise UserError(f'pipeline.schedule = "{schedule}" needs torch 2.12 or later; write "interleaved"')
         super().__init__(model, mesh, reshards=reshards, has_z_loss=has_z_loss)
         assert mesh.pipeline is not None
         self._group, self._stages, self._config, self._dtype = mesh.pipeline.get_group(), stages, config, dtype

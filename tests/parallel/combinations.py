@@ -290,7 +290,8 @@ def refusal_of(case: str) -> str:
     if tuple(map(int, version("torch").split(".")[:2])) >= (2, 12):
         return ""
     _, _, _, _, tensor, expert = (*degrees_of(case), 1, 1)[:6] if len(degrees_of(case)) == 6 else [1] * 6
-    what = "zbv" if "zbv" in options_of(case) else "experts on an axis" if tensor * expert > 1 else ""
+    zero = sorted(options_of(case) & {"zbv", "interleaved_zero_bubble"})
+    what = zero[0] if zero else "experts on an axis" if tensor * expert > 1 else ""
     return f"{what} needs torch 2.12" if what else ""
 
 

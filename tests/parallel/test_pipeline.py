@@ -145,7 +145,7 @@ TRAPS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str]] = {
     "13: one schedule for every number and length of micro-batches": (
         "2.1.1.1.1:varied",
         lambda: mock.patch.object(Pipeline, "_planned", planned_once),
-        "num_chunks",
+        "num_chunks|Expecting 8 arg_mbs",
     ),
 }
 """What is put back -> the case that notices it, how it is put back, and what is said then. Number 10, FSDP's sums over
@@ -217,7 +217,8 @@ def test_a_block_runs_once_for_each_micro_batch_of_a_step_and_of_a_validation(sc
     case = f"2.1.1.1.1:{schedule}"
     skip_refused(case)
     assert run_processes(2, forwards, case, small, False) == [[2 * (4 + 1)] * 2] * 2
-    assert run_processes(2, forwards, case, small, True) != [[2 * (4 + 1)] * 2] * 2
+    if torch.__version__ >= "2.12":  # before, what is put back here is an error
+        assert run_processes(2, forwards, case, small, True) != [[2 * (4 + 1)] * 2] * 2
 
 
 def infinite_loss(case: str, recipe: Recipe, unpoisoned: bool) -> tuple[float, bool, float]:

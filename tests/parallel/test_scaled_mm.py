@@ -100,9 +100,9 @@ def multiply(recipe: Recipe, degrees: MeshDegrees, *, tokens: int | None = None)
 def test_every_recipe_can_be_multiplied_in_float8(products: Products) -> None:
     found: dict[tuple[object, ...], tuple[Path, Recipe, MeshDegrees]] = {}
     for path in CONFIGS:
-        recipe = loaded(path, **layout(path.stem))
-        if recipe.model.experts:  # whose products are not in float8
+        if load(path, rules=False).model.experts:  # whose products are not in float8
             continue
+        recipe = loaded(path, **layout(path.stem))
         degrees = recipe.mesh.fit(layout(path.stem)["processes"], nodes=layout(path.stem)["nodes"])
         model, batch = recipe.model, recipe.batch
         widths = (model.width, model.feed_forward_width, model.heads, model.key_value_heads, model.head_width)
