@@ -33,7 +33,7 @@ def settle_paths(values: dict[str, Any], origins: Mapping[str, str], *, place: s
     for key in [key for key in (*READ, *WRITTEN) if key in values]:
         value, origin = values[key], origins.get(key, "")
         texts = [value] if isinstance(value, str) else value.values() if key == "validation.sources" else value
-        paths = [text for text in texts if _is_path(text, key)]
+        paths = [text for text in texts if is_path(text, key)]
         wrong = next(filter(None, (path_problem(path, inside=WRITTEN.get(key, 0)) for path in paths)), "")
         if wrong:
             problems.append(Problem(place + key, wrong, shorten(toml(value)), origin))
@@ -44,7 +44,7 @@ def settle_paths(values: dict[str, Any], origins: Mapping[str, str], *, place: s
     return problems
 
 
-def _is_path(text: str, key: str) -> bool:
+def is_path(text: str, key: str) -> bool:
     """Whether this value of this field may be the path of a file or folder."""
     if key == "validation.tasks":
         return "/" in text or text.endswith((".yaml", ".yml"))

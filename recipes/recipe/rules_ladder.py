@@ -1,5 +1,6 @@
 """Whether a ladder predicts the losses of a recipe. Imports no torch."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,16 @@ from parallel.errors import UserError
 from recipes.files.reading import user_path
 from recipes.metrics.ladder import Ladder, read_ladder
 from recipes.recipe.fields import toml, value_of
+from recipes.recipe.paths import is_path
 from recipes.recipe.schema import Recipe
 
 NO_CONDITIONS = {"source", "mixture", "tokenizer", "cache", "shuffle_tokens", "bad_row_budget"}
 """Fields of [data] that change no loss, or that conditions_of() treats by themselves."""
+KEPT = (
+    *("optimizer.name", "schedule.kind", "batch.sequence_length", "model.vocabulary", "model.tied_embeddings"),
+    *("model.window", "model.experts", "model.experts_per_token", "model.shared_experts", "model.router"),
+)
+"""Fields of other sections that losses depend on and that rungs have from the recipe."""
 
 
 def ladder_for(recipe: Recipe, path: str) -> Ladder:
@@ -29,18 +36,19 @@ def ladder_for(recipe: Recipe, path: str) -> Ladder:
 
 
 def conditions_of(recipe: Recipe) -> dict[str, Any]:
-    """Ladder.conditions of a run, as in JSON. Of paths, the last two names: folders move."""
+    """Ladder.conditions of a run, as in JSON. Of paths, the last three names: folders move."""
 
     def named(source: str) -> str:
-        return "/".join(Path(source).parts[-2:])
+        is_local = source and is_path(source, "data.source")
+        return "/".join(Path(os.path.abspath(user_path(source))).parts[-3:]) if is_local else source
 
-    data, validation = recipe.data, recipe.validation
+    data, validation, steps = recipe.data, recipe.validation, recipe.run.steps
     whole, texts = sum(data.sources.values()), validation.sources or {"": validation.source}
-    kept = ("optimizer.name", "schedule.kind", "model.vocabulary", "model.experts", "batch.sequence_length")
     return {
-        "data.mixture": {named(source): round(share / whole, 6) for source, share in data.sources.items()},
+        "data.mixture": [[named(source), round(share / whole, 6)] for source, share in data.sources.items()],
         "data.tokenizer": named(data.tokenizer),
         **{f"data.{key}": value for key, value in asdict(data).items() if key not in NO_CONDITIONS},
         "validation.sources": {name: named(source) for name, source in texts.items()},
-        **{key: value_of(recipe, key) for key in kept},
+        **{key: value_of(recipe, key) for key in KEPT},
+        "schedule.min_lr_ratio": recipe.schedule.learning_rate(steps, peak=1.0, steps=steps),  # 1 without a decay
     }

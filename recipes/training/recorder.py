@@ -1,7 +1,7 @@
 """What a logged step measures and where it goes: rates, goodput, stragglers, metrics.jsonl, the screen."""
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any, cast
@@ -98,7 +98,7 @@ class Recorder:
             from recipes.training.foresight import foresight
 
             self._foresight = foresight(recipe, mesh.degrees, device=throughput.device_name, nodes=len(world.nodes))
-        self._beside = _beside(recipe, tokens=self.tokens(self._steps))
+        self._beside = _beside(recipe, tokens=self.tokens(self._steps), log=console.log)
         self.metrics = after.metrics if after else _writer(recipe, world, progress, console)
 
     def tokens(self, step: int) -> int:
@@ -268,11 +268,13 @@ def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: 
     )
 
 
-def _beside(recipe: Recipe, *, tokens: int) -> "Beside | None":
+def _beside(recipe: Recipe, *, tokens: int, log: Callable[[str], None]) -> "Beside | None":
     """The ladder that the run is compared with. tokens: of the whole run."""
     if not recipe.validation.ladder:
         return None
     from recipes.metrics import ladder
 
     found = ladder.read_ladder(user_path(recipe.validation.ladder))
+    if len(found.fits) == 1:
+        log(f"{recipe.validation.ladder} has a law of the last losses only: nothing is compared before the end")
     return ladder.Beside(found, recipe.model.non_embedding_params(), tokens)

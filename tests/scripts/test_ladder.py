@@ -102,7 +102,7 @@ def test_the_same_command_again_trains_nothing_and_answers_the_same(finished: tu
 
     code, out, err = climb(home, train=train)
     assert (code, err) == (0, "")
-    assert out.partition("runs on")[2] == finished[1].partition("runs on")[2]
+    assert out.partition("losses on")[2] == finished[1].partition("losses on")[2]
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(finished: tuple[Path, str], home: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(finished: tuple[Path, st
     code, out, err = climb(home, "--output", "broken", train=runner.run)
     assert (code, err) == (1, "")
     assert f"{trunk}: FAILED, refused: " in out and f"FAILED, {trunk} failed, which it continues from" in out
-    assert "10 runs on 3 rungs" in out and f"failed          {trunk}: " in out
+    assert "10 losses on 3 rungs" in out and f"failed          {trunk}: " in out
 
 
 def test_runs_of_other_data_are_refused_before_anything_is_trained(finished: tuple[Path, str], home: Path) -> None:
@@ -128,6 +128,38 @@ def test_runs_of_other_data_are_refused_before_anything_is_trained(finished: tup
 def test_runs_that_another_text_judged_are_not_reused(finished: tuple[Path, str], home: Path, corpus: Path) -> None:
     code, _, err = climb(home, "--validation.source", str(corpus))
     assert code == 2 and "was trained with other values" in err and "validation.source: " in err
+
+
+def test_runs_that_read_documents_otherwise_are_not_reused(finished: tuple[Path, str], home: Path) -> None:
+    code, _, err = climb(home, "--data.text_documents", "line")
+    assert code == 2 and "was trained with other values" in err and 'data.text_documents: "auto", "line" now' in err
+
+
+def test_runs_of_texts_that_changed_under_the_same_name_are_not_fitted_together(
+    finished: tuple[Path, str], home: Path
+) -> None:
+    folder = home / "texts/large"
+    shutil.copytree(finished[0], folder)
+    before = (folder / "ladder.json").read_bytes()
+    fork = sorted(folder.glob("runs/*seed1-*steps"))[0]
+    [file] = fork.glob("checkpoints/*/data.json")
+    file.write_text(json.dumps({"sources": {"text": {"tokens": "others"}}}))
+    code, _, err = climb(home, "--output", "texts")
+    assert code == 2 and f"and {fork.name} read different texts under the same name" in err
+    assert (folder / "ladder.json").read_bytes() == before
+
+
+def test_a_refused_answer_names_the_one_that_is_left(finished: tuple[Path, str], home: Path) -> None:
+    folder = home / "rising/large"
+    shutil.copytree(finished[0], folder)
+    for metrics in folder.glob("runs/*/metrics.jsonl"):
+        size = load(folder / f"recipes/{metrics.parent.name}.toml").model.non_embedding_params()
+        rows = [json.loads(line) for line in metrics.open()]
+        rows = [row | ({"validation_loss": size / 1e5} if "validation_loss" in row else {}) for row in rows]
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, _, err = climb(home, "--output", "rising")
+    assert code == 2 and "the loss does not fall from rung" in err
+    assert f"{Path('rising/large/ladder.json')} is still the answer of before" in err
 
 
 def test_a_dry_run_in_a_folder_in_use_changes_nothing(finished: tuple[Path, str], home: Path) -> None:
@@ -151,7 +183,9 @@ def test_a_loss_that_is_nan_is_named_and_left_out(finished: tuple[Path, str], ho
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, out, err = climb(home, "--output", "nan")
     assert (
-        err == "" and f"{metrics.parent.name}: FAILED, its loss is nan; remove " in out and "11 runs on 3 rungs" in out
+        err == ""
+        and f"{metrics.parent.name}: FAILED, its loss is nan; remove " in out
+        and "11 losses on 3 rungs" in out
     )
     assert code == 1
 
@@ -191,7 +225,7 @@ def test_the_command_starts_without_torch_and_lists_its_runs(home: Path) -> None
     arguments = [SCRIPT, "large.toml", *SIZES, "--dry-run", "--output", "dry"]
     code, out, err = run_command(*arguments, cwd=home, env=environment)
     assert (code, err) == (0, "")
-    assert "3 rungs, 18 runs in 6 groups on 2 processes" in out and "  task 5: 2 sequences, learning rate " in out
+    assert "3 rungs, 18 runs in 6 groups, NPROC=2, " in out and "  task 5: 2 sequences, learning rate " in out
     assert sorted(path.name for path in (home / "dry/large").iterdir()) == [".lock", "logs", "recipes"]
 
 

@@ -14,6 +14,8 @@ from recipes.metrics.ladder import Fit, Ladder, Prediction
 
 CAUTION = "caution         the law has no floor, or an exponent at its bound: these runs do not determine it"
 
+LAST_ONLY = "while training  validation.ladder compares the last loss only: before the end, these losses have no law"
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -59,7 +61,7 @@ def lines(answer: Answer) -> list[str]:
     points, fit, rungs = answer.points, answer.fit, sorted({point.parameters for point in answer.points})
     span = f"{short(rungs[0])} to {short(rungs[-1])} parameters (embeddings are not counted)"
     seeds = len({point.seed for point in points})
-    found = [f"{len(points)} runs on {len(rungs)} rungs with {seeds} seed{'s'[: seeds - 1]}, of {span}", ""]
+    found = [f"{len(points)} losses on {len(rungs)} rungs (seeds: {seeds}), of {span}", ""]
     found += [f"{'':<16}{'parameters':>10}{'tokens':>10}{'loss':>9}   95% interval"]
     for name, factor in {"this recipe": 1, "half as large": 0.5, "twice as large": 2}.items():
         own, tokens, seen = at_equal_flops(fit, answer.model, answer.flops, answer.sequence_length, factor)
@@ -83,6 +85,7 @@ def lines(answer: Answer) -> list[str]:
         f" longest run, {_times(flops)} the FLOPs",
         f"check           {_check(answer)}",
         *([] if (law := fit.law).E > 0.01 and 0.011 < min(law.a, law.b) < max(law.a, law.b) < 2.9 else [CAUTION]),
+        *([LAST_ONLY] if len(answer.ladder.fits) == 1 else []),
         *[f"failed          {name}: {why}{rest}" for name, why in answer.failed.items()][:1],
     ]
 

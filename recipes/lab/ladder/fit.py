@@ -14,6 +14,7 @@ from recipes.metrics.ladder import Fit, Law, Prediction, losses
 Array = NDArray[numpy.float64]
 HUBER = 1e-3  # beyond it a residual counts by its size, not its square (Hoffmann et al. 2022, approach 3)
 DISTINCT = 10  # draws of the bootstrap: fewer say nothing of the uncertainty
+SAME = 1.05  # lengths within this factor are compared as equal ones
 EXPONENTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.8, 1.2)  # a and b of the starts
 
 
@@ -52,8 +53,10 @@ def fit_law(points: Sequence[Point], *, samples: int = 200) -> Fit:
     law, *others = _minimize(numpy.array(weights), points)
     residuals = [float(numpy.log(one.loss / losses([law], one.parameters, one.tokens)[0])) for one in points]
     small, large = ([one for one in points if one.parameters == edge] for edge in (sizes.min(), sizes.max()))
-    rises = [high.loss / low.loss - 1 for low in small for high in large if low.tokens <= high.tokens]
-    noise = law.E * max(1e-4, float(numpy.median(numpy.abs(residuals))))
+    pairs = [(low, high) for low in small for high in large if low.tokens <= high.tokens]
+    alike = [(low, high) for low, high in pairs if high.tokens < SAME * low.tokens]
+    rises = [high.loss / low.loss - 1 for low, high in alike or pairs]  # more tokens would hide what size does
+    noise = min(one.loss for one in points) * max(1e-4, float(numpy.median(numpy.abs(residuals))))
     remedy = "look at the learning rates and the lengths, or name other rungs"
     if numpy.ptp(law.A * sizes**-law.a) < noise or sum(rises) > 0:
         raise UserError(f"the loss does not fall from rung {small[0].rung} to rung {large[0].rung}: {remedy}")

@@ -48,8 +48,8 @@ def climb(
     runs = runs_of(found)
     flops, large = sum(_own_flops(run) for run in runs), _flops(recipe)
     log(
-        f"{recipe.run.name}: {len({one.rung.name for one in found})} rungs, {len(runs)} runs in {len(groups)} groups on"
-        f" {processes} processes, {flops:.2e} FLOPs in all, {100 * flops / large:.2g}% of the recipe's; in {folder}"
+        f"{recipe.run.name}: {len({one.rung.name for one in found})} rungs, {len(runs)} runs in {len(groups)} groups,"
+        f" NPROC={processes}, {flops:.2e} FLOPs in all, {100 * flops / large:,.1f}% of the recipe's; in {folder}"
     )
     if task is not None:
         if not task.isdecimal() or int(task) >= len(groups):
@@ -71,7 +71,12 @@ def climb(
             return 0
         failed = train(runs, folder, processes=processes, log=log)
         if task is None:
-            for line in ["", *_answer(recipe, options, found, failed, folder=folder)]:
+            try:
+                answer = _answer(recipe, options, found, failed, folder=folder)
+            except UserError as error:
+                old = f"; {folder / FILE} is still the answer of before" if (folder / FILE).exists() else ""
+                raise UserError(f"{error}{old}") from None
+            for line in ["", *answer]:
                 log(line)
     finally:
         lock.release()
@@ -123,9 +128,9 @@ def _answer(
     trials = [
         (point.parameters, budget.recipes[0].optimizer.lr, point.loss)
         for budget, point in reached
-        if abs(budget.tokens / swept.get(budget.rung, 1) - 1) < SAME
+        if budget.seed == recipe.run.seed and abs(budget.tokens / swept.get(budget.rung, 1) - 1) < SAME
     ]
-    missed, unchecked = [], "no other three rungs have ended"
+    missed, unchecked = [], "without its largest rung, the ladder has too few for a law; add one"
     if len({point.parameters for point in points}) > FEWEST:
         try:
             missed = miss_of_top(points)

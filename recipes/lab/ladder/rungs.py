@@ -146,10 +146,10 @@ def budgets(
         UserError: two rungs come out as the same model.
     """
     models = [scaled(recipe.model, size) for size in parameters]
-    if len(set(models)) < len(models):
-        raise UserError(f"two of the rungs {list(parameters)} come out as the same model; name fewer, or larger ones")
     counts = [model.non_embedding_params() / 1e6 for model in models]
     names = [f"{count:.3g}M" if count < 1000 else f"{count / 1000:.3g}B" for count in counts]
+    if len({*names}) < len(names):
+        raise UserError(f"two of the rungs {list(parameters)} come out as {', '.join(names)}; name fewer, or others")
     rungs = [Rung(name, model) for name, model in zip(names, models, strict=True)]
     tried = {rungs[0].name, rungs[len(rungs) // 2].name, rungs[-1].name} if rates else set()
     found = []

@@ -10,21 +10,23 @@ from statistics import fmean
 
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
-from recipes.files.layout import CHECKPOINTS, METRICS, RECIPE, checkpoint_steps
+from recipes.files.layout import CHECKPOINTS, DATA, METRICS, RECIPE, checkpoint_steps, step_folder
+from recipes.files.reading import json_object, read_text
 from recipes.lab.ladder.points import Point
 from recipes.lab.ladder.rungs import Budget
 from recipes.lab.sweep.results import logged_rows
 from recipes.lab.sweep.runner import run
 from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.load import load, to_toml
+from recipes.recipe.rules_ladder import conditions_of
 from recipes.recipe.schema import Recipe
 from recipes.training.run_folder import identity_differences
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 7 * 86_400.0
 """Seconds after which a run is treated as hung, beyond run.hang_timeout, which sees most hangs."""
-SCORED = ("validation.batches", "validation.source", "fsdp.param_dtype", "fsdp.reduce_dtype")
-"""Beginnings of fields that a run may change between two starts, but its loss depends on."""
+SCORED = ("validation.batches", "validation.source", "fsdp.param_dtype", "fsdp.reduce_dtype", "experts.")
+"""Beginnings of fields that a run may change between two starts, but its loss depends on, besides conditions_of()."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,11 @@ def write_recipes(recipes: Sequence[Recipe], folder: Path, *, processes: int) ->
 
 def _require_same(old: Recipe, new: Recipe) -> None:
     """Raises UserError if the loss of the old run is not that of the new one."""
-    keys = [key for key in field_types() if key.startswith(SCORED)]
-    found = [f"{key}: {toml(value_of(old, key))}, {toml(value_of(new, key))} now" for key in keys]
-    differences = [line for key, line in zip(keys, found, strict=True) if value_of(old, key) != value_of(new, key)]
+    was, now = (
+        {key: value_of(one, key) for key in field_types() if key.startswith(SCORED)} | conditions_of(one)
+        for one in (old, new)
+    )
+    differences = [f"{key}: {toml(was[key])}, {toml(now[key])} now" for key in now if was[key] != now[key]]
     # A ladder may be moved to another folder, and its trunks with it.
     differences += [line for line in identity_differences(old, new) if not line.startswith("run.continue_from")]
     if differences:
@@ -71,8 +75,12 @@ def _require_same(old: Recipe, new: Recipe) -> None:
 
 
 def train(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: Callable[[str], None]) -> list[Failed]:
-    """Train the runs that are not done, resuming those that began. Returns those that failed; others go on."""
+    """Train the runs that are not done, resuming those that began. Returns those that failed; others go on.
+
+    Raises UserError if one of them read other text than the first.
+    """
     failed: list[Failed] = []
+    texts: dict[str, str] = {}
     for number, recipe in enumerate(recipes, 1):
         name, place = recipe.run.name, f"[{number}/{len(recipes)}] {recipe.run.name}"
         trunk = recipe.run.continue_from.rpartition("/")[2].rpartition("@")[0]
@@ -88,6 +96,13 @@ def train(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: Calla
             failed.append(Failed(name, problem))
             log(f"{place}: FAILED, {problem}")
         else:
+            texts[_texts_of(recipe)] = name
+            if len(texts) > 1:
+                raise UserError(
+                    f"{' and '.join(texts.values())} read different texts under the same name, so their losses do not"
+                    f" belong together: put the text of before back and remove what read another one from {folder},"
+                    " or write another --output"
+                )
             when = f"after {seconds:,.0f} s" if seconds else "done before"
             log(f"{place}: loss {losses_of(recipe)[recipe.run.steps]:.4f}, {when}")
     return failed
@@ -118,6 +133,12 @@ def is_done(recipe: Recipe) -> bool:
     """Whether the run has its last checkpoint and a validation of that step."""
     saved = recipe.run.steps in checkpoint_steps(recipe.run.folder / CHECKPOINTS)
     return saved and recipe.run.steps in losses_of(recipe)
+
+
+def _texts_of(recipe: Recipe) -> str:
+    """Fingerprints of the tokens that a finished run was trained on, and of those of its validation sources."""
+    found = json_object(read_text(step_folder(recipe.run.folder / CHECKPOINTS, recipe.run.steps) / DATA))
+    return str([sorted(one["tokens"] for one in found.get(part, {}).values()) for part in ("sources", "validation")])
 
 
 def losses_of(recipe: Recipe) -> dict[int, float]:

@@ -48,11 +48,14 @@ class Money:
         from recipes.lab.ladder.answer import at_equal_flops  # matplotlib
 
         fit, model, length = self.ladder.fits[-1][1], plan.recipe.model, plan.recipe.batch.sequence_length
-        flops = float(self.of(plan).tokens) * model.flops_per_token(length, "causal")
+        planned = self.of(plan).tokens
+        flops = float(planned) * model.flops_per_token(length, "causal")
         sizes = [at_equal_flops(fit, model, flops, length, 2 ** (half / 2)) for half in range(-6, 7)]
         (size, _, own), (best, tokens, least) = sizes[6], min(sizes, key=lambda one: one[2].loss)
         lowest = {"parameters": best, "tokens": round(tokens), **least._asdict()}
+        lowest["at_edge"] = best in (sizes[0][0], sizes[-1][0])
         beyond = {"ladder": Path(self.ladder.recipe).stem, "beyond_largest_rung": size / self.ladder.parameters}
+        beyond["beyond_longest_run"] = planned / self.ladder.tokens
         return {**own._asdict(), **beyond, "lowest_at_equal_flops": lowest}
 
 
@@ -152,9 +155,9 @@ def _loss(found: dict[str, Any]) -> list[str]:
     best, interval = found["lowest_at_equal_flops"], f"{found['low']:.3f} to {found['high']:.3f}"
     size = f"{in_units(best['parameters'])} parameters (without embeddings) and {in_units(best['tokens'])} tokens"
     lines = (
-        f"loss    {found['loss']:.3f} ({interval}), by the ladder of {found['ladder']},"
-        f" {number(found['beyond_largest_rung'])}x its largest rung",
-        f"        at the same cost, {best['loss']:.3f} with {size}",
+        f"loss    {found['loss']:.3f} ({interval}), {number(found['beyond_largest_rung'])}x the largest rung,"
+        f" {number(found['beyond_longest_run'])}x the longest run of the ladder {found['ladder']}",
+        f"        at the same cost, {best['loss']:.3f} with {size}{', the last one tried' * best['at_edge']}",
     )
     return [part for line in lines for part in wrap(line, COLUMNS, subsequent_indent=" " * 8)]
 

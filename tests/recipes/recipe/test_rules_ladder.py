@@ -53,7 +53,7 @@ def test_a_ladder_of_the_same_recipe_breaks_no_rule(file: str) -> None:
         ("--data.validation_fraction=0.1", "data.validation_fraction = 0.02, but this recipe has 0.1"),
         ("--batch.sequence_length=128", "batch.sequence_length = 256, but this recipe has 128"),
         ("--model.vocabulary=8192", "model.vocabulary = 4096, but this recipe has 8192"),
-        ("--data.source=python-stdlib/json", 'data.mixture = {python-stdlib = 1.0}, but this recipe has {"python-'),
+        ("--data.source=python-stdlib/json", 'data.mixture = [["python-stdlib", 1.0]], but this recipe has [["python-'),
         ("--validation.source=python-stdlib/json", 'validation.sources = {"" = ""}, but this recipe has {"" = "python'),
     ],
 )
@@ -100,11 +100,25 @@ def test_data_that_moved_are_the_same_and_shares_are_relative(recipe: Recipe) ->
         validation = {"source": "/data/held/out.jsonl"}
         return conditions_of(change(recipe, data={"mixture": dict(mixture)}, validation=validation))
 
-    here = found(("/data/web/*.parquet", 3.0), ("hf:org/name", 1.0))
-    assert here["data.mixture"] == {"web/*.parquet": 0.75, "hf:org/name": 0.25}
-    assert here["validation.sources"] == {"": "held/out.jsonl"}
-    assert here == found(("/scratch/web/*.parquet", 0.75), ("hf:org/name", 0.25))
-    assert here != found(("/scratch/code/*.parquet", 0.75), ("hf:org/name", 0.25))
+    here = found(("/data/web/train/*.parquet", 3.0), ("hf:org/web/train/name", 1.0))
+    assert here["data.mixture"] == [["web/train/*.parquet", 0.75], ["hf:org/web/train/name", 0.25]]
+    assert here["validation.sources"] == {"": "data/held/out.jsonl"}
+    assert here == found(("/scratch/web/train/*.parquet", 0.75), ("hf:org/web/train/name", 0.25))
+    assert here != found(("/data/code/train/*.parquet", 0.75), ("hf:org/web/train/name", 0.25))
+
+
+def test_a_path_is_the_same_from_every_folder(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = conditions_of(change(recipe, data={"source": str(tmp_path / "text.txt")}))
+    monkeypatch.chdir(tmp_path)
+    assert conditions_of(change(recipe, data={"source": "text.txt"})) == there
+
+
+def test_sources_of_the_same_last_names_keep_their_shares(recipe: Recipe) -> None:
+    mixture = {"/a/web/train/x.txt": 0.7, "/b/web/train/x.txt": 0.3}
+    assert conditions_of(change(recipe, data={"mixture": mixture}))["data.mixture"] == [
+        ["web/train/x.txt", 0.7],
+        ["web/train/x.txt", 0.3],
+    ]
 
 
 def test_a_ladder_without_conditions_says_nothing_of_a_recipe(file: str, recipe: Recipe) -> None:
@@ -115,6 +129,11 @@ def test_a_ladder_without_conditions_says_nothing_of_a_recipe(file: str, recipe:
         match=r"is of another version, which differs in data\.mixture; run scripts/ladder\.py",
     ):
         ladder_for(recipe, file)
+
+
+@pytest.mark.parametrize("option", ["--schedule.decay_steps=0", "--schedule.min_lr_ratio=1"])
+def test_a_run_that_does_not_decay_has_another_ladder(file: str, option: str) -> None:
+    assert "predicts runs with schedule.min_lr_ratio = 0.0, but this recipe has 1.0" in refused(file, option)
 
 
 @pytest.mark.parametrize("option", ["--schedule.kind=cosine", "--optimizer.name=muon"])

@@ -70,11 +70,14 @@ def test_the_screen_says_how_far_it_extrapolates_and_how_sure_that_is(answer: An
     )
     assert named(answer)["check"] == sure
     near = replace(answer, tokens=10**7, ladder=replace(answer.ladder, parameters=16 * 10**6), missed=[])
-    near = replace(near, unchecked="no other three rungs have ended")
+    near = replace(near, unchecked="too few rungs")
     assert named(near)["reach"].startswith(
         "0.5x the parameters of the largest rung, 0.5x the tokens of the longest run"
     )
-    assert named(near)["check"] == "none: no other three rungs have ended"
+    assert named(near)["check"] == "none: too few rungs"
+    assert named(answer)["while training"].startswith("validation.ladder compares the last loss only")
+    several = replace(answer.ladder, fits=((0.5, fit()), (1.0, fit())))
+    assert "while training" not in named(replace(answer, ladder=several))
 
 
 def test_the_best_size_is_that_of_the_tokens_given(answer: Answer) -> None:

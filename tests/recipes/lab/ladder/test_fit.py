@@ -129,6 +129,19 @@ def test_losses_that_rise_with_size_are_refused_by_rung() -> None:
         fit_law(points)
 
 
+def test_more_tokens_do_not_hide_that_losses_rise_with_size() -> None:
+    # Mean losses of three rungs at two equal lengths: the largest is worse than the smallest at both.
+    means = {8_000: (5.20, 5.35, 5.32), 24_000: (4.77, 5.09, 4.80)}
+    points = [
+        Point(str(size), seed, size, tokens, 6.0 * size * tokens, found[rung] + 0.01 * seed)
+        for tokens, found in means.items()
+        for rung, size in enumerate((6_984, 19_320, 55_536))
+        for seed in range(2)
+    ]
+    with pytest.raises(UserError, match="does not fall from rung 6984 to rung 55536"):
+        fit_law(points)
+
+
 def test_losses_that_rise_with_tokens_are_refused() -> None:
     points = [
         replace(one, loss=float(losses([LAW], one.parameters, 1e7)[0]) * (one.tokens / one.parameters) ** 0.02)

@@ -145,5 +145,5 @@ def test_stages_have_no_ladder() -> None:
 
 def test_rungs_that_are_one_model_are_refused() -> None:
     recipe = load(LARGE)
-    with pytest.raises(UserError, match="come out as the same model; name fewer, or larger ones"):
+    with pytest.raises(UserError, match=r"come out as 0.989M, 0.989M; name fewer, or others"):
         budgets(recipe, [1_000_000, 1_000_100], folder=Path("x"), tokens=(1,), per_parameter=True, seeds=1)

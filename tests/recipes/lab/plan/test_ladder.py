@@ -49,7 +49,8 @@ def test_a_plan_with_a_ladder_has_the_loss_below_its_cost(file: str, capsys: pyt
     size = load(NODE, rules=False).model.non_embedding_params()
     loss = LAW.E + LAW.A / size**LAW.a + LAW.B / 60e9**LAW.b
     assert lines[at + 1].startswith(f"loss    {loss:.3f} (")
-    assert lines[at + 1].endswith(f"), by the ladder of large, {size / 1e6:,.0f}x its largest rung")
+    reach = f"), {size / 1e6:,.0f}x the largest rung, 6,000x the longest run of the ladder large"
+    assert lines[at + 1].endswith(reach)
     assert lines[at + 2].startswith("        at the same cost, ")
     assert max(map(len, lines)) <= 100 and len(lines) <= 40
     assert "loss  " not in printed(capsys)
