@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from models.decoder import Decoder
+from models.sizes import SIZES
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from parallel.float8 import convert_linears
@@ -100,7 +101,7 @@ def multiply(recipe: Recipe, degrees: MeshDegrees, *, tokens: int | None = None)
 def test_every_recipe_can_be_multiplied_in_float8(products: Products) -> None:
     found: dict[tuple[object, ...], tuple[Path, Recipe, MeshDegrees]] = {}
     for path in CONFIGS:
-        if load(path, rules=False).model.experts:  # whose products are not in float8
+        if any(SIZES[size].experts for size in SIZES if path.stem.startswith(size)):  # whose products are in bfloat16
             continue
         recipe = loaded(path, **layout(path.stem))
         degrees = recipe.mesh.fit(layout(path.stem)["processes"], nodes=layout(path.stem)["nodes"])

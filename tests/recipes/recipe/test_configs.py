@@ -46,6 +46,7 @@ SHIPPED = {
     "smollm3_debug_pipeline",
     "smollm3_debug_8m",
     "moe_debug",
+    "smollm3_debug_upcycled",
     "smollm3_3b_8xh100",
     "smollm3_3b_8xh100_c4",
     "smollm3_3b_48x8h100",
@@ -98,8 +99,8 @@ def loaded(path: Path, **hardware: int) -> Recipe:
         published = ROOT / "configs" / "models" / f"{path.stem.rpartition('_')[0]}.json"
         size = json.loads(published.read_text())["vocab_size"]
         changes = ["--model.name=from_config", f"--model.config={published}", f"--data.tokenizer=train:{size}"]
-    elif path.stem.startswith(tuple(SIZES)) and load(path, rules=False).model.weights:
-        changes = ["--data.tokenizer=train:128256"]
+    elif path.stem.startswith(tuple(SIZES)) and (model := load(path, rules=False).model).weights:
+        changes = [f"--data.tokenizer=train:{model.vocabulary}", "--model.upcycle=false"]
     if changes:
         changes.append("--model.weights=")
     if path.stem == "gpt2_124m_shakespeare":
