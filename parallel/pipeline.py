@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from models.config import ModelConfig
 from models.interface import interface_of
 from parallel.dist import all_gather_single, wait_for
-from parallel.errors import UserError
 from parallel.fsdp import expect_micro_batch
 from parallel.mesh import Mesh, share_timeout
 from parallel.passes import Batch, Passes, gradient_norm, one_or_nan, sum_over_group
@@ -70,13 +69,7 @@ class Pipeline(Passes):
             dtype: that of hidden states.
             compiled: whether the blocks are compiled when they are first called.
             reshards, has_z_loss: as of Passes.
-
-        Raises UserError for a schedule that this torch cannot run.
         """
-        if "Zero" in SCHEDULES[schedule] and torch.__version__ < "2.12":
-            # Gradients of weights fail inside torch.autograd.grad() behind functions of Python, such as float8's; "zbv"
-            # also begins with a message from each process to itself, which gloo does not have.
-            raise UserError(f'pipeline.schedule = "{schedule}" needs torch 2.12 or later; write "interleaved"')
         super().__init__(model, mesh, reshards=reshards, has_z_loss=has_z_loss)
         assert mesh.pipeline is not None
         self._group, self._stages, self._config, self._dtype = mesh.pipeline.get_group(), stages, config, dtype

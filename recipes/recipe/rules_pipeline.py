@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from parallel.config import PipelineConfig
 from parallel.stages import Stages, stages_of
 from recipes.recipe.fields import Violation
-from recipes.recipe.rules_mesh import enough_micro_batches
+from recipes.recipe.rules_mesh import enough_micro_batches, older_than
 from recipes.recipe.schema import Recipe
 
 
@@ -59,6 +59,10 @@ def backward_can_split(recipe: Recipe) -> Iterator[Violation]:
     """
     if not recipe.pipeline.splits_backward:
         return
+    if old := older_than(2, 12):
+        # Its torch.autograd.grad() fails behind functions of Python, such as float8's; "zbv" also begins with a message
+        # from each process to itself, which gloo did not have.
+        yield "pipeline.schedule", f'"{recipe.pipeline.schedule}" {old}; write "interleaved"'
     name = f'pipeline.schedule = "{recipe.pipeline.schedule}"'
     remedy = 'or schedule = "interleaved"'
     if recipe.fsdp.reshard_after_forward:

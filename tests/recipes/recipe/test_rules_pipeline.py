@@ -20,6 +20,7 @@ from recipes.data.config import BatchConfig
 from recipes.recipe.load import load
 from recipes.recipe.rules import violations
 from recipes.recipe.rules_mesh import micro_batches
+from recipes.recipe.rules_pipeline import backward_can_split
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stages_of
 from recipes.weights.locate import InitialWeights
@@ -201,3 +202,11 @@ def test_a_stage_of_a_run_may_have_a_pipeline_of_its_own() -> None:
     words = ["--mesh.pipeline", "2", "--pipeline.split", "3", "1", *own]
     recipe = load(DEBUG.with_name("smollm3_debug_stages.toml"), words)
     assert [stage.recipe.pipeline.split for stage in stages_of(recipe)] == [(1, 1, 1, 1), (3, 1), (3, 1)]
+
+
+@pytest.mark.parametrize("schedule", ZERO_BUBBLE)
+def test_zero_bubble_on_an_older_torch_is_refused(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.recipe.rules_mesh.version", lambda _: "2.11.0+cpu")
+    recipe = replace(Recipe(), pipeline=replace(PipelineConfig(), schedule=schedule), fsdp=ZERO2)
+    said = f'"{schedule}" needs torch 2.12 or later, and this is 2.11.0+cpu; write "interleaved"'
+    assert ("pipeline.schedule", said) in [*backward_can_split(recipe)]
