@@ -23,7 +23,7 @@ Positive = Annotated[FiniteFloat, Gt(0)]
 class Law(NamedTuple):
     """The constants of a law."""
 
-    E: FiniteFloat
+    E: Positive
     A: Positive
     a: Positive
     B: Positive

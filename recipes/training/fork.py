@@ -157,7 +157,7 @@ def differences(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
     done = _step(checkpoint)
     trunk, recipe = stage_of(trunk_recipe(checkpoint), done).recipe, stage_of(recipe, done).recipe
     reasons = {"run.seed": "the data order follows it"}
-    reasons |= {key: "the weights would not fit" for key in field_types() if key.startswith("model.")}
+    reasons |= {key: "the weights are of that model" for key in field_types() if key.startswith("model.")}
     if trunk.data.sources.keys() & recipe.data.sources.keys():
         reasons |= dict.fromkeys(OF_TEXT, "a source that goes on would be other text")
     for key, why in reasons.items():

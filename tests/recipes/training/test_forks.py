@@ -231,7 +231,7 @@ def test_every_difference_that_a_fork_must_not_have_is_listed(fork: Recipe) -> N
         fork, run={"seed": 1, "steps": 4}, model={"layers": 1, "rope_theta": 1e6}, optimizer={"name": "muon"}
     )
     assert "run.seed: 0 in the trunk, 1 now; the data order follows it, so write 0" in message
-    assert "model.layers: 2 in the trunk, 1 now; the weights would not fit, so write 2" in message
+    assert "model.layers: 2 in the trunk, 1 now; the weights are of that model, so write 2" in message
     assert 'optimizer.name: "adamw" in the trunk, "muon" now' in message and "model.weights = " in message
     assert "run.steps: 4 now, but the trunk's 4 steps count; write more than 4" in message
     message += refusal(fork, data={"validation_fraction": 0.5})
