@@ -45,6 +45,12 @@ def routed(*, model: dict[str, Any] | None = None, **sections: Any) -> Recipe:
             "experts and mesh.tensor > 1; write false",
         ),
         (
+            routed(float8=Float8Config(recipe="rowwise", emulate=True)),
+            None,
+            "float8.exclude",
+            'add "experts", so that all other linears are converted',
+        ),
+        (
             routed(float8=Float8Config(recipe="tensorwise", all_gather=True)),
             None,
             "float8.all_gather",
@@ -71,6 +77,11 @@ def test_an_expert_axis_is_accepted_before_the_processes_are_known(mesh: MeshCon
 
 def test_float32_allows_rows_of_half_the_length() -> None:
     assert not broken_by(routed(model={"expert_width": 60}, fsdp=FSDPConfig(param_dtype="float32")))
+
+
+def test_float8_is_accepted_where_experts_are_excluded() -> None:
+    """Trap 24: only linears would be converted, and nothing would say so."""
+    assert not broken_by(routed(float8=Float8Config(recipe="rowwise", emulate=True, exclude=("lm_head", "experts"))))
 
 
 def test_a_bias_that_nothing_moves_is_accepted_for_weights_that_have_one() -> None:
