@@ -30,6 +30,8 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 """The linears of a block, in their order."""
 LINEARS_IN = {"blocks": LINEARS, "attention": LINEARS[:4], "feed_forward": LINEARS[4:]}
 """Part of a dotted name -> the linears of a block whose names have it."""
+OF_EXPERTS = ("expert", "shared_experts", "dense_layers", "router", "normalize_scores", "groups_per_token")
+"""Beginnings of the fields of a model that a dense one does not have."""
 
 
 @dataclass(frozen=True)

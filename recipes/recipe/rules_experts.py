@@ -1,11 +1,12 @@
 """Rules about routed experts and the axis that divides them. Imports no torch."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from dataclasses import fields, replace
 from importlib.metadata import version
 
+from models.config import OF_EXPERTS, ModelConfig
 from parallel.errors import listed
-from recipes.recipe.fields import Violation
+from recipes.recipe.fields import Violation, toml
 from recipes.recipe.rules_mesh import mesh_fits
 from recipes.recipe.schema import Recipe
 
@@ -14,7 +15,8 @@ def experts_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None)
     """What holds for a model with experts, and for a mesh that divides them."""
     model, mesh = recipe.model, recipe.mesh
     if not model.experts:
-        yield "mesh.expert", "divides routed experts, but the model has none (model.experts = 0); write 1"
+        if mesh.expert > 1:
+            yield "mesh.expert", "divides routed experts, but the model has none (model.experts = 0); write 1"
         return
     if model.experts % mesh.expert:
         possible = [
@@ -38,6 +40,16 @@ def experts_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None)
         yield "float8.all_gather", "was not tried with experts; write false"
     if mesh.overlap_tensor:
         yield "mesh.overlap_tensor", "was not tried with experts; write false"
+
+
+def fields_of_experts_have_an_effect(model: ModelConfig, *, written: Collection[str]) -> Iterator[Violation]:
+    """A recipe that describes experts has some. Those of a size, or of a run that wrote all its fields, may be left."""
+    known = {f"model.{one.name}": one for one in fields(ModelConfig) if one.name.startswith(OF_EXPERTS)}
+    if model.experts or known.keys() <= {*written}:
+        return
+    for key, one in known.items():
+        if key in written and getattr(model, one.name) != one.default:
+            yield key, f"has no effect without experts; write experts = 8 or so, or {toml(one.default)} here"
 
 
 def rows_are_aligned(recipe: Recipe) -> Iterator[Violation]:

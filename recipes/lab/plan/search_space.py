@@ -11,7 +11,8 @@ from parallel.config import ActivationCheckpointingConfig, MeshConfig, MeshDegre
 from parallel.errors import UserError
 from recipes.plan.hardware import Gpu
 from recipes.recipe.fields import sections
-from recipes.recipe.rules import blocks_can_recompute, experts_fit, pipeline_fits, violations_elsewhere
+from recipes.recipe.rules import blocks_can_recompute, pipeline_fits, violations_elsewhere
+from recipes.recipe.rules_experts import experts_can_run
 from recipes.recipe.rules_mesh import (
     batch_divides,
     fitted_mesh,
@@ -123,7 +124,7 @@ class Space:
             gather_has_a_kernel(mesh, attention=recipe.attention, model=recipe.model),
             batch_divides(batch, mesh=mesh, **world),
             pipeline_fits(recipe, **world),
-            experts_fit(recipe, **world),
+            experts_can_run(recipe, **world),
             blocks_can_recompute(recipe.activation_checkpointing, model=model),
         )
         key = next((key for key, _ in broken), None)
