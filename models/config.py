@@ -206,6 +206,13 @@ class ModelConfig:
             )
         return found
 
+    def uneven_rows(self, dtype: str) -> list[tuple[str, str, int]]:
+        """(field, what is wrong, the next width) of rows that torch's grouped products refuse, on any device."""
+        unit = 8 if dtype == "bfloat16" else 4
+        rule = f"experts need a multiple of {unit} in {dtype}, rows of 16 bytes each"
+        widths = {"width": self.width, "expert_width": self.expert_width} if self.experts else {}
+        return [(field, rule, width + -width % unit) for field, width in widths.items() if width % unit]
+
     def uses_rope(self, layer: int) -> bool:
         """Whether this layer (index from 0) applies rotary embeddings."""
         by_interval = self.no_rope_every > 0 and (layer + 1) % self.no_rope_every == 0

@@ -27,7 +27,8 @@ def experts_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None)
         ]
         rule = f"{mesh.expert} processes cannot share model.experts = {model.experts} equally"
         yield "mesh.expert", f"{rule}; write {listed(possible or [1], last='or')}"
-    yield from rows_are_aligned(recipe)
+    for field, rule, width in model.uneven_rows(recipe.fsdp.param_dtype):
+        yield f"model.{field}", f"{rule}; write {width}"
     if recipe.experts.balance == "bias" and not model.router_bias:
         rule = '"bias" moves biases of routers, but model.router_bias = false'
         yield "experts.balance", f'{rule}; write router_bias = true, or balance = "loss"'
@@ -50,16 +51,6 @@ def fields_of_experts_have_an_effect(model: ModelConfig, *, written: Collection[
     for key, one in known.items():
         if key in written and getattr(model, one.name) != one.default:
             yield key, f"has no effect without experts; write experts = 8 or so, or {toml(one.default)} here"
-
-
-def rows_are_aligned(recipe: Recipe) -> Iterator[Violation]:
-    """torch's grouped products refuse rows of other lengths, on any device."""
-    dtype = recipe.fsdp.param_dtype
-    unit = 8 if dtype == "bfloat16" else 4
-    for field in ("width", "expert_width"):
-        if (width := getattr(recipe.model, field)) % unit:
-            rule = f"experts need a multiple of {unit} in {dtype}, rows of 16 bytes each"
-            yield f"model.{field}", f"{rule}; write {width + -width % unit}"
 
 
 def fsdp_has_several_meshes(recipe: Recipe, axis: str) -> Iterator[Violation]:
