@@ -57,8 +57,7 @@ def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[Trans
         raise ValueError("\n".join(problems))
     library = require_known(settings)
     whole = library.to_dict()
-    about: dict[str, Any] = {"family": settings["model_type"], "nested": [*type(library).sub_configs], "reason": reason}
-    if problems := [*_unsuitable(whole, **about)]:
+    if problems := [*_unsuitable(whole, reason, family=settings["model_type"], nested=[*type(library).sub_configs])]:
         raise ValueError("\n".join(problems))
 
     def number(*names: str, default: int) -> int:
@@ -129,9 +128,8 @@ def config_to_transformers(model: TransformersConfig, facts: TextFacts, *, dtype
     return settings
 
 
-def _unsuitable(whole: Mapping[str, Any], *, family: str, nested: list[str], reason: str) -> Iterator[str]:
-    """What keeps a model of transformers from being trained here. whole: a config.json with all defaults; reason: as
-    in _of_transformers()."""
+def _unsuitable(whole: Mapping[str, Any], reason: str, *, family: str, nested: list[str]) -> Iterator[str]:
+    """What keeps a model of transformers from being trained here. whole: with all defaults; reason: as above."""
     from models.transformers import classes_of
 
     if nested:

@@ -77,10 +77,8 @@ def broken_rules(
             "schedule_steps": stage.schedule_span[1],
             "written": given.keys() | changes.keys(),
         }
-        if elsewhere:
-            broken = violations_elsewhere(stage.recipe, **options)
-        else:
-            broken = violations(stage.recipe, weights, **options)
+        one = stage.recipe
+        broken = violations_elsewhere(one, **options) if elsewhere else violations(one, weights, **options)
         for violation in broken:
             found.setdefault(violation, []).append(stage)
     problems: dict[Problem, None] = {}
@@ -100,9 +98,7 @@ def broken_rules(
     return list(problems)
 
 
-def violations_elsewhere(
-    recipe: Recipe, *, broken: Collection[str] = frozenset(), **options: Any
-) -> Iterator[Violation]:
+def violations_elsewhere(recipe: Recipe, *, broken: Collection[str] = (), **options: Any) -> Iterator[Violation]:
     """The rules that a recipe for another machine breaks: without a look at its data, its weights and other files.
 
     broken, options: as in violations().

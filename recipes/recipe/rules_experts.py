@@ -37,10 +37,8 @@ def experts_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None)
     if recipe.float8.recipe != "none" and "experts" not in recipe.float8.exclude:
         rule = "torchao (0.18) multiplies experts by multiples of 16 rows only, and tokens are not padded here"
         yield "float8.exclude", f'{rule}; add "experts", so that all other linears are converted'
-    if recipe.float8.all_gather:
-        yield "float8.all_gather", "was not tried with experts; write false"
-    if mesh.overlap_tensor:
-        yield "mesh.overlap_tensor", "was not tried with experts; write false"
+    untried = {"float8.all_gather": recipe.float8.all_gather, "mesh.overlap_tensor": mesh.overlap_tensor}
+    yield from ((key, "was not tried with experts; write false") for key, is_on in untried.items() if is_on)
 
 
 def fields_of_experts_have_an_effect(model: ModelConfig, *, written: Collection[str]) -> Iterator[Violation]:
