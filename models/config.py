@@ -30,6 +30,8 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 """The linears of a block, in their order."""
 LINEARS_IN = {"blocks": LINEARS, "attention": LINEARS[:4], "feed_forward": LINEARS[4:]}
 """Part of a dotted name -> the linears of a block whose names have it."""
+OF_EXPERTS = ("expert", "shared_experts", "dense_layers", "router", "normalize_scores", "groups_per_token")
+"""Beginnings of the fields of a model that a dense one does not have."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,13 @@ class ModelConfig:
                 f"has fewer experts than experts_per_token = {self.experts_per_token}; write more"
             )
         return found
+
+    def uneven_rows(self, dtype: str) -> list[tuple[str, str, int]]:
+        """(field, what is wrong, the next width) of rows that torch's grouped products refuse, on any device."""
+        unit = 8 if dtype == "bfloat16" else 4
+        rule = f"experts need a multiple of {unit} in {dtype}, rows of 16 bytes each"
+        widths = {"width": self.width, "expert_width": self.expert_width} if self.experts else {}
+        return [(field, rule, width + -width % unit) for field, width in widths.items() if width % unit]
 
     def uses_rope(self, layer: int) -> bool:
         """Whether this layer (index from 0) applies rotary embeddings."""

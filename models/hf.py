@@ -92,7 +92,8 @@ def beyond_hf(model: ModelConfig) -> str | None:
     """What a model of ours computes that no config.json of these families can say; None if there is nothing."""
     if family_of(model):
         return None
-    name, missing = min(((name, [*unsaid(model, name)]) for name in FAMILIES), key=lambda one: len(one[1]))
+    similar = [name for name, family in FAMILIES.items() if (family.experts is None) == (model.experts == 0)]
+    name, missing = min(((name, [*unsaid(model, name)]) for name in similar), key=lambda one: len(one[1]))
     if model.logit_softcap:
         name, missing = "llama", ["logit_softcap"]
     return f"{missing[0]} = {getattr(model, missing[0])}: a {FAMILIES[name].head} of transformers would ignore it"

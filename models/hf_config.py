@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from models.config import LARGEST, ModelConfig, TextFacts
+from models.hf_families import FAMILIES
 from models.hf_reading import Unsupported, config_from_hf, facts_of, text_facts
 from models.layout import layout_of
 from models.transformers_config import TransformersConfig
@@ -56,7 +57,7 @@ def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[Trans
         raise ValueError("\n".join(problems))
     library = require_known(settings)
     whole = library.to_dict()
-    if problems := [*_unsuitable(whole, family=settings["model_type"], nested=[*type(library).sub_configs])]:
+    if problems := [*_unsuitable(whole, reason, family=settings["model_type"], nested=[*type(library).sub_configs])]:
         raise ValueError("\n".join(problems))
 
     def number(*names: str, default: int) -> int:
@@ -127,8 +128,8 @@ def config_to_transformers(model: TransformersConfig, facts: TextFacts, *, dtype
     return settings
 
 
-def _unsuitable(whole: Mapping[str, Any], *, family: str, nested: list[str]) -> Iterator[str]:
-    """What keeps a model of transformers from being trained here. whole: a config.json with all defaults."""
+def _unsuitable(whole: Mapping[str, Any], reason: str, *, family: str, nested: list[str]) -> Iterator[str]:
+    """What keeps a model of transformers from being trained here. whole: with all defaults; reason: as above."""
     from models.transformers import classes_of
 
     if nested:
@@ -147,7 +148,9 @@ def _unsuitable(whole: Mapping[str, Any], *, family: str, nested: list[str]) -> 
         yield f"model_type = {family!r}: its tokens see later tokens, unless is_decoder = true"
     experts = {key: value for key, value in whole.items() if re.search(r"(^|_)experts?($|_)", key)}
     counts = [key for key, value in experts.items() if type(value) is int and value > 1]
-    if counts:
+    if counts and family in FAMILIES and FAMILIES[family].experts is not None:
+        yield f"{reason}; mixtures of experts are computed by our own decoder only"
+    elif counts:
         key = next((key for key in counts if re.fullmatch(r"(moe_)?(n|num)_.*experts", key)), counts[0])
         ours = "except by our own decoder (qwen3_moe, dots1)"
         yield f"{key} = {experts[key]}: mixtures of experts are not supported, {ours}"

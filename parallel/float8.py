@@ -31,7 +31,6 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str,
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     linears.pop(interface.tied_head or "", None)  # its weight is the embedding's
     chosen = {name: module for name, module in linears.items() if not _is_excluded(name, config, interface)}
-    _require_named_experts(config, interface)
     parts = {part for name in linears for part in name.split(".")} | ({"experts"} if interface.routers else set())
     if unknown := set(config.exclude) - parts - {"lm_head"}:
         choice = ", ".join(sorted(part for part in parts if not part.isdigit()))
@@ -77,15 +76,6 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str,
     emulated = ", emulated" if config.emulate else ""
     skipped = f", {len(uneven)} not because of widths that are no multiples of 16" if uneven else ""
     return f"float8: {config.recipe}, {len(chosen)} of {len(linears)} linears converted{skipped}{gathered}{emulated}"
-
-
-def _require_named_experts(config: Float8Config, interface: ModelInterface) -> None:
-    """Raise UserError unless the recipe says that experts stay as they are."""
-    if interface.routers and "experts" not in config.exclude:
-        raise UserError(
-            "float8: torchao (0.18) multiplies experts whose numbers of rows are multiples of 16 only, and tokens are"
-            ' not padded here; write "experts" into float8.exclude, so that all other linears are converted'
-        )
 
 
 def _is_excluded(name: str, config: Float8Config, interface: ModelInterface) -> bool:

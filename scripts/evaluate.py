@@ -208,7 +208,7 @@ def _model(weights: "Weights", world: "World", *, dtype: Any, tokens: int) -> "t
     from recipes.weights.convert import load_weights
 
     with torch.device("meta"):
-        model = build_model(weights.model, loss_chunks=-(-tokens // CHUNK_TOKENS))
+        model = build_model(weights.model_in(dtype), loss_chunks=-(-tokens // CHUNK_TOKENS))
     mesh = build_mesh(MeshConfig().fit(world.size), device_type=world.device.type)
     parallelize(
         model,

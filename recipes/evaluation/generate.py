@@ -32,7 +32,7 @@ def open_model(path: str | Path | Weights, *, dtype: torch.dtype, device: torch.
         return open_exported(weights, dtype=dtype, device=device)
     tokenizer = weights.tokenizer
     with torch.device("meta"):
-        model = Decoder(weights.model)
+        model = Decoder(weights.model_in(str(dtype).removeprefix("torch.")))
     model = model.to(dtype)
     if model.routers is not None:  # experts are chosen in float32
         model.routers.float()

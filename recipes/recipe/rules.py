@@ -20,6 +20,7 @@ from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.metrics.hardware import MEMORY, hardware_of
 from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import data_is_there, validation_is_possible
+from recipes.recipe.rules_experts import experts_can_run, fields_of_experts_have_an_effect
 from recipes.recipe.rules_mesh import (
     batch_divides,
     float8_fits_tensor,
@@ -74,11 +75,10 @@ def broken_rules(
             "nodes": nodes,
             "broken": wrong & {*field_types(), *sections()},
             "schedule_steps": stage.schedule_span[1],
+            "written": given.keys() | changes.keys(),
         }
-        if elsewhere:
-            broken = violations_elsewhere(stage.recipe, **options)
-        else:
-            broken = violations(stage.recipe, weights, **options, written=given.keys() | changes.keys())
+        one = stage.recipe
+        broken = violations_elsewhere(one, **options) if elsewhere else violations(one, weights, **options)
         for violation in broken:
             found.setdefault(violation, []).append(stage)
     problems: dict[Problem, None] = {}
@@ -98,18 +98,14 @@ def broken_rules(
     return list(problems)
 
 
-def violations_elsewhere(
-    recipe: Recipe,
-    *,
-    processes: int | None,
-    nodes: int | None,
-    broken: Collection[str] = frozenset(),
-    schedule_steps: int | None = None,
-) -> Iterator[Violation]:
-    """The rules that a recipe for another machine breaks: without a look at its data, its weights and other files."""
-    shape = replace(recipe, model=replace(recipe.model, weights="", config=""))
-    broken = {*broken, "data.source", "metrics"}
-    return violations(shape, None, processes=processes, nodes=nodes, broken=broken, schedule_steps=schedule_steps)
+def violations_elsewhere(recipe: Recipe, *, broken: Collection[str] = (), **options: Any) -> Iterator[Violation]:
+    """The rules that a recipe for another machine breaks: without a look at its data, its weights and other files.
+
+    broken, options: as in violations().
+    """
+    upcycle = recipe.model.upcycle and not recipe.model.weights
+    model = replace(recipe.model, weights="", config="", upcycle=upcycle)
+    return violations(replace(recipe, model=model), None, broken={*broken, "data.source", "metrics"}, **options)
 
 
 def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:
@@ -156,7 +152,8 @@ def violations(
         ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
         ("mesh compile.enabled run.device", tensor_can_overlap(mesh, compile=recipe.compile, device=run.device)),
         ("mesh pipeline model batch fsdp compile activation_checkpointing float8", pipeline_fits(recipe, **world)),
-        ("mesh model fsdp float8 experts", experts_fit(recipe, **world)),
+        ("mesh model fsdp float8 experts", experts_can_run(recipe, **world)),
+        ("model", fields_of_experts_have_an_effect(model, written=written)),
         ("mesh attention.backend model", gather_has_a_kernel(mesh, attention=recipe.attention, model=recipe.model)),
         ("batch.global_batch_size batch.micro_batch_size mesh", batch_divides(recipe.batch, mesh=mesh, **world)),
         ("attention data.document_mask run.device", attention_has_a_kernel(recipe)),
@@ -193,14 +190,6 @@ def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -
         from recipes.recipe.rules_pipeline import stages_can_run
 
         yield from stages_can_run(recipe, processes=processes, nodes=nodes)
-
-
-def experts_fit(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
-    """What holds for routed experts."""
-    if recipe.model.experts or recipe.mesh.expert > 1:
-        from recipes.recipe.rules_experts import experts_can_run
-
-        yield from experts_can_run(recipe, processes=processes, nodes=nodes)
 
 
 def ladder_is_comparable(recipe: Recipe) -> Iterator[Violation]:

@@ -1,11 +1,12 @@
 """Rules about routed experts and the axis that divides them. Imports no torch."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from dataclasses import fields, replace
 from importlib.metadata import version
 
+from models.config import OF_EXPERTS, ModelConfig
 from parallel.errors import listed
-from recipes.recipe.fields import Violation
+from recipes.recipe.fields import Violation, toml
 from recipes.recipe.rules_mesh import mesh_fits
 from recipes.recipe.schema import Recipe
 
@@ -14,7 +15,8 @@ def experts_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None)
     """What holds for a model with experts, and for a mesh that divides them."""
     model, mesh = recipe.model, recipe.mesh
     if not model.experts:
-        yield "mesh.expert", "divides routed experts, but the model has none (model.experts = 0); write 1"
+        if mesh.expert > 1:
+            yield "mesh.expert", "divides routed experts, but the model has none (model.experts = 0); write 1"
         return
     if model.experts % mesh.expert:
         possible = [
@@ -25,26 +27,28 @@ def experts_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None)
         ]
         rule = f"{mesh.expert} processes cannot share model.experts = {model.experts} equally"
         yield "mesh.expert", f"{rule}; write {listed(possible or [1], last='or')}"
-    yield from rows_are_aligned(recipe)
+    for field, rule, width in model.uneven_rows(recipe.fsdp.param_dtype):
+        yield f"model.{field}", f"{rule}; write {width}"
     if recipe.experts.balance == "bias" and not model.router_bias:
         rule = '"bias" moves biases of routers, but model.router_bias = false'
         yield "experts.balance", f'{rule}; write router_bias = true, or balance = "loss"'
     if mesh.expert > 1 or mesh.tensor > 1:
         yield from fsdp_has_several_meshes(recipe, "mesh.expert" if mesh.expert > 1 else "mesh.tensor")
-    if recipe.float8.all_gather:
-        yield "float8.all_gather", "was not tried with experts; write false"
-    if mesh.overlap_tensor:
-        yield "mesh.overlap_tensor", "was not tried with experts; write false"
+    if recipe.float8.recipe != "none" and "experts" not in recipe.float8.exclude:
+        rule = "torchao (0.18) multiplies experts by multiples of 16 rows only, and tokens are not padded here"
+        yield "float8.exclude", f'{rule}; add "experts", so that all other linears are converted'
+    untried = {"float8.all_gather": recipe.float8.all_gather, "mesh.overlap_tensor": mesh.overlap_tensor}
+    yield from ((key, "was not tried with experts; write false") for key, is_on in untried.items() if is_on)
 
 
-def rows_are_aligned(recipe: Recipe) -> Iterator[Violation]:
-    """torch's grouped products refuse rows of other lengths, on any device."""
-    dtype = recipe.fsdp.param_dtype
-    unit = 8 if dtype == "bfloat16" else 4
-    for field in ("width", "expert_width"):
-        if (width := getattr(recipe.model, field)) % unit:
-            rule = f"experts need a multiple of {unit} in {dtype}, rows of 16 bytes each"
-            yield f"model.{field}", f"{rule}; write {width + -width % unit}"
+def fields_of_experts_have_an_effect(model: ModelConfig, *, written: Collection[str]) -> Iterator[Violation]:
+    """A recipe that describes experts has some. Those of a size, or of a run that wrote all its fields, may be left."""
+    known = {f"model.{one.name}": one for one in fields(ModelConfig) if one.name.startswith(OF_EXPERTS)}
+    if model.experts or known.keys() <= {*written}:
+        return
+    for key, one in known.items():
+        if key in written and getattr(model, one.name) != one.default:
+            yield key, f"has no effect without experts; write experts = 8 or so, or {toml(one.default)} here"
 
 
 def fsdp_has_several_meshes(recipe: Recipe, axis: str) -> Iterator[Violation]:

@@ -18,6 +18,8 @@ def weights_fit(
 
     Only rope_theta may differ, if the recipe writes a larger one itself: that is how a context is extended.
     """
+    if model.upcycle and not model.weights:
+        yield "model.upcycle", "needs the weights of a dense model; write model.weights, or false"
     if not model.weights or initial is None:
         return
     from recipes.weights.description import differences, upcycling_problems

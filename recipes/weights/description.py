@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from models.config import ModelConfig, TextFacts
+from models.config import OF_EXPERTS, ModelConfig, TextFacts
 from parallel.errors import UserError
 from recipes.files.layout import MODEL, TOKENIZER
 from recipes.files.reading import read_text
@@ -17,8 +17,6 @@ UNCHECKED = ("name", "init_std", "weights", "config", "dropout", "upcycle")
 """Fields of a model that may differ from those its weights were trained with."""
 IMMATERIAL = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Keys of a config.json that may differ likewise."""
-OF_EXPERTS = ("expert", "shared_experts", "dense_layers", "router", "normalize_scores", "groups_per_token")
-"""Beginnings of the fields of a model that a dense one does not have."""
 LLAMA3_ROPE = ("rope_factor", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length")
 YARN = ("rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_scaled_layers")
 

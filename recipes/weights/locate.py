@@ -33,6 +33,13 @@ class Weights:
     is_checkpoint: bool
     """True for one of our checkpoints, False for a Hugging Face folder."""
 
+    def model_in(self, dtype: str) -> ModelConfig:
+        """The model. Raises UserError where it has experts that torch cannot compute in this type."""
+        for field, rule, _ in self.model.uneven_rows(dtype):
+            remedy = "write --dtype float32" if dtype == "bfloat16" else "this model cannot be opened here"
+            raise UserError(f"{self.path}: {field} = {getattr(self.model, field)}: {rule}; {remedy}")
+        return self.model
+
     @cached_property
     def description(self) -> Description:
         """The description with the texts of all its files. Raises UserError where one is missing or damaged."""

@@ -25,7 +25,6 @@ from models.loss import IGNORED, SummedLoss
 from parallel import experts as of_parallel
 from parallel import fsdp
 from parallel.dist import start, stop
-from parallel.errors import UserError
 from parallel.experts import AllToAll
 from parallel.mesh import build_mesh
 from recipes.metrics.clock import RunClock
@@ -270,24 +269,6 @@ def test_other_loads_compile_nothing_anew(case: str, small: Recipe) -> None:
     skip_refused(case)
     for found in run_processes(processes_of(case), graphs_of_steps, case, small):
         assert found[0] > 0 and len(set(found)) == 1, found
-
-
-def test_float8_says_that_experts_stay_as_they_are(small: Recipe) -> None:
-    """Trap 24: only linears would be converted, and nothing would say so."""
-    sections = sections_of("1.1.1.1.1.1:tensorwise")
-    recipe = change(small, **sections | {"float8": sections["float8"] | {"exclude": ("lm_head",)}})
-    [message] = run_processes(1, message_of_build, recipe)
-    assert 'write "experts" into float8.exclude' in message
-
-
-def message_of_build(recipe: Recipe) -> str:
-    try:
-        build(recipe, start("cpu", seed=0))
-    except UserError as error:
-        return str(error)
-    finally:
-        stop()
-    return ""
 
 
 def gradients_of_routers(recipe: Recipe, masked: bool) -> list[list[float]]:

@@ -11,7 +11,8 @@ from parallel.config import ActivationCheckpointingConfig, MeshConfig, MeshDegre
 from parallel.errors import UserError
 from recipes.plan.hardware import Gpu
 from recipes.recipe.fields import sections
-from recipes.recipe.rules import blocks_can_recompute, float8_fits, pipeline_fits
+from recipes.recipe.rules import blocks_can_recompute, pipeline_fits, violations_elsewhere
+from recipes.recipe.rules_experts import experts_can_run
 from recipes.recipe.rules_mesh import (
     batch_divides,
     fitted_mesh,
@@ -21,7 +22,6 @@ from recipes.recipe.rules_mesh import (
     mesh_fits,
     tensor_can_overlap,
 )
-from recipes.recipe.rules_optimizer import moments_can_move
 from recipes.recipe.schema import Recipe
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, "all")
@@ -124,6 +124,7 @@ class Space:
             gather_has_a_kernel(mesh, attention=recipe.attention, model=recipe.model),
             batch_divides(batch, mesh=mesh, **world),
             pipeline_fits(recipe, **world),
+            experts_can_run(recipe, **world),
             blocks_can_recompute(recipe.activation_checkpointing, model=model),
         )
         key = next((key for key, _ in broken), None)
@@ -271,9 +272,12 @@ def tuned(recipe: Recipe, tuning: Tuning) -> Recipe:
 def numerics_of(recipe: Recipe, *, gpu: Gpu, fixed: frozenset[str]) -> Iterator[tuple[str, Recipe]]:
     """(what it is, the recipe with it) for each change of the training's numbers that can be faster, then for several.
 
-    Float8 keeps the recipe's exclusions. What is fixed, or on already, is left out.
+    Float8 keeps the recipe's exclusions, and leaves out experts. What is fixed, on already, or against a rule that the
+    recipe keeps is left out.
     """
     float8 = recipe.float8
+    if recipe.model.experts and "experts" not in float8.exclude and "float8.exclude" not in fixed:
+        float8 = replace(float8, exclude=(*float8.exclude, "experts"))
     found: dict[str, dict[str, Any]] = {}
     if gpu.float8_peak and float8.recipe == "none" and not {"float8.recipe", "float8.all_gather"} & fixed:
         tensorwise = replace(float8, recipe="tensorwise")
@@ -288,9 +292,10 @@ def numerics_of(recipe: Recipe, *, gpu: Gpu, fixed: frozenset[str]) -> Iterator[
     together = dict(section for change in reversed(found.values()) for section in change.items())
     if len(together) > 1:
         found["all of these" if "float8" in together else "bf16 both"] = together
+    broken = {*violations_elsewhere(recipe, processes=None, nodes=None)}
     for name, change in found.items():
         changed = replace(recipe, **change)
-        if not any(float8_fits(changed.float8, model=recipe.model)) and not any(moments_can_move(changed.optimizer)):
+        if broken.issuperset(violations_elsewhere(changed, processes=None, nodes=None)):
             yield name, changed
 
 

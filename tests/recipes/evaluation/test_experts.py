@@ -1,6 +1,7 @@
 """A run with divided experts validates, answers tasks, samples and is exported; its model generates text."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from transformers import AutoModelForCausalLM
 from models.decoder import Decoder
 from recipes.evaluation.generate import generate, open_model
 from recipes.evaluation.sampling import Sampling
-from recipes.files.exit_codes import FINISHED
+from recipes.files.exit_codes import FINISHED, REFUSED
 from recipes.recipe.schema import Recipe
 from tests.commands import run_command
 from tests.processes import ROOT, run_processes
+from tests.recipes.weights.test_experts import QWEN, write_folder
 from tests.tasks import write_tasks
 from tests.training import change, rows, run_all
 
@@ -95,3 +97,17 @@ def test_a_model_with_experts_is_evaluated_on_any_number_of_processes(runs: dict
         assert code == 0, err
         found.append(json.loads(out))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_experts_of_uneven_rows_are_refused_in_bfloat16_with_the_type_that_computes_them(tmp_path: Path) -> None:
+    uneven, text = write_folder(tmp_path, replace(QWEN, vocabulary=512, expert_width=12)), tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 10)
+    programs = {"generate": ["ab", "--max-tokens", 2], "evaluate": [text, "--sequence-length", 16]}
+    for name, arguments in programs.items():
+        command = [ROOT / f"scripts/{name}.py", uneven, *arguments, "--device", "cpu", "--dtype"]
+        code, _, err = run_command(*command, "bfloat16")
+        assert code == REFUSED and err.count("\n") == 1, err
+        assert "expert_width = 12: experts need a multiple of 8 in bfloat16, rows of 16 bytes each" in err
+        assert err.endswith("; write --dtype float32\n")
+        code, _, err = run_command(*command, "float32")
+        assert code == 0, err

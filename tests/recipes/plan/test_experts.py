@@ -23,6 +23,7 @@ from recipes.plan.stages import parts
 from recipes.plan.time import step_time, time_of
 from recipes.plan.work import work_of
 from recipes.recipe.load import CONFIGS, load
+from recipes.recipe.rules import violations_elsewhere
 from recipes.recipe.schema import Recipe
 from tests.live_bytes import tracked_step
 
@@ -197,6 +198,14 @@ def test_the_peak_alone_is_that_of_all_moments(share: str | float, dense: int) -
 def test_a_search_tries_no_sums_in_bfloat16_that_fsdp_refuses_for_experts() -> None:
     names = [name for name, _ in numerics_of(qwen(), gpu=H100, fixed=frozenset())]
     assert "bf16 moments" in names and "bf16 sums" not in names
+
+
+@pytest.mark.parametrize("fixed", [frozenset[str](), frozenset({"float8.exclude"})])
+def test_a_search_tries_float8_for_experts_as_the_rules_allow_it(fixed: frozenset[str]) -> None:
+    found = dict(numerics_of(qwen(), gpu=H100, fixed=fixed))
+    assert set(found) == ({"bf16 moments"} if fixed else {"float8", "float8 rowwise", "bf16 moments", "all of these"})
+    for recipe in found.values():
+        assert not [*violations_elsewhere(recipe, processes=128, nodes=16)]
 
 
 def test_a_cpu_has_no_time_of_experts() -> None:

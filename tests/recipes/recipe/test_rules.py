@@ -533,7 +533,8 @@ def test_float8_refuses_the_vocabulary_only_where_lm_head_is_converted() -> None
 
 @pytest.mark.parametrize("name", SIZES)
 def test_every_published_size_can_use_float8(name: str) -> None:
-    assert not broken_by(Recipe(model=SIZES[name], float8=Float8Config(recipe="tensorwise")))
+    exclude = ("lm_head", "experts") if SIZES[name].experts else ("lm_head",)
+    assert not broken_by(Recipe(model=SIZES[name], float8=Float8Config(recipe="tensorwise", exclude=exclude)))
 
 
 # Once the number of processes is known

@@ -1,13 +1,16 @@
 """Every rule about routed experts: what triggers it, its message, and that its remedy works."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parallel.config import CompileConfig, Float8Config, FSDPConfig, MeshConfig
+from parallel.errors import UserError
 from recipes.optimization.config import ExpertsConfig
 from recipes.recipe import rules_experts
+from recipes.recipe.load import CONFIGS, load, to_toml
 from recipes.recipe.schema import Recipe
 from tests.recipes.recipe.test_rules_pipeline import broken_by
 
@@ -45,6 +48,12 @@ def routed(*, model: dict[str, Any] | None = None, **sections: Any) -> Recipe:
             "experts and mesh.tensor > 1; write false",
         ),
         (
+            routed(float8=Float8Config(recipe="rowwise", emulate=True)),
+            None,
+            "float8.exclude",
+            'add "experts", so that all other linears are converted',
+        ),
+        (
             routed(float8=Float8Config(recipe="tensorwise", all_gather=True)),
             None,
             "float8.all_gather",
@@ -71,6 +80,24 @@ def test_an_expert_axis_is_accepted_before_the_processes_are_known(mesh: MeshCon
 
 def test_float32_allows_rows_of_half_the_length() -> None:
     assert not broken_by(routed(model={"expert_width": 60}, fsdp=FSDPConfig(param_dtype="float32")))
+
+
+def test_float8_is_accepted_where_experts_are_excluded() -> None:
+    """Trap 24: only linears would be converted, and nothing would say so."""
+    assert not broken_by(routed(float8=Float8Config(recipe="rowwise", emulate=True, exclude=("lm_head", "experts"))))
+
+
+def test_fields_of_experts_are_refused_without_experts_where_the_recipe_itself_writes_them(tmp_path: Path) -> None:
+    words = ["--model.experts=0", "--model.router=sigmoid", "--model.shared_experts=1", "--model.router_scale=1"]
+    for elsewhere in (False, True):
+        with pytest.raises(UserError, match=r"(?s)2 problems.*shared_experts = 1 .*has no effect.* or 0 here") as found:
+            load(CONFIGS / "moe_debug.toml", words, elsewhere=elsewhere)
+        assert 'has no effect without experts; write experts = 8 or so, or "softmax" here' in str(found.value)
+    dense = load(CONFIGS / "moe_debug.toml", words[:1])
+    assert dense.model.experts_per_token == 2, "those of the size may be left"
+    resolved = tmp_path / "recipe.toml"
+    resolved.write_text(to_toml(dense))
+    assert load(resolved) == dense
 
 
 def test_a_bias_that_nothing_moves_is_accepted_for_weights_that_have_one() -> None:

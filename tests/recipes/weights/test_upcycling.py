@@ -19,6 +19,7 @@ from parallel.mesh import build_mesh
 from recipes.files.exit_codes import FINISHED
 from recipes.recipe.fields import toml
 from recipes.recipe.load import load_run
+from recipes.recipe.rules import violations, violations_elsewhere
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.weights.convert import load_weights
@@ -118,7 +119,7 @@ def problems_of(folder: Path, tmp_path: Path, **fields: Any) -> str:
         ({"shared_experts": 1}, "model.shared_experts = 1 would be added"),
         ({"normalize_scores": False}, "model.normalize_scores = false must be true"),
         ({"router_scale": 2.5}, "model.router_scale = 2.5 must be 1, so that the model begins as the dense one"),
-        ({"experts": 0, "experts_per_token": 1}, "model.upcycle = true is for a model with experts"),
+        ({"experts": 0, "experts_per_token": 1, "expert_width": 1}, "model.upcycle = true is for a model with experts"),
         ({"width": 64}, "model.width = 64 is 32 in the weights"),
     ],
 )
@@ -127,6 +128,15 @@ def test_what_cannot_be_upcycled_is_refused_with_a_remedy(
 ) -> None:
     found = problems_of(folder, tmp_path, **fields)
     assert message in found.replace(str(folder / "hf"), "FOLDER") and found.count("model.") == bool(message), found
+
+
+def test_upcycling_without_weights_is_refused_wherever_the_run_will_be() -> None:
+    """It would start at random, without a word. Weights that another machine has are not looked for."""
+    recipe, world = Recipe(model=SPARSE), {"processes": 1, "nodes": 1}
+    problem = ("model.upcycle", "needs the weights of a dense model; write model.weights, or false")
+    assert problem in [*violations(recipe, None, **world)]
+    assert [*violations_elsewhere(recipe, **world)] == [problem]
+    assert not [*violations_elsewhere(replace(recipe, model=replace(SPARSE, weights="elsewhere")), **world)]
 
 
 @pytest.mark.slow
