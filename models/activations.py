@@ -28,19 +28,27 @@ class Widths:
     """Inner width of the feed-forward."""
     heads: float
     normed: float = 0.0
-    """Width of what norms of queries and keys, and those after parts beside those before them, read: a rough figure for
-    all that these keep; with "selective", nothing."""
+    """Width of what norms of queries and keys, and those after parts beside those before them, read. They keep it, but
+    not with "selective"."""
+    scales: float = 0.0
+    """How many numbers these norms multiply by, which are kept anyway."""
+    norms: Literal["before", "after", "both"] = "before"
+    whole: bool = False
+    """Whether a norm is of all heads together, of which a tensor group has a part each."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "Widths":
         """The widths on a process that holds the model whole."""
         query, key = model.heads * model.head_width, model.key_value_heads * model.head_width
         normed = (query + key) * (model.qk_norm != "none") + 2 * model.width * (model.norms == "both")
-        return cls(model.width, model.width, query, key, key, model.feed_forward_width, model.heads, normed)
+        scales = {"none": 0, "head": model.heads + model.key_value_heads, "all": 2}[model.qk_norm]
+        scales += 2 * (model.norms == "both")
+        inner, further = model.feed_forward_width, (normed, scales, model.norms, model.qk_norm == "all")
+        return cls(model.width, model.width, query, key, key, inner, model.heads, *further)
 
     def cut(self, degree: int) -> "Widths":
         """The widths on a process with 1 / degree of each matrix, and of the stream's tokens."""
-        names = ("stream", "query", "key", "seen", "inner", "heads", "normed")
+        names = ("stream", "query", "key", "seen", "inner", "heads", "normed", "scales")
         return replace(self, **{name: getattr(self, name) / degree for name in names})
 
 
@@ -64,9 +72,11 @@ def saved_per_token(widths: Widths, kept: Kept) -> float:
     if kept.mode == "full":
         return kept.element * widths.stream
     if kept.mode == "selective":
-        return kept.element * _products(widths, kept) + 4 * widths.heads + 2 * _scale(widths)
-    more = kept.element * widths.query if kept.exchanged else 0
+        return kept.element * _products(widths, kept) + 4 * (widths.heads + widths.scales) + 2 * _scale(widths)
+    more = 4 * widths.scales + (kept.element * widths.query if kept.exchanged else 0)
     more += widths.normed * (kept.element if kept.compiled or kept.fused_norms else 2 * 4)
+    if kept.compiled and widths.whole and widths.read > widths.stream:  # a sum over processes splits the norm
+        more += 4 * widths.normed
     return more + (_compiled(widths, kept) if kept.compiled else _eager(widths, kept))
 
 
@@ -102,7 +112,8 @@ def at_swiglu_per_token(widths: Widths, kept: Kept) -> float:
 
 def _products(widths: Widths, kept: Kept) -> float:
     """Elements: the block's input, the results of its products and of attention."""
-    last = 0 if kept.compiled else widths.stream  # of the feed-forward: only torch.compile sees that nothing reads it
+    # Of the feed-forward: only torch.compile sees that nothing reads it, unless a norm does.
+    last = 0 if kept.compiled and widths.norms == "before" else widths.stream
     return 2 * widths.stream + last + 2 * widths.query + 2 * widths.key + 2 * widths.inner
 
 
@@ -113,7 +124,8 @@ def _scale(widths: Widths) -> float:
 
 def _compiled(widths: Widths, kept: Kept) -> float:
     """Counted in generated code for sm_90 (docs/benchmarks/codegen.md)."""
-    residual = 2 * 2 * widths.stream  # before attention and before the feed-forward
+    # Before attention and before the feed-forward; with norms in both places, the second one is computed again.
+    residual = 2 * (1 if widths.norms == "both" else 2) * widths.stream
     attention = 2 * (2 * widths.query + 2 * widths.seen) + 4 * widths.heads  # queries, keys, values, output, logsumexp
     inner = 2 * 2 * widths.inner  # gate and up
     total = residual + attention + inner + 2 * _scale(widths)

@@ -256,6 +256,9 @@ def _ropes_of_kinds(given: Reader, model: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(table, dict) for table in (*tables, scaling)) or set(both) - {*KINDS}:
         given.refuse("rope_parameters", "must be a table for full_attention and one for sliding_attention")
         return {}
+    if not both and "rope_type" not in scaling and scaling.get("type", "default") != "default":
+        rule = "transformers 5 ignores this key for this model_type; write rope_type"
+        given.table("rope_scaling", scaling).decline("type", rule)
     full = given.table("rope_parameters.full_attention", {**tables[0], **scaling})
     sliding = given.table("rope_parameters.sliding_attention", tables[1])
     theta = (full if "rope_theta" in full.values else given).number("rope_theta")

@@ -13,7 +13,7 @@ class MetricsConfig:
     every: Annotated[int, Ge(1)] = 10
     """Log every this many steps; only at these steps does the loop wait for the device."""
     grad_norms: bool = False
-    """Also log the gradient norm of embedding, head, norms, attention and feed-forward, each by itself."""
+    """Also log the gradient norm of embedding, head, norms, attention, feed-forward and routers, each by itself."""
     wandb: bool = False
     """Also log to Weights & Biases; without an API key or a server the run stays offline, for `wandb sync` later."""
     wandb_project: Annotated[str, MinLen(1)] = "shardwright"

@@ -232,15 +232,13 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> tuple[_P
         moves, launched = (share * amount for amount in routing.moved(work, rates, recompute))
         waits = share * routing.waits(work, recompute)
     again = {"none": 0.0, "selective": 0.0, "full": forward - last, "every second product": forward / 2}[recompute]
-    flops = 2 * work.query / tensor * work.sequence * tokens * work.attended
-    attention, attention_backward = attention_seconds(
-        *(flops, work.kernel),
-        gpu=gpu,
-        rates=rates,
-        head_width=work.head_width,
-        sequence=work.sequence,
-        element=work.element,
-    )
+    widths = {"head_width": work.head_width, "sequence": work.sequence, "element": work.element}
+    flops = 2 * work.query / tensor * work.sequence * tokens
+    parts = [
+        attention_seconds(flops * share, kernel, gpu=gpu, rates=rates, **widths)
+        for kernel, share in work.attended_by.items()
+    ]
+    attention, attention_backward = (sum(both, 0.0) for both in zip(*parts, strict=True))
     if work.context > 1 and work.context_by == "ring":
         attention, attention_backward = attention / rates.ring, attention_backward / rates.ring
     amount, kernels = moved_bytes(work, recompute)

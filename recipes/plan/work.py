@@ -67,6 +67,8 @@ class Work:
     """Most layers of a process without the output projection, and those of the one with it; None: equal ones."""
     attended: float = 1.0
     """Share of a causal text's pairs of tokens that windows leave, the mean of all layers."""
+    windowed: float = 0.0
+    """The part of this share in layers with windows."""
     bubble: float = 1.0
     """Share of a pipeline's bubble that gradients of weights do not fill."""
     gated: bool = True
@@ -124,6 +126,13 @@ class Work:
         return self.micro_batch * self.sequence // self.context
 
     @property
+    def attended_by(self) -> dict[Kernel, float]:
+        """Kernel -> the part of `attended` that it computes. cuDNN has no kernel for windows."""
+        if self.kernel != "cudnn":
+            return {self.kernel: self.attended}
+        return {"cudnn": self.attended - self.windowed, "flash": self.windowed}
+
+    @property
     def gathered(self) -> float:
         """Bytes of an element of a block's gathered weights, on average."""
         if not self.float8_weights:
@@ -162,6 +171,8 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
     auto: what torch chooses on the device for plain attention in bfloat16.
     """
     model, batch, fsdp, checkpointing = recipe.model, recipe.batch, recipe.fsdp, recipe.activation_checkpointing
+    attended = model.attention_share(batch.sequence_length)
+    without_windows = sum(not model.window_of(layer) for layer in range(model.layers)) / model.layers
     return Work(
         layers=model.layers,
         width=model.width,
@@ -180,7 +191,8 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         stages=_stages(recipe, degrees) if degrees.pipeline > 1 else None,
         bubble=1 / 3 if recipe.pipeline.splits_backward else 1.0,
         sequence=batch.sequence_length,
-        attended=model.attention_share(batch.sequence_length),
+        attended=attended,
+        windowed=attended - without_windows if 0 < model.window < batch.sequence_length else 0.0,
         micro_batch=batch.micro_batch_size,
         micro_batches=max(1, batch.global_batch_size // (degrees.data_parallel * batch.micro_batch_size)),
         context_by=recipe.mesh.context_by,

@@ -1,5 +1,6 @@
 """Qwen3, Mistral, OLMo 2 and 3 and Gemma 3 on our decoder, against transformers' own: as test_parity.py has it."""
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -174,6 +175,24 @@ def test_what_our_decoder_lacks_stays_with_transformers_and_says_why(
 ) -> None:
     with pytest.raises(Unsupported, match=said):
         config_from_hf(settings_of(case) | keys)
+
+
+@pytest.mark.parametrize("case", ["OLMo 3, as transformers 4 wrote it", "Gemma 3, as transformers 4 wrote it"])
+def test_an_old_key_of_rope_scaling_is_refused_where_transformers_ignores_it(case: str) -> None:
+    def theirs(keys: dict[str, Any]) -> str:
+        config = transformers.AutoConfig.for_model(**deepcopy(settings_of(case) | keys))
+        return str(config.rope_parameters["full_attention"]["rope_type"])
+
+    old = {"type": "linear", "factor": 8.0}
+    ignored, read = {"rope_scaling": old}, {"full_attention": {**old, "rope_theta": 5e5}, "sliding_attention": PLAIN}
+    assert theirs(ignored) == "default"
+    with pytest.raises(Unsupported, match=r"^rope_scaling\.type = 'linear': .* ignores this key .*; write rope_type$"):
+        config_from_hf(settings_of(case) | ignored)
+    new = {"rope_scaling": {**old, "rope_type": "linear"}}
+    for keys in (new, {"rope_parameters": read, "rope_scaling": None}, {"rope_parameters": read, "rope_scaling": old}):
+        assert config_from_hf(settings_of(case) | keys).rope_scaling == theirs(keys) == "linear"
+    plain = {"rope_scaling": {"type": "default"}}
+    assert config_from_hf(settings_of(case) | plain).rope_scaling == "none" and theirs(plain) == "default"
 
 
 @pytest.mark.parametrize(("field", "value"), [("window", 8), ("qk_norm", "all"), ("norms", "both")])

@@ -254,6 +254,19 @@ def test_auto_is_what_torch_chooses_on_the_gpu(gpu: str, words: tuple[str, ...],
     assert attention[0] == attention[1]
 
 
+def test_layers_with_windows_run_on_flash_kernels_and_the_others_on_those_of_cudnn() -> None:
+    def attention(backend: str, *words: str) -> float:
+        return step("--attention.backend", backend, *words).seconds["attention"]
+
+    window, every = ("--model.window", "1024"), ("--model.full_attention_every", "4")
+    assert attention("auto", *window) == attention("flash", *window)
+    assert attention("auto", "--model.window", "8192") == attention("auto")  # sees all
+    in_windows = attention("flash", *window) * 3 / 4  # 27 of 36 layers
+    mixed = pytest.approx(in_windows + attention("auto") / 4)
+    assert attention("auto", *window, *every) == mixed
+    assert attention("flash", *window, *every) == pytest.approx(in_windows + attention("flash") / 4)
+
+
 def test_attention_in_float32_is_as_much_slower_as_products_are() -> None:
     half, whole = step(), step("--fsdp.param_dtype", "float32", "--attention.backend", "auto")
     assert whole.seconds["attention"] > 5 * half.seconds["attention"]

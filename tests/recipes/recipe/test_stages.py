@@ -31,6 +31,12 @@ optimizer.lr = 1e-3
 """
 
 
+def test_the_page_names_every_section_that_a_stage_may_change() -> None:
+    page = (DEBUG.parents[1] / "docs/stages.md").read_text()
+    said = page.partition("A stage may change every field of")[2].partition("Exceptions")[0]
+    assert [name for name in SECTIONS if f"`[{name}]`" not in said] == []
+
+
 def written(folder: Path, stages: str, head: str = "") -> Path:
     file = folder / "recipe.toml"
     file.write_text(f'base = "{DEBUG}"\n{head}\n{stages}')

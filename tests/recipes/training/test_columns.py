@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from models.decoder import Decoder
 from models.loss import IGNORED
 from models.roles import parameters_by_role
+from models.sizes import SIZES
 from parallel.dist import World, start, stop
 from parallel.mesh import build_mesh
 from parallel.passes import sum_over_group
@@ -116,6 +118,13 @@ def test_each_parameter_of_a_model_of_transformers_has_one_role(family: str) -> 
     names = {parameter: name for name, parameter in model.named_parameters()}
     assert all("mlp" in names[one] or "DenseReluDense" in names[one] for one in roles["mlp"])
     assert all("norm" in names[one] or "ln_" in names[one] for one in roles["norms"])
+
+
+def test_the_page_names_every_role_of_our_decoder() -> None:
+    with torch.device("meta"):
+        roles = parameters_by_role(Decoder(SIZES["moe_debug"]))
+    page = (Path(__file__).parents[3] / "docs/metrics.md").read_text().partition("logs the norm by role:")[2]
+    assert "routers" in roles and [role for role in roles if role not in page.partition("Their squares")[0]] == []
 
 
 def test_a_run_that_asks_writes_the_columns_and_validates_without_the_z_loss(small: Recipe, tmp_path: Path) -> None:
