@@ -2,12 +2,11 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
-from importlib.metadata import version
 
 from models.config import OF_EXPERTS, ModelConfig
 from parallel.errors import listed
 from recipes.recipe.fields import Violation, toml
-from recipes.recipe.rules_mesh import mesh_fits
+from recipes.recipe.rules_mesh import mesh_fits, older_than
 from recipes.recipe.schema import Recipe
 
 
@@ -53,9 +52,8 @@ def fields_of_experts_have_an_effect(model: ModelConfig, *, written: Collection[
 
 def fsdp_has_several_meshes(recipe: Recipe, axis: str) -> Iterator[Violation]:
     """FSDP shards experts over another mesh than the rest of a block, and then replaces no reduction."""
-    installed = version("torch")
-    if tuple(int(part) for part in installed.split(".")[:2]) < (2, 12):
-        yield axis, f"needs torch 2.12 or later in a model with experts, and this is {installed}; write 1"
+    if old := older_than(2, 12):
+        yield axis, f"in a model with experts {old}; write 1"
     rule = f"does not work in a model with experts and {axis} > 1"
     if recipe.fsdp.reduce_dtype != "float32":
         yield "fsdp.reduce_dtype", f'"{recipe.fsdp.reduce_dtype}" {rule}; write "float32"'

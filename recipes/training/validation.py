@@ -13,8 +13,8 @@ def validate(run: Run) -> dict[str, float]:
     """
     losses, built, step = _losses(run), run.built, run.process.clock.step
     every, count = run.recipe.checkpoint.every, run.recipe.validation.average
-    others = [other for other in range(every, step, every)[1 - count :] if other > run.stage.first]
-    if count and run.checkpoints and len(others) == count - 1:
+    others = [other for other in range(every, step, every)[1 - count :] if other > run.stage.first] if count else []
+    if run.checkpoints and len(others) == count - 1:
         from recipes.checkpoint.average import averaged
 
         run.checkpoints.finish()
