@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from models.config import ModelConfig
+from models.config import OF_EXPERTS, ModelConfig
 from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, FSDPConfig
 from parallel.errors import listed
 from recipes.checkpoint.config import CheckpointConfig
@@ -20,7 +20,6 @@ from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.metrics.hardware import MEMORY, hardware_of
 from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import data_is_there, validation_is_possible
-from recipes.recipe.rules_experts import experts_can_run, fields_of_experts_have_an_effect
 from recipes.recipe.rules_mesh import (
     batch_divides,
     float8_fits_tensor,
@@ -152,8 +151,7 @@ def violations(
         ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
         ("mesh compile.enabled run.device", tensor_can_overlap(mesh, compile=recipe.compile, device=run.device)),
         ("mesh pipeline model batch fsdp compile activation_checkpointing float8", pipeline_fits(recipe, **world)),
-        ("mesh model fsdp float8 experts", experts_can_run(recipe, **world)),
-        ("model", fields_of_experts_have_an_effect(model, written=written)),
+        ("mesh model fsdp float8 experts", experts_fit(recipe, written=written, **world)),
         ("mesh attention.backend model", gather_has_a_kernel(mesh, attention=recipe.attention, model=recipe.model)),
         ("batch.global_batch_size batch.micro_batch_size mesh", batch_divides(recipe.batch, mesh=mesh, **world)),
         ("attention data.document_mask run.device", attention_has_a_kernel(recipe)),
@@ -190,6 +188,16 @@ def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -
         from recipes.recipe.rules_pipeline import stages_can_run
 
         yield from stages_can_run(recipe, processes=processes, nodes=nodes)
+
+
+def experts_fit(recipe: Recipe, *, written: Collection[str], **world: int | None) -> Iterator[Violation]:
+    """What holds for routed experts, and for what was written of them."""
+    is_written = any(key.startswith(tuple(f"model.{one}" for one in OF_EXPERTS)) for key in written)
+    if recipe.model.experts or recipe.mesh.expert > 1 or is_written:
+        from recipes.recipe.rules_experts import experts_can_run, fields_of_experts_have_an_effect
+
+        yield from experts_can_run(recipe, processes=world["processes"], nodes=world["nodes"])
+        yield from fields_of_experts_have_an_effect(recipe.model, written=written)
 
 
 def ladder_is_comparable(recipe: Recipe) -> Iterator[Violation]:

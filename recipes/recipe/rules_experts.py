@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
+from importlib.metadata import version
 
 from models.config import OF_EXPERTS, ModelConfig
 from parallel.errors import listed
 from recipes.recipe.fields import Violation, toml
-from recipes.recipe.rules_mesh import mesh_fits, older_than
+from recipes.recipe.rules_mesh import mesh_fits
 from recipes.recipe.schema import Recipe
 
 
@@ -59,3 +60,11 @@ def fsdp_has_several_meshes(recipe: Recipe, axis: str) -> Iterator[Violation]:
         yield "fsdp.reduce_dtype", f'"{recipe.fsdp.reduce_dtype}" {rule}; write "float32"'
     if recipe.fsdp.symmetric_memory:
         yield "fsdp.symmetric_memory", f"{rule}; write false"
+
+
+def older_than(*release: int) -> str:
+    """What is said of a torch that is older than this release, such as (2, 12); "" if the installed one is not."""
+    installed = version("torch")
+    if tuple(map(int, installed.split(".")[:2])) >= release:
+        return ""
+    return f"needs torch {'.'.join(map(str, release))} or later, and this is {installed}"

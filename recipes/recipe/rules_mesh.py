@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 
 from models.config import LINEARS, LINEARS_IN, ModelConfig
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees, PipelineConfig
@@ -324,11 +323,3 @@ def micro_batches(batch: BatchConfig, degrees: MeshDegrees) -> str:
     each = batch.global_batch_size // shares // batch.micro_batch_size
     shared = f", each shared by {inner} processes" if inner > 1 else ""
     return f"{shares} x {each} micro-batches of {batch.micro_batch_size}{shared}"
-
-
-def older_than(*release: int) -> str:
-    """What is said of a torch that is older than this release, such as (2, 12); "" if the installed one is not."""
-    installed = version("torch")
-    if tuple(map(int, installed.split(".")[:2])) >= release:
-        return ""
-    return f"needs torch {'.'.join(map(str, release))} or later, and this is {installed}"

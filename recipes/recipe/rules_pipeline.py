@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from parallel.config import PipelineConfig
 from parallel.stages import Stages, stages_of
 from recipes.recipe.fields import Violation
-from recipes.recipe.rules_mesh import enough_micro_batches, older_than
+from recipes.recipe.rules_experts import older_than
+from recipes.recipe.rules_mesh import enough_micro_batches
 from recipes.recipe.schema import Recipe
 
 

@@ -9,7 +9,7 @@ import pytest
 from parallel.config import CompileConfig, Float8Config, FSDPConfig, MeshConfig
 from parallel.errors import UserError
 from recipes.optimization.config import ExpertsConfig
-from recipes.recipe import rules_mesh
+from recipes.recipe import rules_experts
 from recipes.recipe.load import CONFIGS, load, to_toml
 from recipes.recipe.schema import Recipe
 from tests.recipes.recipe.test_rules_pipeline import broken_by
@@ -105,7 +105,7 @@ def test_a_bias_that_nothing_moves_is_accepted_for_weights_that_have_one() -> No
 
 
 def test_experts_on_one_process_reduce_in_bfloat16_and_need_no_new_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules_mesh, "version", lambda name: "2.11.0+cu130")
+    monkeypatch.setattr(rules_experts, "version", lambda name: "2.11.0+cu130")
     assert not broken_by(routed(fsdp=FSDPConfig(reduce_dtype="bfloat16")), processes=2)
     problem = broken_by(routed(mesh=MeshConfig(expert=2)), processes=2)["mesh.expert"]
     assert problem == "in a model with experts needs torch 2.12 or later, and this is 2.11.0+cu130; write 1"

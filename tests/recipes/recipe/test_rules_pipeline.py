@@ -206,7 +206,7 @@ def test_a_stage_of_a_run_may_have_a_pipeline_of_its_own() -> None:
 
 @pytest.mark.parametrize("schedule", ZERO_BUBBLE)
 def test_zero_bubble_on_an_older_torch_is_refused(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.recipe.rules_mesh.version", lambda _: "2.11.0+cpu")
+    monkeypatch.setattr("recipes.recipe.rules_experts.version", lambda _: "2.11.0+cpu")
     recipe = replace(Recipe(), pipeline=replace(PipelineConfig(), schedule=schedule), fsdp=ZERO2)
     said = f'"{schedule}" needs torch 2.12 or later, and this is 2.11.0+cpu; write "interleaved"'
     assert ("pipeline.schedule", said) in [*backward_can_split(recipe)]
