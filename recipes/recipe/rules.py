@@ -102,8 +102,7 @@ def violations_elsewhere(recipe: Recipe, *, broken: Collection[str] = (), **opti
 
     broken, options: as in violations().
     """
-    upcycle = recipe.model.upcycle and not recipe.model.weights
-    model = replace(recipe.model, weights="", config="", upcycle=upcycle)
+    model = replace(recipe.model, weights="", config="", upcycle=recipe.model.upcycle and not recipe.model.weights)
     return violations(replace(recipe, model=model), None, broken={*broken, "data.source", "metrics"}, **options)
 
 
