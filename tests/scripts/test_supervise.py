@@ -39,8 +39,9 @@ def test_a_run_restarts_after_a_crash_but_not_after_a_signal(tmp_path: Path, cor
     out, err = process.communicate()
     assert process.returncode == PREEMPTED, err
     assert "SIGTERM: interrupted after step " in out
-    assert len(err.splitlines()) == 3, err
-    killed, crashed, stopped = untimed(err).splitlines()
+    told = [line for line in err.splitlines() if not line.startswith("[rank")]  # rank 0 may have met the loss itself
+    assert len(told) == 3, err
+    killed, crashed, stopped = untimed("\n".join(told)).splitlines()
     assert killed == "launch: rank 1 was killed by SIGKILL (often: out of memory)"
     assert crashed.startswith("supervise: attempt 1 crashed, exit code 137; newest checkpoint: step ")
     assert stopped.startswith("launch: SIGTERM: ")
