@@ -179,7 +179,7 @@ class PipelineConfig:
     """How micro-batches pass through the stages of a pipeline; without mesh.pipeline, nothing reads it."""
 
     schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "interleaved_zero_bubble"] = "1f1b"
-    """Order of forward and backward passes; the last two compute gradients of weights when there is nothing else."""
+    """Order of passes; the last two, from torch 2.12 on, compute gradients of weights when there is nothing else."""
     stages_per_rank: Annotated[int, Ge(0)] = 0
     """Runs of neighbouring blocks that each process has; 0 = 1 for "1f1b" and "gpipe", 2 for the others."""
     split: tuple[int, ...] = ()

@@ -195,7 +195,7 @@ def experts_fit(recipe: Recipe, *, written: Collection[str], **world: int | None
     if recipe.model.experts or recipe.mesh.expert > 1 or is_written:
         from recipes.recipe.rules_experts import experts_can_run, fields_of_experts_have_an_effect
 
-        yield from experts_can_run(recipe, processes=world["processes"], nodes=world["nodes"])
+        yield from experts_can_run(recipe, **world)
         yield from fields_of_experts_have_an_effect(recipe.model, written=written)
 
 

@@ -6,8 +6,9 @@ docs/parallelism.md shows the same. Imports no torch.
 """
 
 import math
-from importlib.metadata import version
 from typing import Any, NamedTuple
+
+from recipes.recipe.rules_experts import older_than
 
 ROWS, LENGTH, VOCABULARY = 4, 48, 96
 PIPELINE_ROWS, PIPELINE_BLOCKS = 8, 4
@@ -287,12 +288,9 @@ def limits_of(case: str) -> Limits:
 
 def refusal_of(case: str) -> str:
     """Why the torch that is installed cannot run a case on a CPU; "" if it can."""
-    if tuple(map(int, version("torch").split(".")[:2])) >= (2, 12):
-        return ""
-    _, _, _, _, tensor, expert = (*degrees_of(case), 1, 1)[:6] if len(degrees_of(case)) == 6 else [1] * 6
-    zero = sorted(options_of(case) & {"zbv", "interleaved_zero_bubble"})
-    what = zero[0] if zero else "experts on an axis" if tensor * expert > 1 else ""
-    return f"{what} needs torch 2.12" if what else ""
+    zero_bubble = options_of(case) & {"zbv", "interleaved_zero_bubble"}
+    divides_experts = len(degrees_of(case)) == 6 and math.prod(degrees_of(case)[-2:]) > 1
+    return older_than(2, 12) if zero_bubble or divides_experts else ""
 
 
 def sections_of(case: str) -> dict[str, dict[str, Any]]:

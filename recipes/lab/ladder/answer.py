@@ -13,7 +13,6 @@ from recipes.lab.ladder.rungs import scaled
 from recipes.metrics.ladder import Fit, Ladder, Prediction
 
 CAUTION = "caution         the law has no floor, or an exponent at its bound: these runs do not determine it"
-
 LAST_ONLY = "while training  validation.ladder compares the last loss only: before the end, these losses have no law"
 
 

@@ -14,7 +14,7 @@ from recipes.metrics.ladder import Fit, Law, Prediction, losses
 Array = NDArray[numpy.float64]
 HUBER = 1e-3  # beyond it a residual counts by its size, not its square (Hoffmann et al. 2022, approach 3)
 DISTINCT = 10  # draws of the bootstrap: fewer say nothing of the uncertainty
-SAME = 1.05  # lengths within this factor are compared as equal ones
+SAME = 0.05  # lengths that differ by a smaller share are compared as equal ones
 EXPONENTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.8, 1.2)  # a and b of the starts
 
 
@@ -54,7 +54,7 @@ def fit_law(points: Sequence[Point], *, samples: int = 200) -> Fit:
     residuals = [float(numpy.log(one.loss / losses([law], one.parameters, one.tokens)[0])) for one in points]
     small, large = ([one for one in points if one.parameters == edge] for edge in (sizes.min(), sizes.max()))
     pairs = [(low, high) for low in small for high in large if low.tokens <= high.tokens]
-    alike = [(low, high) for low, high in pairs if high.tokens < SAME * low.tokens]
+    alike = [(low, high) for low, high in pairs if high.tokens < (1 + SAME) * low.tokens]
     rises = [high.loss / low.loss - 1 for low, high in alike or pairs]  # more tokens would hide what size does
     noise = min(one.loss for one in points) * max(1e-4, float(numpy.median(numpy.abs(residuals))))
     remedy = "look at the learning rates and the lengths, or name other rungs"

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
 from recipes.files.lock import FolderLock
-from recipes.lab.ladder.fit import best_rates, fit_law, miss_of_top
+from recipes.lab.ladder.fit import SAME, best_rates, fit_law, miss_of_top
 from recipes.lab.ladder.points import Point
 from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, sizes
 from recipes.lab.ladder.runs import Failed, point_of, runs_of, train, write_recipes
@@ -25,8 +25,6 @@ from recipes.recipe.schema import Recipe
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of a run's steps, after which the losses of all runs get a law of their own."""
 FILE = "ladder.json"
-SAME = 0.05
-"""Lengths of two runs that differ by less than this share are compared when learning rates are."""
 FEWEST = 3
 """Sizes that determine a law."""
 GROUPS = 5
@@ -49,7 +47,7 @@ def climb(
     flops, large = sum(_own_flops(run) for run in runs), _flops(recipe)
     log(
         f"{recipe.run.name}: {len({one.rung.name for one in found})} rungs, {len(runs)} runs in {len(groups)} groups,"
-        f" NPROC={processes}, {flops:.2e} FLOPs in all, {100 * flops / large:,.1f}% of the recipe's; in {folder}"
+        f" NPROC={processes}, {flops:.2e} FLOPs in all, {flops / large:,.2%} of the recipe's; in {folder}"
     )
     if task is not None:
         if not task.isdecimal() or int(task) >= len(groups):
@@ -130,7 +128,7 @@ def _answer(
         for budget, point in reached
         if budget.seed == recipe.run.seed and abs(budget.tokens / swept.get(budget.rung, 1) - 1) < SAME
     ]
-    missed, unchecked = [], "without its largest rung, the ladder has too few for a law; add one"
+    missed, unchecked = [], "without its largest rung, the ladder has too few rungs for a law; add one"
     if len({point.parameters for point in points}) > FEWEST:
         try:
             missed = miss_of_top(points)

@@ -100,8 +100,8 @@ def train(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: Calla
             if len(texts) > 1:
                 raise UserError(
                     f"{' and '.join(texts.values())} read different texts under the same name, so their losses do not"
-                    f" belong together: put the text of before back and remove what read another one from {folder},"
-                    " or write another --output"
+                    f" belong together; remove those that read the wrong one from {folder / 'runs'} and put the right"
+                    " one back, or write another --output"
                 )
             when = f"after {seconds:,.0f} s" if seconds else "done before"
             log(f"{place}: loss {losses_of(recipe)[recipe.run.steps]:.4f}, {when}")

@@ -154,10 +154,11 @@ def _loss(found: dict[str, Any]) -> list[str]:
     """The loss that a ladder predicts, and the size with the lowest one."""
     best, interval = found["lowest_at_equal_flops"], f"{found['low']:.3f} to {found['high']:.3f}"
     size = f"{in_units(best['parameters'])} parameters (without embeddings) and {in_units(best['tokens'])} tokens"
+    size += ", at the edge of the sizes tried" if best["at_edge"] else ""
     lines = (
         f"loss    {found['loss']:.3f} ({interval}), {number(found['beyond_largest_rung'])}x the largest rung,"
         f" {number(found['beyond_longest_run'])}x the longest run of the ladder {found['ladder']}",
-        f"        at the same cost, {best['loss']:.3f} with {size}{', the last one tried' * best['at_edge']}",
+        f"        at the same cost, {best['loss']:.3f} with {size}",
     )
     return [part for line in lines for part in wrap(line, COLUMNS, subsequent_indent=" " * 8)]
 

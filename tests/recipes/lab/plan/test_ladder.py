@@ -56,6 +56,15 @@ def test_a_plan_with_a_ladder_has_the_loss_below_its_cost(file: str, capsys: pyt
     assert "loss  " not in printed(capsys)
 
 
+def test_a_lowest_loss_at_the_edge_of_the_sizes_tried_is_marked(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = predicted(capsys, "--tokens", "1M", "--ladder", file)
+    assert few["lowest_at_equal_flops"]["at_edge"] and few["beyond_longest_run"] == pytest.approx(0.1, rel=0.1)
+    assert "at the edge of the sizes tried" in " ".join(printed(capsys, "--tokens", "1M", "--ladder", file).split())
+    optimal = ("--tokens", "12B", "--ladder", file)  # for LAW, of a model of this size
+    assert not predicted(capsys, *optimal)["lowest_at_equal_flops"]["at_edge"]
+    assert "edge" not in printed(capsys, *optimal)
+
+
 def test_the_loss_is_that_of_the_tokens_given(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     few, many = (predicted(capsys, "--tokens", tokens, "--ladder", file) for tokens in ("1B", "1T"))
     assert few["low"] < few["loss"] < few["high"]
