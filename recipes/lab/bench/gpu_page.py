@@ -1,12 +1,13 @@
-"""The record of the gpu suite as Markdown; last, every prediction beside what was measured. Imports no torch."""
+"""The record of the gpu suite as Markdown, with every prediction beside what was measured. Imports no torch."""
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from models.sizes import SIZES
 from parallel.errors import UserError
+from recipes.files.markdown import markdown_table
 from recipes.lab.bench.gpu_plan import GROUPS, TESTS, WORKS, Record, gpu_of_device, predicted_step
 from recipes.lab.sweep.grid import Sweep
 from recipes.lab.sweep.results import table
@@ -17,7 +18,7 @@ from recipes.plan.memory import predict as predict_memory
 from recipes.plan.rates import RATES
 from recipes.plan.time import attention_seconds, moving_seconds, product_seconds, update_bytes
 
-Rows = list[dict[str, Any]]
+Found = dict[str, Any]
 DOCUMENTS = "flash"
 """The kernel that attention within documents uses."""
 IN_BLOCK = {"q_proj, o_proj": 2, "k_proj, v_proj": 2, "gate_proj, up_proj": 2, "down_proj": 1}
@@ -26,24 +27,15 @@ IN_BLOCK = {"q_proj, o_proj": 2, "k_proj, v_proj": 2, "gate_proj, up_proj": 2, "
 
 def page(record: Record, sweep: Sweep) -> str:
     """The whole page."""
-    facts, rows = record["environment"], record["rows"]
+    device, rows = record["environment"]["device"], record["rows"]
     measured = [found for name in GROUPS for found in rows.get(name, {}).get("measurements", [])]
-    by_operation: dict[str, Rows] = {}
-    for found in measured:
-        by_operation.setdefault(found["operation"], []).append(found)
-    kernels = {name: by_operation.get(name, []) for name in ("product", "attention", "documents", "loss")}
-    moving = [row for name in ("copy", "cast", "optimizer") for row in by_operation.get(name, [])]
     sections = {
-        "Does it run": _works(record, sweep),
-        "Matrix products": ["TFLOP/s, without the casts to float8.", "", *_matmul_table(kernels["product"])],
-        "Attention": _attention(kernels["attention"] + kernels["documents"]),
-        "Loss, copies, casts and the optimizer": _moving(kernels["loss"] + moving),
         "Training runs": _runs(record, sweep),
-        "Not measured": _missing(record, sweep),
-        "Predicted and measured memory": _memory(record, sweep),
-        "Predicted and measured": _comparison(record, sweep, kernels, moving),
+        "Predicted and measured steps": _steps(record, sweep),
+        "Kernels": _kernels(measured, device),
+        "Not measured": _missing(record, sweep, measured),
     }
-    lines = [f"# One {facts['device']}", "", *_conditions(record)]
+    lines = [f"# One {device}", "", *_conditions(record)]
     for title, text in sections.items():
         lines += ["", f"## {title}", "", *text]
     return "\n".join([*lines, ""])
@@ -53,79 +45,80 @@ def _conditions(record: Record) -> Iterator[str]:
     facts, peak = record["environment"], bf16_peak(record["environment"]["device"])
     changes = " with uncommitted changes" if facts["git_uncommitted_changes"] else ""
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
-    seconds = sum(row["seconds"] for row in record["rows"].values())
+    seconds = sum(row.get("seconds", 0) for row in record["rows"].values())
     yield (
         f"Python {facts['python']}, CUDA {facts['cuda']}, {packages}; commit {facts['git_commit']}{changes}. Peak for"
         f" dense bf16: {'unknown' if peak is None else f'{peak / 1e12:g} TFLOP/s'}. Took {seconds:.0f} s."
-        " docs/benchmarks/README.md explains how to read this."
+        " [README.md](README.md#one-gpu) explains how to read this. Predictions are those of [plan.md](../plan.md) at"
+        " that commit."
     )
     other = [name for name, row in record["rows"].items() if row["state"] != record["state"]]
     if other:
         yield f"Measured with other code or versions: {', '.join(other)}."
 
 
-def _works(record: Record, sweep: Sweep) -> Iterator[str]:
-    yield from _head("run", "outcome", "loss, first to last step")
-    tests = record["rows"].get(TESTS, {"outcome": "not run yet", "reason": ""})
-    yield f"| tests/gpu | {tests['outcome']} | {tests['reason']} |"
-    for row in sweep.rows:
-        if row.label.startswith(WORKS):
-            found = _result(record, row.label, row.fingerprint) or {"outcome": "not run yet"}
+def _runs(record: Record, sweep: Sweep) -> Iterator[str]:
+    """The sweep's own table; of the rows that only show that a run works, how they ended; and what must be known."""
+    results = _results(record, sweep)
+    whole = {name for name, found in results.items() if "final_loss" in found and not name.startswith(WORKS)}
+    rows = tuple(row for row in sweep.rows if row.label in whole)
+    if rows:
+        known = {row.label: results[row.label] for row in rows}
+        yield from table(replace(sweep, rows=rows), known).splitlines()[4:-2]  # without its title and how to read it
+        yield ""
+    if tests := record["rows"].get(TESTS):
+        yield f"- tests/gpu: {tests['outcome']}: {tests['reason']}"
+    for name, found in results.items():
+        if name.startswith(WORKS):
             curve = found.get("curve")
-            losses = f"{curve[0][2]:.3f} to {curve[-1][2]:.3f}" if curve else found.get("reason", "")
-            yield f"| {row.label} | {found['outcome']} | {losses} |"
+            yield f"- {name}: {found['outcome']}" + (f", loss {curve[0][2]:.3f} to {curve[-1][2]:.3f}" if curve else "")
+    yield from (f"- {name}: {found['note']}" for name, found in record["rows"].items() if "note" in found)
 
 
-def _head(*columns: str, numbers: slice = slice(0)) -> list[str]:
-    """The head of a table; the columns of numbers are aligned to the right."""
-    lines = ["---"] * len(columns)
-    lines[numbers] = ["---:"] * len(lines[numbers])
-    return [f"| {' | '.join(columns)} |", f"|{'|'.join(lines)}|"]
+def _results(record: Record, sweep: Sweep) -> dict[str, Found]:
+    """Label -> what was measured, in the order of the rows. A measurement of another recipe does not count."""
+    known = {row.label: (record["rows"].get(row.label, {}), row.fingerprint) for row in sweep.rows}
+    return {label: found for label, (found, now) in known.items() if found.get("fingerprint") == now}
 
 
-def _number(row: dict[str, Any], key: str, scale: float = 1) -> str:
-    return f"{scale * row[key]:.3g}" if key in row else "not measured"
+def _steps(record: Record, sweep: Sweep) -> Iterator[str]:
+    """Steps, and the peaks of what torch's allocator gave out."""
+    lines, results = [], _results(record, sweep)
+    for row in sweep.rows:
+        found, step = results.get(row.label), predicted_step(row, record["environment"]["device"])
+        if step and found and found["outcome"] == "done" and not row.label.startswith(WORKS):
+            peak = predict_memory(row.recipe, row.recipe.mesh.fit(row.processes, nodes=1), context=False).peak / 1e9
+            took, reached = found["step_seconds"], found["peak_memory_gib"] * 2**30 / 1e9
+            cells = f"{1e3 * step:.0f}", f"{1e3 * took:.0f}", f"{took / step:.2f}"
+            lines.append((row.label, *cells, f"{peak:.1f}", f"{reached:.1f}", f"{reached / peak:.3f}"))
+    names = ("run", "step, ms: predicted", "measured", "ratio", "peak, GB: predicted", "measured", "ratio")
+    yield from markdown_table(names, lines) if lines else ["None."]
 
 
-def _error(row: dict[str, Any]) -> str:
-    """Why an operation failed, so short that the table stays one; the record has all of it."""
-    return textwrap.shorten(row.get("error", ""), LONGEST_REASON, placeholder="...").replace("|", "\\|")
+def _missing(record: Record, sweep: Sweep, measured: list[Found]) -> Iterator[str]:
+    """Every row and operation without a measurement, and why."""
+    results = _results(record, sweep)
+    known = {name: record["rows"].get(name) for name in (TESTS, *GROUPS)}
+    known |= {row.label: results.get(row.label) for row in sweep.rows}
+    failed = {name: row for name, row in known.items() if row and row["outcome"] != "done"}
+    lines = [f"- {name}: {row['outcome']}: {row['reason']}" for name, row in failed.items()]
+    lines += dict.fromkeys(f"- {_name_of(row)}: {_error(row)}" for row in measured if "error" in row)
+    if left := [name for name, row in known.items() if not row]:
+        lines.append(f"- not run yet: {', '.join(left)}")
+    yield from lines or ["Everything was measured."]
 
 
-def _matmul_table(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """A table with a line per product and a column per kind."""
-    by_product: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        place = (row["model"], row["linear"], row["product"], " x ".join(map(str, row["shape"])))
-        by_product.setdefault(place, {})[row["kind"]] = row
-    kinds = list(dict.fromkeys(kind for cells in by_product.values() for kind in cells))
-    lines = _head("model", "linear", "product", "shape", *kinds, numbers=slice(4, None))
-    lines += [
-        f"| {' | '.join([*place, *(_number(cells.get(kind, {}), 'tflops') for kind in kinds)])} |"
-        for place, cells in by_product.items()
-    ]
-    errors = [(kind, _error(row)) for cells in by_product.values() for kind, row in cells.items() if "error" in row]
-    return lines + [f"\n{kind}: {error}" for kind, error in dict.fromkeys(errors)]
+def _error(row: Found) -> str:
+    """Why an operation failed, so short that the list stays one; the record has all of it."""
+    return textwrap.shorten(row["error"], LONGEST_REASON, placeholder="...")
 
 
-def _attention(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    yield from _head("model", "backend", "passes", "ms", "TFLOP/s", "kernels", numbers=slice(3, 5))
-    for row in rows:
-        backend = row.get("backend") or f"within {row['documents']} documents"
-        names = ", ".join(f"`{name}`" for name in row.get("kernels", []))
-        cells = [row["model"], backend, row.get("passes", "both"), _number(row, "seconds", 1e3), _number(row, "tflops")]
-        yield f"| {' | '.join(cells)} | {names or _error(row)} |"
-
-
-def _moving(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    yield from _head("operation", "ms", "TB/s", "error", numbers=slice(1, 3))
-    for row in rows:
-        rate = _number(row, "bytes_per_second", 1e-12) if "bytes_per_second" in row else ""
-        yield f"| {_name_of(row)} | {_number(row, 'seconds', 1e3)} | {rate} | {_error(row)} |"
-
-
-def _name_of(row: dict[str, Any]) -> str:
+def _name_of(row: Found) -> str:
+    where = [row[name] for name in ("backend", "passes") if name in row] or [f"{row.get('documents')} documents"]
     return {
+        "product": lambda: f"products of a block, {row['model']}, {row['kind']}",
+        "attention": lambda: f"attention of a layer, {row['model']}, {', '.join(where)}",
+        "documents": lambda: f"attention of a layer, {row['model']}, {', '.join(where)}",
         "loss": lambda: f"loss, {row['model']}, {row['kind']}",
         "copy": lambda: f"copy of {row['gib']:g} GiB",
         "cast": lambda: f"{row['name']}, {row['model']}",
@@ -133,117 +126,75 @@ def _name_of(row: dict[str, Any]) -> str:
     }[row["operation"]]()
 
 
-def _runs(record: Record, sweep: Sweep) -> list[str]:
-    """The sweep's own table, without the rows that only show that a run works."""
-    rows = tuple(row for row in sweep.rows if not row.label.startswith(WORKS))
-    known = {row.label: found for row in rows if (found := _result(record, row.label, row.fingerprint))}
-    return table(replace(sweep, rows=rows), known).splitlines()[2:]
-
-
-def _result(record: Record, name: str, fingerprint: str) -> dict[str, Any] | None:
-    found = record["rows"].get(name)
-    return found if found and found["fingerprint"] == fingerprint else None
-
-
-def _missing(record: Record, sweep: Sweep) -> Iterator[str]:
-    """Every row without a measurement, and why. A measurement of another recipe does not count."""
-    runs = {row.label: _result(record, row.label, row.fingerprint) for row in sweep.rows}
-    known = {name: record["rows"].get(name) for name in (TESTS, *GROUPS)} | runs
-    missing = [f"- {name}: not run yet" for name, found in known.items() if not found]
-    failed = {name: found for name, found in known.items() if found and found["outcome"] != "done"}
-    missing += [f"- {name}: {found['outcome']}: {found['reason']}" for name, found in failed.items()]
-    yield from missing or ["Everything was measured, except the single operations whose error is above."]
-
-
-def _memory(record: Record, sweep: Sweep) -> Iterator[str]:
-    """Peaks of what torch's allocator gave out, as recipes/plan/memory.py predicts them."""
-    if record["environment"]["device"] == "cpu":
-        yield "No predictions: on a CPU only the memory of whole processes is known."
-        return
-    yield from _head("run", "predicted, GB", "measured, GB", "measured / predicted", numbers=slice(1, None))
-    for row in sweep.rows:
-        result = _result(record, row.label, row.fingerprint)
-        if result and result["outcome"] == "done":
-            predicted = predict_memory(row.recipe, row.recipe.mesh.fit(row.processes, nodes=1), context=False).peak
-            measured = result["peak_memory_gib"] * 2**30
-            yield f"| {row.label} | {predicted / 1e9:.1f} | {measured / 1e9:.1f} | {measured / predicted:.2f} |"
-
-
-def _comparison(record: Record, sweep: Sweep, kernels: dict[str, Rows], moving: Rows) -> Iterator[str]:
-    """Milliseconds; above 1 is slower than predicted."""
+def _kernels(measured: list[Found], device: str) -> Iterator[str]:
+    """Above 1 is slower than predicted."""
     try:
-        gpu = gpu_of_device(record["environment"]["device"])
+        gpu = gpu_of_device(device)
     except UserError as error:
         yield f"No predictions: {error}."
         return
-    found = [*_products(kernels["product"], gpu), *_passes(kernels, gpu), *_bytes(kernels["loss"], moving, gpu)]
-    for row in sweep.rows:
-        result = None if row.label.startswith(WORKS) else _result(record, row.label, row.fingerprint)
-        predicted = predicted_step(row, record["environment"]["device"])
-        if result and result["outcome"] == "done" and predicted is not None:
-            tokens = row.recipe.batch.global_batch_size * row.recipe.batch.sequence_length / row.processes
-            name = f"step of {row.label}: {tokens / predicted:,.0f} tokens/s per GPU predicted"
-            found.append((name, predicted, result["step_seconds"]))
-    if not found:
-        yield "Nothing is measured yet."
-        return
-    yield "By the model of [plan.md](../plan.md). The ratio is of times: above 1 is slower than predicted."
-    yield ""
-    yield from _head("what", "predicted, ms", "measured, ms", "measured / predicted", numbers=slice(1, None))
-    for name, predicted, measured in found:
-        yield f"| {name} | {1e3 * predicted:.3g} | {1e3 * measured:.3g} | {measured / predicted:.2f} |"
+    done = [row for row in measured if "seconds" in row]
+    lines = []
+    for name, predicted, row in [*_products(done, gpu), *_others(done, gpu)]:
+        rates = (
+            f"{row['tflops']:,.0f}" if "tflops" in row else "",
+            f"{row['bytes_per_second'] / 1e12:.2f}" if "bytes_per_second" in row else "",
+        )
+        lines.append(
+            (name, f"{1e3 * predicted:.3g}", f"{1e3 * row['seconds']:.3g}", f"{row['seconds'] / predicted:.2f}", *rates)
+        )
+    yield from markdown_table(("what", "predicted, ms", "measured", "ratio", "TFLOP/s", "TB/s"), lines)
 
 
-Compared = Iterator[tuple[str, float, float]]
-"""(what, predicted seconds, measured seconds)."""
+Compared = Iterator[tuple[str, float, Found]]
+"""(what, predicted seconds, the measurement)."""
 
 
-def _products(rows: Rows, gpu: Gpu) -> Compared:
+def _products(rows: list[Found], gpu: Gpu) -> Compared:
     """All products of one block together, and those of the output projection."""
-    for model in dict.fromkeys(row["model"] for row in rows):
-        for kind in dict.fromkeys(row["kind"] for row in rows):
-            block = [row for row in rows if (row["model"], row["kind"]) == (model, kind) and row["linear"] in IN_BLOCK]
-            if len(block) == 3 * len(IN_BLOCK) and all("seconds" in row for row in block):
-                predicted = sum(IN_BLOCK[row["linear"]] * _product(row, gpu) for row in block)
-                seconds = sum(IN_BLOCK[row["linear"]] * row["seconds"] for row in block)
-                yield f"products of a block, {model}, {kind}", predicted, seconds
-        head = [row for row in rows if (row["model"], row["linear"], row["kind"]) == (model, "lm_head", "bf16")]
-        if len(head) == 3 and all("seconds" in row for row in head):
-            predicted, seconds = sum(_product(row, gpu) for row in head), sum(row["seconds"] for row in head)
-            yield f"products of the output projection, {model}", predicted, seconds
+    rows = [row for row in rows if row["operation"] == "product"]
+    for model, kind in dict.fromkeys((row["model"], row["kind"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["kind"]) == (model, kind)]
+        block = [row for row in own for _ in range(IN_BLOCK.get(row["linear"], 0))]
+        head = [row for row in own if row["linear"] == "lm_head"] if kind == "bf16" else []
+        if len(block) == 3 * sum(IN_BLOCK.values()):
+            yield _name_of(block[0]), *_together(block, gpu)
+        if len(head) == 3:
+            yield f"products of the output projection, {model}", *_together(head, gpu)
 
 
-def _product(row: dict[str, Any], gpu: Gpu) -> float:
-    """The predicted seconds of what was measured; its kind is as in "float8 rowwise"."""
-    rows, inner, columns = row["shape"]
-    _, _, float8 = row["kind"].partition(" ")
-    return product_seconds(rows, columns, inner, gpu=gpu, rates=RATES, float8=float8 or "none")
+def _together(rows: list[Found], gpu: Gpu) -> tuple[float, Found]:
+    """Predicted seconds of these products, and what was measured; a kind is as in "float8 rowwise"."""
+    predicted = 0.0
+    for row in rows:
+        m, inner, n = row["shape"]
+        float8 = row["kind"].partition(" ")[2] or "none"
+        predicted += product_seconds(m, n, inner, gpu=gpu, rates=RATES, float8=float8)
+    seconds = sum(row["seconds"] for row in rows)
+    return predicted, {"seconds": seconds, "tflops": sum(row["tflops"] * row["seconds"] for row in rows) / seconds}
 
 
-def _passes(kernels: dict[str, Rows], gpu: Gpu) -> Compared:
-    """Attention; "both" was counted as three times the forward pass."""
-    for row in (*kernels["attention"], *kernels["documents"]):
-        if "seconds" in row:
-            backend, both = row.get("backend", DOCUMENTS), row.get("passes", "both") == "both"
-            flops = row["tflops"] * row["seconds"] * 1e12 / (3 if both else 1)
-            forward, backward = attention_seconds(
-                *(flops, backend),
-                gpu=gpu,
-                rates=RATES,
-                head_width=SIZES[row["model"]].head_width,
-                sequence=row["tokens"] / row.get("documents", 1),
-            )
-            predicted = forward + backward if both else forward
-            where = f"{backend}, {row['passes']}" if "passes" in row else f"{row['documents']} documents"
-            yield f"attention of a layer, {row['model']}, {where}", predicted, row["seconds"]
+def _others(rows: list[Found], gpu: Gpu) -> Compared:
+    for row in rows:
+        if row["operation"] in ("attention", "documents"):
+            yield _name_of(row), _attention(row, gpu), row
+        elif row["operation"] != "product":
+            if row["operation"] == "loss":
+                amount = row["logits"] * (RATES.loss_chunked if row["kind"] == "eager" else RATES.loss_compiled)
+            else:
+                amount = row["bytes"] if "bytes" in row else row["parameters"] * update_bytes(row["moments"])
+            yield _name_of(row), moving_seconds(amount, gpu=gpu, rates=RATES), row
 
 
-def _bytes(losses: Rows, moving: Rows, gpu: Gpu) -> Compared:
-    for row in losses:
-        if "seconds" in row:
-            per_logit = RATES.loss_chunked if row["kind"] == "eager" else RATES.loss_compiled
-            yield _name_of(row), moving_seconds(per_logit * row["logits"], gpu=gpu, rates=RATES), row["seconds"]
-    for row in moving:
-        if "seconds" in row:
-            amount = row["bytes"] if "bytes" in row else row["parameters"] * update_bytes(row["moments"])
-            yield _name_of(row), moving_seconds(amount, gpu=gpu, rates=RATES), row["seconds"]
+def _attention(row: Found, gpu: Gpu) -> float:
+    """Predicted seconds; "both" was counted as three times the forward pass."""
+    both = row.get("passes", "both") == "both"
+    forward, backward = attention_seconds(
+        row["tflops"] * row["seconds"] * 1e12 / (3 if both else 1),
+        row.get("backend", DOCUMENTS),
+        gpu=gpu,
+        rates=RATES,
+        head_width=SIZES[row["model"]].head_width,
+        sequence=row["tokens"] / row.get("documents", 1),
+    )
+    return forward + backward if both else forward
