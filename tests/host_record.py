@@ -18,7 +18,8 @@ CPU = Gpu(
 TRUE = replace(
     RATES,
     **{"overlaps": 0.0, "gap": 0.0, "launch": 0.0, "wave": 0.0, "ramp": 0.0, "narrow_heads": 1.0, "beside": 0.0},
-    **{"moved": 1.0, "depth": 40.0, "flash": 0.1, "score": 1e-9, "attention_backward": 1.1, "link": 1.0, "hop": 0.0},
+    **dict.fromkeys(("moved", "added", "updated", "cast", "cast_eager"), 1.0),
+    **{"depth": 40.0, "flash": 0.1, "score": 1e-9, "attention_backward": 1.1, "link": 1.0, "hop": 0.0},
     **{"collective": 1e-4, "loss": 60.0, "loss_compiled": 10.0, "eager": 1.5, "fused": 0.4},
     host=Host(1e-3, 3e-3, 2e-3, 8e-4, 3e-4, 1e-3, 2e-3, 4e-3),
 )

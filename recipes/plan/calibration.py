@@ -20,7 +20,7 @@ from recipes.files.reading import is_folder, read_text
 from recipes.plan import host
 from recipes.plan.hardware import Gpu, gpu_of
 from recipes.plan.messages import Group
-from recipes.plan.rates import RATES, SHARES, Rates
+from recipes.plan.rates import KERNELS, RATES, SHARES, Rates
 from recipes.plan.time import attention_seconds, product_seconds, step_time
 from recipes.recipe.load import load
 
@@ -164,10 +164,15 @@ def _by_kernels(record: Json, path: Path, gpu: Gpu | None) -> tuple[Gpu, Rates]:
 
 
 def _moved(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
-    """The share of the bandwidth that copies, compiled casts and the optimizer reach."""
-    rows = [*found.get("copy", []), *found.get("cast", []), *found.get("optimizer", [])]
-    reached = [row["bytes_per_second"] for row in rows if "bytes_per_second" in row and "eager" not in str(row)]
-    return replace(rates, moved=median(reached) / gpu.bandwidth) if reached else rates
+    """The share of the bandwidth that copies reach, and the rates of casts and of the optimizer relative to them."""
+    fields = {"copy": "moved", "optimizer": "updated"} | KERNELS
+    reached: dict[str, list[float]] = {}
+    for row in (row for name in ("copy", "cast", "optimizer") for row in found.get(name, [])):
+        if "bytes_per_second" in row:
+            reached.setdefault(fields[row.get("name", row["operation"])], []).append(row["bytes_per_second"])
+    copies = median(reached.pop("moved", [rates.moved * gpu.bandwidth]))
+    slower = {field: median(values) / copies for field, values in reached.items()}
+    return replace(rates, moved=copies / gpu.bandwidth, **slower)
 
 
 def _products(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:

@@ -37,9 +37,9 @@ def calibrated(record: dict[str, Any], path: Path, gpu: Gpu | None, *, processes
             f" share the cores; run bench.py --suite calibrate --processes {processes}"
         )
     found, about = known[str(processes)], record["environment"]
-    rates = replace(
-        RATES, overlaps=0.0, gap=0.0, launch=0.0, wave=0.0, ramp=0.0, narrow_heads=1.0, beside=0.0, moved=1.0
-    )
+    none = dict.fromkeys(("overlaps", "gap", "launch", "wave", "ramp", "beside"), 0.0)
+    same = dict.fromkeys(("narrow_heads", "moved", "added", "updated", "cast", "cast_eager"), 1.0)
+    rates = replace(RATES, **none, **same)
     cpu, rates = _computing(found, about, processes, rates)
     rates = _attention(found["attention"], cpu, rates)
     cpu, rates = _links(found["links"], cpu, rates)

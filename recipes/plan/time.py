@@ -15,7 +15,7 @@ rates.py has all constants. Left out: the embedding, the last norm, data, and th
 Imports no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add
 from typing import NamedTuple
@@ -43,6 +43,8 @@ REDUCE = 8
 ALONE = 12
 """Bytes per parameter, beside the gradient that is read, on one process: FSDP2 copies it into the buffer of a reduction
 in float32, and out of it again."""
+CONVERT = 24
+"""Bytes per parameter to convert bfloat16 moments to float32 for torch's fused AdamW, and back."""
 SCALES = 12
 """Bytes per parameter once per step for the scales of weights gathered in float8: absolute values, 8, and maxima, 4."""
 NARROW = 64
@@ -242,6 +244,9 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> tuple[_P
     if work.context > 1 and work.context_by == "ring":
         attention, attention_backward = attention / rates.ring, attention_backward / rates.ring
     amount, kernels = moved_bytes(work, recompute)
+    if work.compiled and work.float8 != "none" and work.casts == "torchao":
+        casts = max(0.0, amount - moved_bytes(replace(work, float8="none"), recompute)[0])
+        amount += casts * (1 / rates.cast - 1)
     moving = (amount + moves) / ((rates.moved * rates.fused if work.compiled else rates.eager) * gpu.bandwidth)
     computing = forward + backward + again + attention + attention_backward + moving
     if recompute == "full":
@@ -305,18 +310,21 @@ def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
     parts = work.tensor * work.pipeline
     in_blocks = work.layers * (work.block_params + 2 * work.width) / parts
     rest = work.vocabulary * work.width * (1 if work.tied else 2) / parts
-    amounts = _state_bytes(work, in_blocks, rest, shard=work.shard * work.context)
+    amounts = _state_bytes(work, in_blocks, rest, rates, shard=work.shard * work.context)
     if work.experts:
         of_experts = work.layers / work.pipeline * work.expert_params
-        amounts = tuple(map(add, amounts, _state_bytes(work, of_experts, 0.0, shard=work.expert_shards)))
+        amounts = tuple(map(add, amounts, _state_bytes(work, of_experts, 0.0, rates, shard=work.expert_shards)))
     seconds = (moving_seconds(amount, gpu=gpu, rates=rates) for amount in amounts)
     return dict(zip(("weights", "gradients", "optimizer"), seconds, strict=True))
 
 
-def _state_bytes(work: Work, in_blocks: float, rest: float, *, shard: int) -> tuple[float, ...]:
-    """Bytes that each of them moves. in_blocks, rest: parameters before FSDP deals them out to `shard` processes."""
+def _state_bytes(work: Work, in_blocks: float, rest: float, rates: Rates, *, shard: int) -> tuple[float, ...]:
+    """Bytes that each of them moves, as many more as it is slower than a copy.
+
+    in_blocks, rest: parameters before FSDP deals them out to `shard` processes.
+    """
     cast_root, copy_root = (CAST, 2) if work.element == 2 else (0, 0)
-    cast, copy = (CAST_FLOAT8, 1) if work.float8_weights else (cast_root, copy_root)
+    cast, copy = (CAST_FLOAT8 / rates.cast_eager, 1) if work.float8_weights else (cast_root, copy_root)
     if shard > 1:
         gather, root = (cast + 2 * copy) / shard + 2 * copy, (CAST + 2 * work.element) / shard + 2 * work.element
     else:
@@ -326,12 +334,13 @@ def _state_bytes(work: Work, in_blocks: float, rest: float, *, shard: int) -> tu
     moved = in_blocks * gather * (2 if work.reshard else 1) * times + rest * root * times
     if work.float8_weights:
         moved += in_blocks * SCALES / shard
-    added = ACCUMULATE * work.micro_batches if work.micro_batches > 1 and not work.fused_accumulation else 0
+    accumulates = work.micro_batches > 1 and not work.fused_accumulation
+    added = ACCUMULATE / rates.added * work.micro_batches if accumulates else 0
     if shard * work.replicate * work.tensor == 1:
         reduced = ALONE + (work.element if work.micro_batches == 1 else 4)
     else:
         reduced = REDUCE * (work.micro_batches if work.reduces_each else 1)
-    update = update_bytes(work.moments)
+    update = update_bytes(work.moments, compiled=work.compiled_update) / (1 if work.compiled_update else rates.updated)
     updated = in_blocks * (muon.MOVED if work.newton_schulz else update) + rest * update
     updated += (in_blocks + rest) * work.clipping
     return moved, (in_blocks + rest) * (added + reduced), updated / shard
@@ -353,12 +362,13 @@ def _newton_schulz(work: Work, gpu: Gpu, rates: Rates) -> float:
     return seconds
 
 
-def update_bytes(moments: int | str) -> int:
+def update_bytes(moments: int | str, *, compiled: bool = True) -> int:
     """Bytes per parameter of AdamW: it reads parameter, gradient and moments and writes all but the gradient.
 
-    moments: bytes of both, or their type. Conversions of bfloat16 moments in passes of their own are left out.
+    moments: bytes of both, or their type. compiled: else bfloat16 moments are converted for torch's fused kernel.
     """
-    return 12 + 2 * (moments if isinstance(moments, int) else 8 if moments == "float32" else 4)
+    of_both = moments if isinstance(moments, int) else 8 if moments == "float32" else 4
+    return 12 + 2 * of_both if compiled or of_both == 8 else 12 + 2 * 8 + CONVERT
 
 
 def _bubble(work: Work, per_micro_batch: dict[str, float], messages: Messages) -> dict[str, float]:

@@ -89,6 +89,8 @@ class Work:
     """Bytes of an element of gradients that are reduced."""
     moments: int = 8
     """Bytes of both moments."""
+    compiled_update: bool = False
+    """Whether AdamW's kernels are compiled, and read and write each state once; else torch's fused kernel updates."""
     newton_schulz: int = 0
     """Steps of Muon for the blocks' matrices; 0 = AdamW for these too."""
     clipping: int = 12
@@ -204,6 +206,7 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         float8_activations=recipe.float8.gather_activations,
         reduced=2 if fsdp.reduce_dtype == "bfloat16" else 4,
         moments=8 if recipe.optimizer.state_dtype == "float32" else 4,
+        compiled_update=recipe.compile.enabled and recipe.run.device != "cpu",
         newton_schulz=recipe.optimizer.ns_steps if recipe.optimizer.name == "muon" else 0,
         # AdamW's kernel scales the gradients that it has read, and writes them; Muon's matrices take a pass.
         clipping=4 + (0 if recipe.optimizer.grad_clip == 0 else 4 if recipe.optimizer.name == "adamw" else 8),

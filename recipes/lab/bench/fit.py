@@ -18,14 +18,9 @@ from recipes.plan.time import time_of
 SOURCES = {
     # constant: (value of its source, how far off it may be, as a logarithm); where rates.py names no source, assumed
     "products": (0.73, 0.10),
-    "products_h200": (0.73, 0.10),
     "products_500w": (0.60, 0.10),
     "products_ampere": (0.84, 0.05),
-    "float8": (0.86, 0.10),
-    "rowwise": (0.85, 0.07),
     "depth": (150.0, 0.7),
-    "flash": (0.36, 0.10),
-    "cudnn": (0.66, 0.10),
     "triton": (0.20, 0.15),
     "ring": (0.75, 0.15),
     "narrow_heads": (0.95, 0.10),

@@ -15,10 +15,10 @@ from recipes.lab.sweep.runner import LONGEST_REASON
 from recipes.metrics.hardware import bf16_peak
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import predict as predict_memory
-from recipes.plan.rates import RATES
+from recipes.plan.rates import KERNELS, RATES
 from recipes.plan.time import attention_seconds, moving_seconds, product_seconds, update_bytes
 
-Found = dict[str, Any]
+Json = dict[str, Any]
 DOCUMENTS = "flash"
 """The kernel that attention within documents uses."""
 IN_BLOCK = {"q_proj, o_proj": 2, "k_proj, v_proj": 2, "gate_proj, up_proj": 2, "down_proj": 1}
@@ -28,7 +28,7 @@ IN_BLOCK = {"q_proj, o_proj": 2, "k_proj, v_proj": 2, "gate_proj, up_proj": 2, "
 def page(record: Record, sweep: Sweep) -> str:
     """The whole page."""
     device, rows = record["environment"]["device"], record["rows"]
-    measured = [found for name in GROUPS for found in rows.get(name, {}).get("measurements", [])]
+    measured = [result for name in GROUPS for result in rows.get(name, {}).get("measurements", [])]
     sections = {
         "Training runs": _runs(record, sweep),
         "Predicted and measured steps": _steps(record, sweep),
@@ -60,7 +60,7 @@ def _conditions(record: Record) -> Iterator[str]:
 def _runs(record: Record, sweep: Sweep) -> Iterator[str]:
     """The sweep's own table; of the rows that only show that a run works, how they ended; and what must be known."""
     results = _results(record, sweep)
-    whole = {name for name, found in results.items() if "final_loss" in found and not name.startswith(WORKS)}
+    whole = {name for name, result in results.items() if "final_loss" in result and not name.startswith(WORKS)}
     rows = tuple(row for row in sweep.rows if row.label in whole)
     if rows:
         known = {row.label: results[row.label] for row in rows}
@@ -68,34 +68,34 @@ def _runs(record: Record, sweep: Sweep) -> Iterator[str]:
         yield ""
     if tests := record["rows"].get(TESTS):
         yield f"- tests/gpu: {tests['outcome']}: {tests['reason']}"
-    for name, found in results.items():
+    for name, result in results.items():
         if name.startswith(WORKS):
-            curve = found.get("curve")
-            yield f"- {name}: {found['outcome']}" + (f", loss {curve[0][2]:.3f} to {curve[-1][2]:.3f}" if curve else "")
-    yield from (f"- {name}: {found['note']}" for name, found in record["rows"].items() if "note" in found)
+            losses = [loss for _, _, loss in result.get("curve", [])]
+            yield f"- {name}: {result['outcome']}" + (f", loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else "")
+    yield from (f"- {name}: {result['note']}" for name, result in record["rows"].items() if "note" in result)
 
 
-def _results(record: Record, sweep: Sweep) -> dict[str, Found]:
+def _results(record: Record, sweep: Sweep) -> dict[str, Json]:
     """Label -> what was measured, in the order of the rows. A measurement of another recipe does not count."""
     known = {row.label: (record["rows"].get(row.label, {}), row.fingerprint) for row in sweep.rows}
-    return {label: found for label, (found, now) in known.items() if found.get("fingerprint") == now}
+    return {label: result for label, (result, now) in known.items() if result.get("fingerprint") == now}
 
 
 def _steps(record: Record, sweep: Sweep) -> Iterator[str]:
     """Steps, and the peaks of what torch's allocator gave out."""
     lines, results = [], _results(record, sweep)
     for row in sweep.rows:
-        found, step = results.get(row.label), predicted_step(row, record["environment"]["device"])
-        if step and found and found["outcome"] == "done" and not row.label.startswith(WORKS):
+        result, step = results.get(row.label), predicted_step(row, record["environment"]["device"])
+        if step and result and result["outcome"] == "done" and not row.label.startswith(WORKS):
             peak = predict_memory(row.recipe, row.recipe.mesh.fit(row.processes, nodes=1), context=False).peak / 1e9
-            took, reached = found["step_seconds"], found["peak_memory_gib"] * 2**30 / 1e9
+            took, reached = result["step_seconds"], result["peak_memory_gib"] * 2**30 / 1e9
             cells = f"{1e3 * step:.0f}", f"{1e3 * took:.0f}", f"{took / step:.2f}"
             lines.append((row.label, *cells, f"{peak:.1f}", f"{reached:.1f}", f"{reached / peak:.3f}"))
     names = ("run", "step, ms: predicted", "measured", "ratio", "peak, GB: predicted", "measured", "ratio")
     yield from markdown_table(names, lines) if lines else ["None."]
 
 
-def _missing(record: Record, sweep: Sweep, measured: list[Found]) -> Iterator[str]:
+def _missing(record: Record, sweep: Sweep, measured: list[Json]) -> Iterator[str]:
     """Every row and operation without a measurement, and why."""
     results = _results(record, sweep)
     known = {name: record["rows"].get(name) for name in (TESTS, *GROUPS)}
@@ -108,12 +108,12 @@ def _missing(record: Record, sweep: Sweep, measured: list[Found]) -> Iterator[st
     yield from lines or ["Everything was measured."]
 
 
-def _error(row: Found) -> str:
+def _error(row: Json) -> str:
     """Why an operation failed, so short that the list stays one; the record has all of it."""
     return textwrap.shorten(row["error"], LONGEST_REASON, placeholder="...")
 
 
-def _name_of(row: Found) -> str:
+def _name_of(row: Json) -> str:
     where = [row[name] for name in ("backend", "passes") if name in row] or [f"{row.get('documents')} documents"]
     return {
         "product": lambda: f"products of a block, {row['model']}, {row['kind']}",
@@ -126,7 +126,7 @@ def _name_of(row: Found) -> str:
     }[row["operation"]]()
 
 
-def _kernels(measured: list[Found], device: str) -> Iterator[str]:
+def _kernels(measured: list[Json], device: str) -> Iterator[str]:
     """Above 1 is slower than predicted."""
     try:
         gpu = gpu_of_device(device)
@@ -146,11 +146,11 @@ def _kernels(measured: list[Found], device: str) -> Iterator[str]:
     yield from markdown_table(("what", "predicted, ms", "measured", "ratio", "TFLOP/s", "TB/s"), lines)
 
 
-Compared = Iterator[tuple[str, float, Found]]
+Compared = Iterator[tuple[str, float, Json]]
 """(what, predicted seconds, the measurement)."""
 
 
-def _products(rows: list[Found], gpu: Gpu) -> Compared:
+def _products(rows: list[Json], gpu: Gpu) -> Compared:
     """All products of one block together, and those of the output projection."""
     rows = [row for row in rows if row["operation"] == "product"]
     for model, kind in dict.fromkeys((row["model"], row["kind"]) for row in rows):
@@ -163,7 +163,7 @@ def _products(rows: list[Found], gpu: Gpu) -> Compared:
             yield f"products of the output projection, {model}", *_together(head, gpu)
 
 
-def _together(rows: list[Found], gpu: Gpu) -> tuple[float, Found]:
+def _together(rows: list[Json], gpu: Gpu) -> tuple[float, Json]:
     """Predicted seconds of these products, and what was measured; a kind is as in "float8 rowwise"."""
     predicted = 0.0
     for row in rows:
@@ -174,19 +174,22 @@ def _together(rows: list[Found], gpu: Gpu) -> tuple[float, Found]:
     return predicted, {"seconds": seconds, "tflops": sum(row["tflops"] * row["seconds"] for row in rows) / seconds}
 
 
-def _others(rows: list[Found], gpu: Gpu) -> Compared:
+def _others(rows: list[Json], gpu: Gpu) -> Compared:
     for row in rows:
         if row["operation"] in ("attention", "documents"):
             yield _name_of(row), _attention(row, gpu), row
-        elif row["operation"] != "product":
-            if row["operation"] == "loss":
-                amount = row["logits"] * (RATES.loss_chunked if row["kind"] == "eager" else RATES.loss_compiled)
-            else:
-                amount = row["bytes"] if "bytes" in row else row["parameters"] * update_bytes(row["moments"])
+        elif row["operation"] == "loss":
+            amount = row["logits"] * (RATES.loss_chunked if row["kind"] == "eager" else RATES.loss_compiled)
             yield _name_of(row), moving_seconds(amount, gpu=gpu, rates=RATES), row
+        elif row["operation"] != "product":
+            update = row["operation"] == "optimizer"
+            amount = row["parameters"] * update_bytes(row["moments"], compiled=False) if update else row["bytes"]
+            field = "updated" if update else KERNELS.get(row.get("name", ""), "moved")
+            slower = 1.0 if field == "moved" else getattr(RATES, field)
+            yield _name_of(row), moving_seconds(amount / slower, gpu=gpu, rates=RATES), row
 
 
-def _attention(row: Found, gpu: Gpu) -> float:
+def _attention(row: Json, gpu: Gpu) -> float:
     """Predicted seconds; "both" was counted as three times the forward pass."""
     both = row.get("passes", "both") == "both"
     forward, backward = attention_seconds(

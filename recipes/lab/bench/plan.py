@@ -6,6 +6,7 @@ that nobody has measured), and left out but for three rows that calibrate. Impor
 
 import argparse
 import csv
+import json
 import random
 import re
 from collections import Counter
@@ -17,15 +18,22 @@ import numpy as np
 
 from recipes.files.markdown import markdown_table
 from recipes.lab.bench.fit import ROW, SOURCES, fit, residuals_of
+from recipes.lab.bench.gpu_plan import gpu_of_device
 from recipes.lab.bench.marks import between
 from recipes.lab.bench.published import TABLE, Published, projects, read_published
+from recipes.lab.sweep.grid import read_sweep
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.plan import rates as rates_module
+from recipes.plan.memory import predict
 from recipes.plan.rates import RATES, Rates
+from recipes.plan.time import time_of
+from recipes.plan.work import work_of
+from recipes.recipe.fields import value_of
 from recipes.recipe.load import CONFIGS, shown
 
 PAGE = CONFIGS.parent / "docs/plan.md"
 ALL_ROWS = CONFIGS.parent / "docs/benchmarks/published_errors.csv"
+RECORD = CONFIGS.parent / "docs/benchmarks/gpu-nvidia-h200.json"
 BEGIN = "<!-- Written by scripts/bench.py --suite plan --write-docs. -->\n"
 END = "<!-- Written by scripts/bench.py --suite plan --write-docs: end. -->\n"
 GOALS = {"left out": (0.10, 0.20), "three rows": (0.08, 0.15), "compiled FSDP, fitted": (0.05, 0.12)}
@@ -84,7 +92,7 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     write_rates(found)
     text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(with_tables(text, "\n".join(generated(errors))), encoding="utf-8")
+    PAGE.write_text(with_tables(text, "\n".join(generated(errors, found))), encoding="utf-8")
     write_all_rows(errors)
     print(f"written: recipes/plan/rates.py, {shown(PAGE)}, {shown(ALL_ROWS)}")
     return 0
@@ -197,8 +205,35 @@ def cells_of(errors: Errors, count: int) -> Iterator[tuple[str, ...]]:
         yield (*cells, f"{row.project}: {row.name}")
 
 
-def generated(errors: Errors) -> Iterator[str]:
+def measured_here(rates: Rates) -> list[str]:
+    """Runs of this program on a GPU, which no fit has seen, and the errors of their plans.
+
+    A second error is with the length of its documents, which a recipe does not know. *: the allocator waited.
+    """
+    record, lines = json.loads(RECORD.read_text(encoding="utf-8")), []
+    gpu, results = gpu_of_device(record["environment"]["device"]), record["rows"]
+    sweep = read_sweep(CONFIGS / "sweeps/gpu_bench.toml", output=Path("runs"), processes=1)
+    for label, recipe in ((row.label, row.recipe) for row in sweep.rows if row.label in results):
+        result, degrees = results[label], recipe.mesh.fit(1, nodes=1)
+        if any(value_of(recipe, key) != value for key, value in result["overrides"].items()):
+            continue  # measured with another recipe
+        work = work_of(recipe, degrees)
+        work = replace(work, compiled_update=work.compiled_update and result.get("update") != "torch")
+        shorter = result.get("attention_length", work.sequence) / work.sequence
+        works = work, replace(work, attended=shorter * work.attended)
+        predicted = [time_of(one, gpu=gpu, rates=rates).step_seconds for one in works]
+        errors = dict.fromkeys(f"{result['step_seconds'] / seconds - 1:+.1%}" for seconds in predicted)
+        peak = result["peak_memory_gib"] * 2**30
+        memory = f"{predict(recipe, degrees, context=False).peak / peak - 1:+.2%}"
+        name = label + (" *" if "waited" in result.get("note", "") else "")
+        tokens = f"{result['tokens_per_second_per_device']:,.0f}"
+        lines.append((name, tokens, " or ".join(errors), f"{peak / 1e9:.1f}", memory))
+    return markdown_table(("run", "tokens/s", "error", "peak, GB", "error"), lines)
+
+
+def generated(errors: Errors, found: Rates) -> Iterator[str]:
     """The part of the page between its marks."""
+    yield from ("", "Measured here, in no fit:", "", *measured_here(found))
     yield from ("", "Median and 90th percentile of the sizes of the errors:", "", *summary(errors), "")
     yield f"The {SHOWN} largest errors; [published_errors.csv](benchmarks/published_errors.csv) has all."
     yield from ("", *markdown_table(COLUMNS, cells_of(errors, SHOWN), align="rrlrl"), "")

@@ -65,6 +65,14 @@ def test_record_of_kernels_gives_the_rates_that_they_were_measured_with(tmp_path
     assert rates.calibrated.startswith("by record.json") and rates.spread < RATES.spread
 
 
+def test_rates_in_use_are_those_of_the_record_of_the_h200() -> None:
+    _, rates = calibrated(CONFIGS.parent / "docs/benchmarks/gpu-nvidia-h200.json", None)
+    kernels = ("moved", "added", "updated", "cast", "cast_eager")
+    for field in ("products_h200", "float8", "rowwise", "flash", "cudnn", "attention_backward", *kernels):
+        assert getattr(RATES, field) == pytest.approx(getattr(rates, field), rel=1e-3), field
+    assert rates.rowwise > 1  # cuBLAS's products with a scale per row are faster than those with one per tensor
+
+
 def test_name_without_a_memory_may_be_of_either_h100(tmp_path: Path) -> None:
     record = kernels(replace(RATES, moved=0.6)) | {"environment": {"device": "NVIDIA H100"}}  # within both memories
     assert [calibrated(written(tmp_path, record), GPUS[name])[0].name for name in ("H100", "H100-500W")] == [

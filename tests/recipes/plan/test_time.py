@@ -9,7 +9,7 @@ from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.lab.plan.world import gpu_named
 from recipes.plan.hardware import GPUS
-from recipes.plan.rates import RATES
+from recipes.plan.rates import RATES, Rates
 from recipes.plan.time import StepTime, attention_seconds, product_seconds, step_time, time_of
 from recipes.plan.work import work_of
 from recipes.recipe.load import CONFIGS, load
@@ -26,8 +26,8 @@ def recipe(*words: str) -> Recipe:
     return load(BASE, [*PLAIN, "--fsdp.reshard_after_forward", "true", *words], rules=False)
 
 
-def step(*words: str, degrees: MeshDegrees = ONE) -> StepTime:
-    return step_time(recipe(*words), degrees, gpu=H200)
+def step(*words: str, degrees: MeshDegrees = ONE, rates: Rates = RATES) -> StepTime:
+    return step_time(recipe(*words), degrees, gpu=H200, rates=rates)
 
 
 def batch(sequences: int, micro_batch: int = 1) -> tuple[str, ...]:
@@ -131,6 +131,20 @@ def test_one_process_copies_gradients_in_and_out_of_their_reduction() -> None:
 def test_moments_in_bfloat16_and_no_clipping_move_fewer_bytes() -> None:
     words = ("--optimizer.state_dtype", "bfloat16", "--optimizer.grad_clip", "0")
     assert step(*words).seconds["optimizer"] == pytest.approx(24 / 36 * step().seconds["optimizer"])
+
+
+def test_torchs_update_converts_moments_in_bfloat16_and_is_slower_than_a_compiled_one() -> None:
+    words = ("--optimizer.state_dtype", "bfloat16", "--optimizer.grad_clip", "0")
+    eager = step(*words, "--compile.enabled", "false").seconds["optimizer"]
+    assert eager == pytest.approx((52 / RATES.updated + 4) / 24 * step(*words).seconds["optimizer"])
+
+
+def test_casts_inside_of_compiled_blocks_are_slower_than_their_other_kernels() -> None:
+    words = ("--float8.recipe", "rowwise")
+    kernels = step(*words).seconds["fused kernels"]
+    none = step().seconds["fused kernels"]
+    as_fast = step(*words, rates=replace(RATES, cast=1.0)).seconds["fused kernels"]
+    assert kernels - none == pytest.approx((as_fast - none) / RATES.cast)
 
 
 def test_eight_gpus_share_the_optimizer_and_hide_their_messages() -> None:

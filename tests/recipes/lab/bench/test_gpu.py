@@ -11,7 +11,6 @@ import torch
 from parallel.config import MeshDegrees
 from recipes.lab.bench import gpu_page, gpu_plan
 from recipes.lab.bench.gpu_plan import GROUPS, Item, Record, fitting, items_of, open_record, place_of, write_record
-from recipes.lab.codegen.codegen import BANDWIDTH, REACHED
 from recipes.lab.sweep.grid import Sweep, read_sweep
 from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict as predict_memory
@@ -177,11 +176,12 @@ def test_attention_loss_copies_and_the_optimizer_are_compared(sweep: Sweep) -> N
         },
         sweep,
     )
-    rate = REACHED * BANDWIDTH["H200"]
+    rate = RATES.moved * GPUS["H200"].bandwidth
     assert found["attention of a layer, smollm3_3b, cudnn, both"][2] == 1.0
     assert found["loss, smollm3_3b, compiled"][1] == 1000
     assert found["copy of 4 GiB"][2] == pytest.approx(0.002 / (8 * 2**30 / rate), abs=0.01)
-    assert found["AdamW, 1,000,000,000 parameters, bfloat16 moments"][0] == pytest.approx(20e12 / rate, rel=0.01)
+    update = found["AdamW, 1,000,000,000 parameters, bfloat16 moments"][0]
+    assert update == pytest.approx(52e12 / (RATES.updated * rate), rel=0.01)
 
 
 def test_steps_are_compared_if_their_recipe_is_still_the_same(sweep: Sweep) -> None:
