@@ -184,7 +184,7 @@ def _options_of_mode(config: CompileConfig) -> dict[str, Any]:
     """What torch.compile's mode sets; it refuses a mode beside options."""
     import torch._inductor
 
-    # Autotuned with CUDA graphs it would be "max-autotune"; docs/benchmarks/step.md says why not.
+    # Autotuned with CUDA graphs it would be "max-autotune"; docs/benchmarks/README.md says why not.
     return torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if config.autotune else {}
 
 

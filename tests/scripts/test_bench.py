@@ -215,7 +215,7 @@ def test_what_the_device_cannot_do_is_recorded_with_its_reason(record: tuple[dic
     rows = measurements(record[0], "documents")
     assert [row["documents"] for row in rows] == [1, 4, 16] * 2
     assert all("CPU" in row["error"] for row in rows)
-    assert len(re.findall(r"^- attention of a layer, \w+, \d+ documents: Could not run", record[1], re.M)) == 6
+    assert len(re.findall(r"^- attention, \w+, \d+ documents: Could not run", record[1], re.M)) == 6
 
 
 @pytest.mark.slow

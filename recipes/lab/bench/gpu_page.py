@@ -45,9 +45,10 @@ def _conditions(record: Record) -> Iterator[str]:
     facts, peak = record["environment"], bf16_peak(record["environment"]["device"])
     changes = " with uncommitted changes" if facts["git_uncommitted_changes"] else ""
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
+    when = f"{facts['date']}: " if "date" in facts else ""
     seconds = sum(row.get("seconds", 0) for row in record["rows"].values())
     yield (
-        f"Python {facts['python']}, CUDA {facts['cuda']}, {packages}; commit {facts['git_commit']}{changes}. Peak for"
+        f"{when}Python {facts['python']}, CUDA {facts['cuda']}, {packages}; commit {facts['git_commit']}{changes}. Peak for"
         f" dense bf16: {'unknown' if peak is None else f'{peak / 1e12:g} TFLOP/s'}. Took {seconds:.0f} s."
         " [README.md](README.md#one-gpu) explains how to read this. Predictions are those of [plan.md](../plan.md) at"
         " that commit."
@@ -116,9 +117,9 @@ def _error(row: Json) -> str:
 def _name_of(row: Json) -> str:
     where = [row[name] for name in ("backend", "passes") if name in row] or [f"{row.get('documents')} documents"]
     return {
-        "product": lambda: f"products of a block, {row['model']}, {row['kind']}",
-        "attention": lambda: f"attention of a layer, {row['model']}, {', '.join(where)}",
-        "documents": lambda: f"attention of a layer, {row['model']}, {', '.join(where)}",
+        "product": lambda: f"products, {row['model']}, {row['kind']}",
+        "attention": lambda: f"attention, {row['model']}, {', '.join(where)}",
+        "documents": lambda: f"attention, {row['model']}, {', '.join(where)}",
         "loss": lambda: f"loss, {row['model']}, {row['kind']}",
         "copy": lambda: f"copy of {row['gib']:g} GiB",
         "cast": lambda: f"{row['name']}, {row['model']}",
@@ -136,13 +137,9 @@ def _kernels(measured: list[Json], device: str) -> Iterator[str]:
     done = [row for row in measured if "seconds" in row]
     lines = []
     for name, predicted, row in [*_products(done, gpu), *_others(done, gpu)]:
-        rates = (
-            f"{row['tflops']:,.0f}" if "tflops" in row else "",
-            f"{row['bytes_per_second'] / 1e12:.2f}" if "bytes_per_second" in row else "",
-        )
-        lines.append(
-            (name, f"{1e3 * predicted:.3g}", f"{1e3 * row['seconds']:.3g}", f"{row['seconds'] / predicted:.2f}", *rates)
-        )
+        times = f"{1e3 * predicted:.3g}", f"{1e3 * row['seconds']:.3g}", f"{row['seconds'] / predicted:.2f}"
+        moved = f"{row['bytes_per_second'] / 1e12:.2f}" if "bytes_per_second" in row else ""
+        lines.append((name, *times, f"{row['tflops']:,.0f}" if "tflops" in row else "", moved))
     yield from markdown_table(("what", "predicted, ms", "measured", "ratio", "TFLOP/s", "TB/s"), lines)
 
 
@@ -160,7 +157,7 @@ def _products(rows: list[Json], gpu: Gpu) -> Compared:
         if len(block) == 3 * sum(IN_BLOCK.values()):
             yield _name_of(block[0]), *_together(block, gpu)
         if len(head) == 3:
-            yield f"products of the output projection, {model}", *_together(head, gpu)
+            yield f"products of the head, {model}", *_together(head, gpu)
 
 
 def _together(rows: list[Json], gpu: Gpu) -> tuple[float, Json]:

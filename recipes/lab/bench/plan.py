@@ -45,8 +45,6 @@ MOVES = 0.6
 """How far rows of one program may move a constant from the fit to others, relative to how sure its source is."""
 WITHIN = 0.9
 """Share of the rows that the range of a prediction holds."""
-SHOWN = 5
-"""Rows of the largest errors that the page shows."""
 
 
 @dataclass(frozen=True)
@@ -233,10 +231,9 @@ def measured_here(rates: Rates) -> list[str]:
 
 def generated(errors: Errors, found: Rates) -> Iterator[str]:
     """The part of the page between its marks."""
-    yield from ("", "Measured here, in no fit:", "", *measured_here(found))
-    yield from ("", "Median and 90th percentile of the sizes of the errors:", "", *summary(errors), "")
-    yield f"The {SHOWN} largest errors; [published_errors.csv](benchmarks/published_errors.csv) has all."
-    yield from ("", *markdown_table(COLUMNS, cells_of(errors, SHOWN), align="rrlrl"), "")
+    yield from ("", "Our runs on an H200, which are in no fit. Second error: with the length of its documents, which a")
+    yield from ("recipe does not know. *: the allocator waited in every step.", "", *measured_here(found))
+    yield from ("", "Published rows, median and 90th percentile of the sizes of the errors:", "", *summary(errors), "")
 
 
 def write_all_rows(errors: Errors) -> None:

@@ -137,7 +137,7 @@ def test_products_of_a_block_are_compared_together(sweep: Sweep) -> None:
                     **{"product": product, "shape": shape, "tflops": 361.131, "seconds": seconds},
                 }
             )
-    predicted, measured, ratio = compared({"products": group(*rows)}, sweep)["products of a block, smollm3_3b, bf16"]
+    predicted, measured, ratio = compared({"products": group(*rows)}, sweep)["products, smollm3_3b, bf16"]
     words = ["--activation_checkpointing.mode", "none", "--activation_checkpointing.blocks", "all"]
     words += ["--batch.global_batch_size", "1", "--batch.micro_batch_size", "1", "--fsdp.reshard_after_forward", "true"]
     recipe = load(CONFIGS / "benchmarks/smollm3_3b_h100.toml", words)
@@ -177,7 +177,7 @@ def test_attention_loss_copies_and_the_optimizer_are_compared(sweep: Sweep) -> N
         sweep,
     )
     rate = RATES.moved * GPUS["H200"].bandwidth
-    assert found["attention of a layer, smollm3_3b, cudnn, both"][2] == 1.0
+    assert found["attention, smollm3_3b, cudnn, both"][2] == 1.0
     assert found["loss, smollm3_3b, compiled"][1] == 1000
     assert found["copy of 4 GiB"][2] == pytest.approx(0.002 / (8 * 2**30 / rate), abs=0.01)
     update = found["AdamW, 1,000,000,000 parameters, bfloat16 moments"][0]
@@ -236,7 +236,7 @@ def test_long_errors_are_cut_and_those_of_products_are_listed_once(sweep: Sweep)
     rows = [product | {"product": name, "kind": "float8 rowwise"} for name in ("forward", "gradient of the input")]
     loss = {"operation": "loss", "model": "m", "kind": "eager", "error": error}
     text = gpu_page.page(record_of({"products": group(*rows), "loss": group(loss)}), sweep)
-    assert text.count("\n- products of a block, m, float8 rowwise: a | b c") == 1
+    assert text.count("\n- products, m, float8 rowwise: a | b c") == 1
     assert "\n- loss, m, eager: a | b c" in text
     assert max(len(line) for line in text.splitlines() if " c c" in line) < 360
 
