@@ -48,8 +48,8 @@ def _conditions(record: Record) -> Iterator[str]:
     when = f"{facts['date']}: " if "date" in facts else ""
     seconds = sum(row.get("seconds", 0) for row in record["rows"].values())
     yield (
-        f"{when}Python {facts['python']}, CUDA {facts['cuda']}, {packages}; commit {facts['git_commit']}{changes}. Peak for"
-        f" dense bf16: {'unknown' if peak is None else f'{peak / 1e12:g} TFLOP/s'}. Took {seconds:.0f} s."
+        f"{when}Python {facts['python']}, CUDA {facts['cuda']}, {packages}; commit {facts['git_commit']}{changes}. Peak"
+        f" for dense bf16: {'unknown' if peak is None else f'{peak / 1e12:g} TFLOP/s'}. Took {seconds:.0f} s."
         " [README.md](README.md#one-gpu) explains how to read this. Predictions are those of [plan.md](../plan.md) at"
         " that commit."
     )
