@@ -216,7 +216,8 @@ def measured_here(rates: Rates) -> list[str]:
         if any(value_of(recipe, key) != value for key, value in result["overrides"].items()):
             continue  # measured with another recipe
         work = work_of(recipe, degrees)
-        work = replace(work, compiled_update=work.compiled_update and result.get("update") != "torch")
+        if result.get("update") == "torch":  # of before updates were compiled; its kernel writes gradients, too
+            work = replace(work, compiled_update=False, clipping=8)
         shorter = result.get("attention_length", work.sequence) / work.sequence
         works = work, replace(work, attended=shorter * work.attended)
         predicted = [time_of(one, gpu=gpu, rates=rates).step_seconds for one in works]
