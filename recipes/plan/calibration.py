@@ -169,9 +169,10 @@ def _moved(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
     reached: dict[str, list[float]] = {}
     for row in (row for name in ("copy", "cast", "optimizer") for row in found.get(name, [])):
         if "bytes_per_second" in row:
-            reached.setdefault(fields[row.get("name", row["operation"])], []).append(row["bytes_per_second"])
+            field = fields[row["name"] if "name" in row else row["operation"]]
+            reached.setdefault(field, []).append(row["bytes_per_second"])
     copies = median(reached.pop("moved", [rates.moved * gpu.bandwidth]))
-    slower = {field: median(values) / copies for field, values in reached.items()}
+    slower: Json = {field: median(values) / copies for field, values in reached.items()}
     return replace(rates, moved=copies / gpu.bandwidth, **slower)
 
 

@@ -37,8 +37,8 @@ def calibrated(record: dict[str, Any], path: Path, gpu: Gpu | None, *, processes
             f" share the cores; run bench.py --suite calibrate --processes {processes}"
         )
     found, about = known[str(processes)], record["environment"]
-    none = dict.fromkeys(("overlaps", "gap", "launch", "wave", "ramp", "beside"), 0.0)
-    same = dict.fromkeys(("narrow_heads", "moved", "added", "updated", "cast", "cast_eager"), 1.0)
+    none: dict[str, Any] = dict.fromkeys(("overlaps", "gap", "launch", "wave", "ramp", "beside"), 0.0)
+    same: dict[str, Any] = dict.fromkeys(("narrow_heads", "moved", "added", "updated", "cast", "cast_eager"), 1.0)
     rates = replace(RATES, **none, **same)
     cpu, rates = _computing(found, about, processes, rates)
     rates = _attention(found["attention"], cpu, rates)
