@@ -41,7 +41,9 @@ def choose_attention(config: AttentionConfig, *, device_type: str, dtype: torch.
     torch.backends.cuda.enable_flash_sdp(backend in ("auto", "flash", "flash3"))
     # Not offered as a choice: up to torch 2.13 it does not support grouped queries, which SmolLM3 and Llama 3 use.
     torch.backends.cuda.enable_mem_efficient_sdp(backend == "auto")
-    torch.backends.cuda.enable_cudnn_sdp(backend in ("auto", "cudnn"))
+    # Its backward pass is not deterministic, which attention by lengths does not ask (torch 2.15).
+    repeats = torch.are_deterministic_algorithms_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(backend in ("auto", "cudnn") and not repeats)
     torch.backends.cuda.enable_math_sdp(backend in ("auto", "math"))
     return [] if backend == "auto" else [f"attention: {backend} kernels only"]
 
