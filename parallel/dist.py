@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from parallel.determinism import repeat_bits
 from parallel.errors import TemporaryError, UserError
 from parallel.messages import Channel, Messages
 from parallel.nodes import Node, arrange, require
@@ -73,13 +74,20 @@ class World:
         return any(node.ranks[0] == self.rank for node in self.nodes)
 
 
-def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_recorder: Path | None = None) -> World:
+def start(
+    device: str,
+    *,
+    seed: int,
+    deterministic: bool = False,
+    timeout: timedelta | None = None,
+    flight_recorder: Path | None = None,
+) -> World:
     """Join torchrun's process group, or create a group of one, and seed torch's global generator.
 
     device: "cpu", "cuda" or "auto" (the GPUs, if there are any). On CUDA the group also has gloo, for host-side
-    messages that must not wait for the device. timeout: of its collectives; None = torch's default. flight_recorder:
-    where NCCL writes its flight recorder after a timeout. Raises UserError if the device does not exist, or if this
-    node or a variable does not allow the connections of so many processes.
+    messages that must not wait for the device. deterministic: see repeat_bits(). timeout: of its collectives; None =
+    torch's default. flight_recorder: where NCCL writes its flight recorder after a timeout. Raises UserError if the
+    device does not exist, or if this node or a variable does not allow what is asked for.
     """
     if flight_recorder is not None:
         _switch_flight_recorder_on(flight_recorder)
@@ -88,6 +96,7 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
     try:
         require(size)
         _connect_on_demand(size)
+        repeat_bits(deterministic)
     except UserError:
         time.sleep(5 if local_rank else 0)  # local rank 0 says so, and then the launcher ends the others
         raise

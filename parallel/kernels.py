@@ -4,7 +4,8 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,9 +42,26 @@ def choose_attention(config: AttentionConfig, *, device_type: str, dtype: torch.
     torch.backends.cuda.enable_flash_sdp(backend in ("auto", "flash", "flash3"))
     # Not offered as a choice: up to torch 2.13 it does not support grouped queries, which SmolLM3 and Llama 3 use.
     torch.backends.cuda.enable_mem_efficient_sdp(backend == "auto")
-    torch.backends.cuda.enable_cudnn_sdp(backend in ("auto", "cudnn"))
+    # Its backward pass is not deterministic, which attention by lengths does not ask (torch 2.15).
+    repeats = torch.are_deterministic_algorithms_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(backend in ("auto", "cudnn") and not repeats)
     torch.backends.cuda.enable_math_sdp(backend in ("auto", "math"))
     return [] if backend == "auto" else [f"attention: {backend} kernels only"]
+
+
+@contextmanager
+def without_plans() -> Iterator[None]:
+    """Inside, attention that torch chooses is not cuDNN's, which plans anew for every length (pytorch #155958).
+
+    For texts that grow token by token. Process-wide; what attention.backend = "cudnn" asks for stays.
+    """
+    cuda = torch.backends.cuda
+    plans = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(plans and not cuda.flash_sdp_enabled())
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(plans)
 
 
 def kernel_of_auto(

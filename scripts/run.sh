@@ -9,7 +9,8 @@ Usage: scripts/run.sh RECIPE [--section.field value ...]   train
        scripts/run.sh RECIPE --plan                        predict memory, time and cost on any number of GPUs
        scripts/run.sh RECIPE --help                        list every field
 
-RECIPE is searched for in the current directory, then in the checkout. Environment variables:
+RECIPE is searched for in the current directory, then in the checkout; the first one to try is configs/smollm3_debug.toml,
+on a GPU configs/smollm3_debug_gpu.toml. Environment variables:
   NPROC            processes on this node (default: one per GPU; 2 on a machine without GPUs)
   PYTHON           interpreter to use, with its packages as they are, instead of .venv
   OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS   threads and compiling processes of each (default: cores / NPROC)

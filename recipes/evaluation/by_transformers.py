@@ -13,6 +13,7 @@ import torch
 
 from models.hf_config import INSTALL
 from parallel.errors import UserError
+from parallel.kernels import without_plans
 from recipes.evaluation.opened import OpenedModel, stream_text
 from recipes.evaluation.sampling import Sampling
 from recipes.weights.convert import export_checkpoint
@@ -107,6 +108,7 @@ def texts_of(
     prompt = torch.tensor([list(prompt_ids)], device=model.device)  # (1, T)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else [], device_type=model.device.type):
         torch.manual_seed(sampling.seed)
-        rows = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+        with without_plans():
+            rows = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
     begin = 1 if opened.encoder_decoder else len(prompt_ids)  # an answer begins after the token that starts a decoder
     return [[*takewhile(lambda token: token not in ends, row[begin:])] for row in rows.tolist()]

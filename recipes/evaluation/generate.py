@@ -12,6 +12,7 @@ from models.decoder import Decoder
 from models.transformers_config import TransformersConfig
 from parallel.dist import let_segments_grow
 from parallel.errors import UserError
+from parallel.kernels import without_plans
 from recipes.evaluation.opened import OpenedModel, stream_text
 from recipes.evaluation.sampling import Sampling, next_token
 from recipes.weights.convert import load_weights
@@ -107,9 +108,10 @@ def generate(
         if cache.length + new.shape[1] > capacity:
             capacity = min(longest, 2 * capacity)
             cache = _cache(model, capacity, copy=cache)
-        with torch.no_grad():  # not around the yield, where it would apply to the caller too
+        with torch.no_grad(), without_plans():  # not around the yield, where it would apply to the caller too
             for piece in new.split(PREFILL_TOKENS, dim=1):
                 logits = model(piece, cache=cache)[0, -1]  # (V,)
+        logits = logits.float().cpu()  # the one wait for a device
         if not logits.isfinite().all():
             raise UserError(f"after {cache.length} tokens the logits are NaN or infinite: the weights are unusable")
         token = next_token(logits, sampling, generator=generator, seen=text)

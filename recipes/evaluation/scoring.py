@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from models.cache import KeyValueCache
 from models.decoder import Decoder
+from parallel.kernels import without_plans
 from parallel.mesh import Mesh
 from parallel.passes import sum_over_group
 from recipes.evaluation.generate import PREFILL_TOKENS
@@ -42,8 +43,10 @@ class Scored:
 
 @contextmanager
 def as_it_is(model: nn.Module) -> Iterator[None]:
-    """The model without gradients and dropout; compiled blocks run as written, or every new shape would be compiled."""
-    with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    """The model without gradients and dropout; compiled blocks run as written, or every new shape would be compiled.
+
+    Nor does cuDNN plan for every one."""
+    with without_dropout(model), torch.no_grad(), without_plans(), torch.compiler.set_stance("force_eager"):
         yield
 
 

@@ -248,7 +248,8 @@ def _chosen(recipe: Recipe, auto: Kernel) -> Kernel:
     if recipe.fsdp.param_dtype == "float32" and auto == "cudnn":
         return "math" if model.heads != model.key_value_heads else "flash"  # its like, of memory-efficient attention
     masked = recipe.data.document_mask or recipe.data.has_pairs or recipe.mesh.gathers_tokens
-    return "flash" if masked or model.is_encoder_decoder else auto
+    # A deterministic run has no cuDNN, whose gradients are added up as they come.
+    return "flash" if masked or model.is_encoder_decoder or recipe.run.deterministic else auto
 
 
 @lru_cache

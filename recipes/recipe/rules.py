@@ -20,6 +20,7 @@ from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.metrics.hardware import MEMORY, hardware_of
 from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import data_is_there, validation_is_possible
+from recipes.recipe.rules_determinism import bits_can_repeat
 from recipes.recipe.rules_mesh import (
     batch_divides,
     float8_fits_tensor,
@@ -161,6 +162,7 @@ def violations(
         ("float8.all_gather float8.recipe", float8_gathers(float8)),
         ("float8.recipe float8.emulate run.device", float8_has_a_device(float8, device=run.device)),
         ("compile", autotune_has_a_compiler(recipe.compile)),
+        ("run.deterministic attention compile fsdp mesh", bits_can_repeat(recipe)),
         ("float8 compile.enabled run.steps", float8_can_be_sampled(recipe)),
         ("float8.recipe float8.exclude model", float8_fits(float8, model=model)),
         ("checkpoint.export_hf checkpoint.every model", export_is_possible(recipe.checkpoint, model=model)),

@@ -47,6 +47,8 @@ class RunConfig:
     """Seed of the initial weights and the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" = the GPUs if there are any, otherwise the CPU."""
+    deterministic: bool = False
+    """Repeat every number to the bit on the same GPUs and versions, slower; a CPU does so by itself."""
     hardware: str = ""
     """GPUs that --check and --plan assume: "8xh100", or "48x8h100" for 48 nodes; "" = those in the recipe's name."""
     max_skipped_steps: Annotated[int, Ge(1)] = 10

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from models.config import ModelConfig
 from models.decoder import build_model
 from models.interface import interface_of
+from parallel.determinism import lines_about
 from parallel.dist import World, allocator_settings, on_all
 from parallel.errors import UserError
 from parallel.fsdp import compute_with_whole_shards, materialize, without_idle_resharding
@@ -72,7 +73,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     cut = f"pipeline parallelism: {recipe.pipeline.schedule}, {stages}; the counts below are rank 0's"
     report += [cut] if stages else []
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
-    report += _kernels(recipe, world.device)
+    report += [*lines_about(), *_kernels(recipe, world.device)]
     report += advice(recipe.mesh, float8=recipe.float8, degrees=mesh.degrees)
     report += parallelize(
         model,

@@ -95,6 +95,7 @@ def _join(recipe: Recipe) -> World:
         return start(
             recipe.run.device,
             seed=recipe.run.seed,
+            deterministic=recipe.run.deterministic,
             # The watchdog acts first and knows more: torch's 10 minutes on CUDA are less than a first step may take.
             timeout=timedelta(seconds=SLOW_LIMIT + 2 * limit) if limit else None,
             flight_recorder=recipe.run.folder / "flight-recorder-",

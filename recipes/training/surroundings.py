@@ -92,5 +92,6 @@ def environment(*, world_size: int, device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "host": platform.node(),
         "world_size": world_size,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "allocator": allocator_settings() if device.type == "cuda" else None,
     }

@@ -15,7 +15,7 @@ from models.attention import attend as attention_of
 from models.sizes import SIZES
 from parallel.config import AttentionConfig
 from parallel.errors import UserError
-from parallel.kernels import choose_attention, kernel_of_auto
+from parallel.kernels import choose_attention, kernel_of_auto, without_plans
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +173,12 @@ def test_flash3_on_another_gpu_than_hopper_is_refused(
     with pytest.raises(UserError, match=rf"needs a Hopper GPU \(9.0\), and {found}"):
         choose_attention(AttentionConfig("flash3"), device_type="cuda")
     assert current_flash_attention_impl() is None
+
+
+def test_texts_that_grow_have_no_kernel_that_plans_for_every_length() -> None:
+    """What was asked for by name stays."""
+    for backend, inside, after in (("auto", False, True), ("math", False, False), ("cudnn", True, True)):
+        choose_attention(AttentionConfig(backend), device_type="cuda")  # type: ignore[arg-type]
+        with without_plans():
+            assert torch.backends.cuda.cudnn_sdp_enabled() == inside
+        assert torch.backends.cuda.cudnn_sdp_enabled() == after

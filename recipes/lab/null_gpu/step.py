@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 import parallel.mesh
 from models.documents import Documents
 from models.encoder_decoder import EncoderDecoderInputs
+from parallel.determinism import repeat_bits
 from parallel.dist import World, let_segments_grow
 from parallel.mesh import Mesh
 from parallel.messages import Messages
@@ -67,6 +68,7 @@ def main(arguments: list[str]) -> None:
     seen: dict[str, Any] = {"ranks": processes, "micro_batches": count}
     seen["predicted"] = predict(recipe, degrees, context=False).peak
     Path(out).write_text(json.dumps(seen), encoding="utf-8")
+    repeat_bits(recipe.run.deterministic)
     world = alone_of(processes)
     built = build(recipe, world)
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN brings a CUDA runtime of its own, which wants a driver

@@ -28,6 +28,7 @@ SMALLEST = 0.005
 BAR = 30
 """Characters of a bar for the whole."""
 OTHERS = "others"
+EQUAL = "equal   to the bit: attention without cuDNN; what else that costs is not counted"
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def about(recipe: Recipe, world: World, *, number: str = "", timed: bool = True)
         "",
         f"device  {world.gpu.name} with {world.gpu.memory / 1e9:.1f} GB ({world.kind_from})",
         number or f"number  {world.processes:,} in {nodes} ({world.number_from})",
+        *([EQUAL] if recipe.run.deterministic else []),
         *([f"rates   {by}; ranges are {world.rates.spread:.0%} to both sides"] if timed else []),
     ]
     return [part for line in lines for part in wrap(line, COLUMNS, subsequent_indent=" " * 8) or [""]]

@@ -256,6 +256,8 @@ def test_excluded_linears_are_gathered_in_bfloat16() -> None:
         ("A100", (), "flash"),
         ("H100", ("--data.document_mask", "true"), "flash"),  # by lengths
         ("H100", ("--mesh.context", "2", "--mesh.context_by", "gather"), "flash"),
+        ("H100", ("--run.deterministic", "true"), "flash"),
+        ("H100", ("--run.deterministic", "true", "--fsdp.param_dtype", "float32"), "math"),
         ("H100", ("--fsdp.param_dtype", "float32"), "math"),  # of grouped heads
         ("H100", ("--fsdp.param_dtype", "float32", "--model.key_value_heads", "16"), "flash"),
     ],

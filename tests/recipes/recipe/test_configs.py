@@ -36,6 +36,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml")) + BENCHMARKS
 REAL = [path for path in CONFIGS if path not in BENCHMARKS and "_debug" not in path.stem]
 SHIPPED = {
     "smollm3_debug",
+    "smollm3_debug_gpu",
     "smollm3_debug_everything",
     "smollm3_debug_every_axis",
     "smollm3_debug_document_mask",
@@ -84,7 +85,7 @@ def layout(name: str) -> dict[str, int]:
     """The numbers of processes and nodes in the name of a recipe."""
     hardware = re.search(r"_(?:(\d+)x)?(?:(\d+)x?)?h100", name)
     if hardware is None:
-        known = {"smollm3_debug_everything": 4, "smollm3_debug_every_axis": 8}
+        known = {"smollm3_debug_everything": 4, "smollm3_debug_every_axis": 8, "smollm3_debug_gpu": 1}
         return {"processes": 8 if "_long_" in name else known.get(name, 2), "nodes": 1}
     nodes, each = (int(hardware[1]), int(hardware[2])) if hardware[2] else (1, int(hardware[1] or 1))
     return {"processes": nodes * each, "nodes": nodes}
@@ -134,6 +135,13 @@ def test_a_recipe_that_trains_a_real_model_saves_and_validates_it_with_a_tokeniz
         assert "python-stdlib" not in recipe.data.sources
     # The other models of transformers have no fast kernel for it.
     assert recipe.data.document_mask or isinstance(recipe.model, TransformersConfig)
+
+
+def test_the_first_run_on_a_gpu_has_the_steps_and_tokens_of_the_one_on_a_cpu() -> None:
+    recipe, cpu = (load(ROOT / f"configs/{name}.toml") for name in ("smollm3_debug_gpu", "smollm3_debug"))
+    batch = replace(cpu.batch, micro_batch_size=cpu.batch.global_batch_size)
+    run = replace(cpu.run, name=recipe.run.name, device="cuda")
+    assert recipe == replace(cpu, run=run, batch=batch, fsdp=replace(cpu.fsdp, param_dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)

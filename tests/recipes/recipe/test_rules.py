@@ -468,6 +468,23 @@ def test_autotuning_is_accepted_with_compilation() -> None:
     assert not broken_by(Recipe(compile=CompileConfig(enabled=True, autotune=True)))
 
 
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("attention.backend", {"attention": AttentionConfig("cudnn")}),
+        ("attention.backend", {"attention": AttentionConfig("flash3")}),
+        ("compile.autotune", {"compile": CompileConfig(enabled=True, autotune=True)}),
+        ("fsdp.symmetric_memory", {"fsdp": FSDPConfig(symmetric_memory=True)}),
+        ("mesh.overlap_tensor", {"mesh": MeshConfig(tensor=2, overlap_tensor=True), "compile": CompileConfig(True)}),
+    ],
+)
+def test_what_does_not_repeat_its_bits_is_refused_by_name(key: str, changes: dict[str, Any]) -> None:
+    assert not broken_by(Recipe(**changes))
+    assert "run.deterministic" in the_rule(Recipe(run=RunConfig(deterministic=True), **changes), key)
+    kept = {"attention": AttentionConfig("flash"), "compile": CompileConfig(True), "mesh": MeshConfig(tensor=2)}
+    assert not broken_by(Recipe(run=RunConfig(deterministic=True), **kept))  # type: ignore[arg-type]
+
+
 def test_autotuning_is_refused_without_compilation() -> None:
     assert "write false, or enabled = true" in the_rule(
         Recipe(compile=CompileConfig(autotune=True)), "compile.autotune"

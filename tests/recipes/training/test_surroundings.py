@@ -24,6 +24,7 @@ def test_environment_names_the_commit_the_packages_and_the_machine() -> None:
         "device",
         "host",
         "world_size",
+        "deterministic",
         "allocator",
     ]
     assert list(found["packages"]) == list(PACKAGES)
