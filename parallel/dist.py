@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -11,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -301,9 +302,25 @@ def lost_a_peer(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def flight_record() -> bytes:
+def communication_backend(device_type: str) -> str:
+    """The class that sends tensors of this device; "" without a group. torch 2.15 calls another one "nccl"."""
+    if (world := dist.group.WORLD) is None:
+        return ""
+    backend = world._get_backend(torch.device(device_type))
+    return type(getattr(backend, "wrapped_pg", backend)).__name__  # wrapped for TORCH_DISTRIBUTED_DEBUG=DETAIL
+
+
+def flight_record(*, stacks: bool = True) -> bytes:
     """The last CUDA collectives of this process, for `torchfrtrace`. Does not wait for the device or other ranks."""
-    return torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]  # in CUDA builds
+    c10d: Any = torch._C._distributed_c10d
+    if communication_backend("cuda") == "ProcessGroupNCCL2":  # has a record of its own
+        return cast(bytes, c10d._dump_fr_trace(includeStackTraces=stacks, backend="nccl2"))
+    return cast(bytes, c10d._dump_nccl_trace(includeStackTraces=stacks))  # in CUDA builds
+
+
+def recorded_collectives() -> int:
+    """How many collectives flight_record() has. 0 after some means that a hang would leave nothing to read."""
+    return len(pickle.loads(flight_record(stacks=False)).get("entries", ()))
 
 
 def _switch_flight_recorder_on(file: Path) -> None:
