@@ -67,8 +67,8 @@ def run_graphs_without_generating_code(graphs: list[Counter[str]]) -> library.Li
 
     Returns what must be kept until the last graph has run.
 
-    A CPU build of torch has no NCCL, without which Inductor overlaps nothing, and its fused operators have an
-    implementation (a gather, then a product) for shapes only.
+    A CPU build of torch has no NCCL, and a CPU no symmetric memory, without which Inductor overlaps nothing, and its
+    fused operators have an implementation (a gather, then a product) for shapes only.
     """
     import torch._inductor.compile_fx as inductor
     import torch.distributed._symmetric_memory as fused
@@ -97,7 +97,7 @@ def run_graphs_without_generating_code(graphs: list[Counter[str]]) -> library.Li
 
     inductor.fx_codegen_and_compile = change_only
     torch._inductor.config.fx_graph_cache = False
-    dist.is_nccl_available = lambda: True
+    dist.is_nccl_available = fused.is_symm_mem_enabled_for_group = lambda *_: True
     implementations = library.Library("symm_mem", "IMPL")
     for product in ("matmul", "scaled_matmul"):
         for name in (f"fused_all_gather_{product}", f"fused_{product}_reduce_scatter"):
