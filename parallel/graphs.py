@@ -11,15 +11,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 VIEWS = (aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-OF_CASTS = (
-    *VIEWS,
-    *(aten.abs.default, aten.max.default, aten.amax.default, aten.clamp_min.default, aten.clamp_max.default),
-    *(aten.clamp.default, aten.reciprocal.default, aten.mul.Tensor, aten.div.Tensor),
-    prims.convert_element_type.default,
-)
-"""Operators that torchao's casts to float8 are made of."""
+OF_SCALES = (*VIEWS, aten.abs.default, aten.max.default, aten.amax.default, aten.clamp_min.default)
+OF_SCALES += (aten.reciprocal.default, aten.mul.Tensor, torch.ops.prims.convert_element_type.default)
+"""Operators with which torchao computes the scale of an operand in float8."""
 PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
 
 
@@ -42,7 +38,7 @@ class ChooseWhatIsKept(GraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Mark what must or must not be kept; torch minimizes the bytes of everything else."""
-        _merge_equal_casts(graph)
+        _merge_scales(graph)
         _keep_sums(graph)
         _recompute_copies_of_weights(graph)
 
@@ -76,19 +72,17 @@ def _keep_sums(graph: Graph) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def _merge_equal_casts(graph: Graph) -> None:
-    """Let the backward pass use the casts to float8 of the forward pass, and their scales, where it asks for equal ones.
+def _merge_scales(graph: Graph) -> None:
+    """Read an operand once for its largest magnitude: both passes need its scale for their casts to float8.
 
-    torch did so itself up to 2.13. Since 2.14, min_cut_rematerialization_partition() keeps apart what the forward pass
-    alone uses, and the backward pass would read all of an operand again for its largest magnitude.
+    From torch 2.14, min_cut_rematerialization_partition() keeps apart what the forward pass alone uses.
     """
     first: dict[Any, Node] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or node.target not in OF_CASTS or _is_output(node):
-            continue
-        kept = first.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
-        if kept is not node:
-            node.replace_all_uses_with(kept)
+        if node.target in OF_SCALES and not any(user.op == "output" for user in node.users):
+            kept = first.setdefault((node.target, repr(node.args)), node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
 
 
 def _recompute_copies_of_weights(graph: Graph) -> None:
@@ -105,10 +99,6 @@ def _recompute_copies_of_weights(graph: Graph) -> None:
         elif node.all_input_nodes and of_weights.issuperset(node.all_input_nodes):
             of_weights.add(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-
-
-def _is_output(node: Node) -> bool:
-    return any(user.op == "output" for user in node.users)
 
 
 def _is_float8(node: Node) -> bool:

@@ -52,44 +52,6 @@ def choose_attention(
     return [] if backend == "auto" else [f"attention: {backend} kernels only"]
 
 
-def _kernel_of_auto(config: ModelConfig, *, dtype: torch.dtype, length: int, masked: bool, device: torch.device) -> str:
-    few = min(length, 128)  # enough to decide
-    query, key = (
-        torch.empty(1, heads, few, config.head_width, dtype=dtype, device=device, requires_grad=True)
-        for heads in (config.heads, config.key_value_heads)
-    )
-    if masked and has_kernel_for_lengths(query):
-        from models.varlen import attention_by_lengths
-
-        query, key = (one[:, :, :1].expand(-1, -1, length, -1) for one in (query, key))  # without memory
-        with _KernelForLengths() as chosen:
-            attention_by_lengths(query, key, key, Lengths(torch.tensor([0, length], dtype=torch.int32, device=device)))
-        return chosen.name
-    mask = torch.ones(few, few, dtype=torch.bool, device=device) if masked else None
-    grouped = config.heads != config.key_value_heads
-    number = torch._fused_sdp_choice(query, key, key, attn_mask=mask, is_causal=not masked, enable_gqa=grouped)
-    return _name_of(number)
-
-
-def _name_of(backend: int) -> str:
-    return torch.nn.attention.SDPBackend(backend).name.removesuffix("_ATTENTION").lower()
-
-
-class _KernelForLengths(TorchDispatchMode):
-    """Inside, attention of rows of several lengths is not computed; `name` is the kernel that would have been."""
-
-    name = "flash"
-    """The only one for causal attention up to torch 2.14, whose operator is not told."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not torch.ops.torch_attn._varlen_attn.default:
-            return function(*args, **(kwargs or {}))
-        told = dict(zip((one.name for one in function._schema.arguments), args, strict=False))  # without defaults
-        if "backend" in told:
-            self.name = _name_of(told["backend"])
-        return args[0].new_empty(1).expand_as(args[0]), args[0].new_empty(1), args[0].new_empty(1)
-
-
 def kernel_of_auto(
     config: ModelConfig, *, dtype: torch.dtype, tokens: tuple[int, int], masked: bool, device: torch.device
 ) -> tuple[str, str]:
@@ -98,9 +60,19 @@ def kernel_of_auto(
     tokens: those of a micro-batch, (B, T). masked: whether attention stays inside documents, or is of parts of rows.
     """
     rows, length = tokens
-    kernel = _kernel_of_auto(config, dtype=dtype, length=length, masked=masked, device=device)
-    if masked and dtype != torch.float32:
+    few = min(length, 128)  # enough to decide
+    query, key = (
+        torch.empty(1, heads, few, config.head_width, dtype=dtype, device=device, requires_grad=True)
+        for heads in (config.heads, config.key_value_heads)
+    )
+    if masked and has_kernel_for_lengths(query):
+        kernel = _kernel_for_lengths(*(one[:, :, :1].expand(-1, -1, length, -1) for one in (query, key)))  # no memory
         return kernel, f"attention: {kernel} kernels for rows of several lengths"
+    mask = torch.ones(few, few, dtype=torch.bool, device=device) if masked else None
+    grouped = config.heads != config.key_value_heads
+    kernel = _name_of(
+        torch._fused_sdp_choice(query, key, key, attn_mask=mask, is_causal=not masked, enable_gqa=grouped)
+    )
     if kernel != "math":
         windows = ", flash kernels in windows" if config.window and dtype != torch.float32 else ""
         return kernel, f"attention: {kernel} kernels, as torch chooses{windows}"
@@ -109,6 +81,33 @@ def kernel_of_auto(
         f"attention: WARNING: torch has only math kernels for {str(dtype).removeprefix('torch.')} and these heads,"
         f" which write all scores: {scores / 1e9:.3g} GB in each block, several times; bfloat16 has others"
     )
+
+
+def _name_of(backend: int) -> str:
+    return torch.nn.attention.SDPBackend(backend).name.removesuffix("_ATTENTION").lower()
+
+
+def _kernel_for_lengths(query: Tensor, key: Tensor) -> str:
+    from models.varlen import attention_by_lengths
+
+    lengths = torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)
+    with _NotComputed() as attention:
+        attention_by_lengths(query, key, key, Lengths(lengths))
+    return attention.kernel
+
+
+class _NotComputed(TorchDispatchMode):
+    """Inside, attention by lengths only says which kernel it would take."""
+
+    kernel = "flash"
+    """The only one for causal attention up to torch 2.14, whose operator is not told."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.ops.torch_attn._varlen_attn.default:
+            return function(*args, **(kwargs or {}))
+        told = dict(zip((one.name for one in function._schema.arguments), args, strict=False))  # without defaults
+        self.kernel = _name_of(told["backend"]) if "backend" in told else "flash"
+        return args[0].new_empty(1).expand_as(args[0]), args[0].new_empty(1), args[0].new_empty(1)
 
 
 def _use_flash3(asked: bool) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel.dist import World, allocator_settings, communication_backend, recorded_collectives
+from parallel.dist import World, allocator_settings, communication_backend, records_collectives
 from parallel.mesh import Mesh
 from recipes.files.layout import PROFILE
 from recipes.files.version import commit, of_package
@@ -44,7 +44,7 @@ def environment_of(process: Process, mesh: Mesh, *, attention: str) -> dict[str,
     found = measure_axes(world, mesh)
     for line in summary(found, world):
         process.console.log(line)
-    if world.device.type == "cuda" and not recorded_collectives():
+    if world.device.type == "cuda" and not records_collectives():
         process.console.log(f"warning: {NO_RECORD}")
     return about | {"preflight": found}
 

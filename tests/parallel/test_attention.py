@@ -61,6 +61,12 @@ def test_the_log_names_a_backend_that_is_not_the_default(backend: str, lines: li
     assert choose_attention(AttentionConfig(backend), device_type="cpu") == lines  # type: ignore[arg-type]
 
 
+def test_cudnn_is_not_taken_for_rows_of_several_lengths() -> None:
+    for masked in (True, False):
+        choose_attention(AttentionConfig(), device_type="cuda", masked=masked)
+        assert torch.backends.cuda.cudnn_sdp_enabled() != masked
+
+
 def test_kernels_give_nearly_equal_but_not_identical_results() -> None:
     auto, math, flash = (attend(backend)[0] for backend in ("auto", "math", "flash"))
     assert torch.equal(auto, flash)

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 import parallel.mesh
 from models.documents import Documents
 from models.encoder_decoder import EncoderDecoderInputs
-from parallel.dist import World, communication_backend, let_segments_grow, recorded_collectives
+from parallel.dist import World, communication_backend, let_segments_grow, records_collectives
 from parallel.mesh import Mesh
 from parallel.messages import Messages
 from parallel.nodes import arrange
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN brings a CUDA runtime of its own, which wants a driver
     seen |= stepped(stub, recipe, built, world, count)
     seen |= {"attention": built.attention, "communication": communication_backend("cuda")}
-    if not recorded_collectives():
+    if not records_collectives():
         raise RuntimeError(NO_RECORD)
     axes = {axis: group for axis, group in groups_of(built.mesh).items() if group.size() > 1}
     seen["communicators"] = len(read_log(log.read_text().splitlines()).sizes)
