@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -310,9 +310,24 @@ def lost_a_peer(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
+def communication_backend(device_type: str) -> str:
+    """The class that sends tensors of this device; "" without a group. torch 2.15 calls another one "nccl"."""
+    if (world := dist.group.WORLD) is None:
+        return ""
+    backend = world._get_backend(torch.device(device_type))
+    return type(getattr(backend, "wrapped_pg", backend)).__name__  # wrapped for TORCH_DISTRIBUTED_DEBUG=DETAIL
+
+
 def flight_record() -> bytes:
     """The last CUDA collectives of this process, for `torchfrtrace`. Does not wait for the device or other ranks."""
-    return torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]  # in CUDA builds
+    c10d: Any = torch._C._distributed_c10d
+    has_own = communication_backend("cuda") == "ProcessGroupNCCL2"
+    return c10d._dump_fr_trace(backend="nccl2") if has_own else c10d._dump_nccl_trace()  # type: ignore[no-any-return]
+
+
+def records_collectives() -> bool:
+    """Whether flight_record() has any. If not after some, a hang would leave nothing to read."""
+    return b"profiling_name" in flight_record()
 
 
 def _switch_flight_recorder_on(file: Path) -> None:

@@ -13,6 +13,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 aten = torch.ops.aten
 VIEWS = (aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+OF_SCALES = (*VIEWS, aten.abs.default, aten.max.default, aten.amax.default, aten.clamp_min.default)
+OF_SCALES += (aten.reciprocal.default, aten.mul.Tensor, torch.ops.prims.convert_element_type.default)
+"""Operators with which torchao computes the scale of an operand in float8."""
 PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
 
 
@@ -35,6 +38,7 @@ class ChooseWhatIsKept(GraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Mark what must or must not be kept; torch minimizes the bytes of everything else."""
+        _merge_scales(graph)
         _keep_sums(graph)
         _recompute_copies_of_weights(graph)
 
@@ -66,6 +70,19 @@ def _keep_sums(graph: Graph) -> None:
         free = (None, CheckpointPolicy.MUST_SAVE)
         if any(product.target in PRODUCTS and product.meta.get("recompute") in free for product in products):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _merge_scales(graph: Graph) -> None:
+    """Read an operand once for its largest magnitude: both passes need its scale for their casts to float8.
+
+    From torch 2.14, min_cut_rematerialization_partition() keeps apart what the forward pass alone uses.
+    """
+    first: dict[Any, Node] = {}
+    for node in graph.nodes:
+        if node.target in OF_SCALES and not any(user.op == "output" for user in node.users):
+            kept = first.setdefault((node.target, repr(node.args)), node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
 
 
 def _recompute_copies_of_weights(graph: Graph) -> None:

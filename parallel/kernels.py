@@ -12,8 +12,10 @@ import torch
 import torch.nn.attention
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.config import ModelConfig
+from models.documents import Lengths, has_kernel_for_lengths
 from models.interface import blocks_of, interface_of
 from models.loss import Kernels, overwrite_by_exponentials, sum_exponentials
 from parallel.config import AttentionConfig, CompileConfig
@@ -23,8 +25,10 @@ UNTIMED = {"triton.autotune_pointwise": False}
 """Options of torch.compile: take the first configuration of a kernel without reductions."""
 
 
-def choose_attention(config: AttentionConfig, *, device_type: str, dtype: torch.dtype = torch.bfloat16) -> list[str]:
-    """Restrict scaled_dot_product_attention in this process to one backend. Returns lines for the log.
+def choose_attention(
+    config: AttentionConfig, *, device_type: str, dtype: torch.dtype = torch.bfloat16, masked: bool = False
+) -> list[str]:
+    """Restrict attention in this process to one backend. Returns lines for the log. masked: as of kernel_of_auto().
 
     If that backend cannot compute what the model needs, torch raises "No available kernel" instead of using another.
     Raises UserError for a backend that the device or the installation does not have, or has not for this dtype.
@@ -42,9 +46,11 @@ def choose_attention(config: AttentionConfig, *, device_type: str, dtype: torch.
     torch.backends.cuda.enable_flash_sdp(backend in ("auto", "flash", "flash3"))
     # Not offered as a choice: up to torch 2.13 it does not support grouped queries, which SmolLM3 and Llama 3 use.
     torch.backends.cuda.enable_mem_efficient_sdp(backend == "auto")
-    # Its backward pass is not deterministic, which attention by lengths does not ask (torch 2.15).
-    repeats = torch.are_deterministic_algorithms_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(backend in ("auto", "cudnn") and not repeats)
+    # cuDNN's backward pass is not deterministic, which attention by lengths does not ask. For rows of several lengths,
+    # which torch 2.15 gives it on SM90 and SM100, one user of a GH200 has 60 k tokens/s instead of 280 k (pytorch
+    # #187770): flash, as before, until that is measured here.
+    by_choice = not masked and not torch.are_deterministic_algorithms_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(backend == "cudnn" or (backend == "auto" and by_choice))
     torch.backends.cuda.enable_math_sdp(backend in ("auto", "math"))
     return [] if backend == "auto" else [f"attention: {backend} kernels only"]
 
@@ -66,31 +72,60 @@ def without_plans() -> Iterator[None]:
 
 def kernel_of_auto(
     config: ModelConfig, *, dtype: torch.dtype, tokens: tuple[int, int], masked: bool, device: torch.device
-) -> str:
-    """A line for the log: what torch chooses on this GPU for attention.backend = "auto".
+) -> tuple[str, str]:
+    """What torch says it chooses on this device for attention.backend = "auto", and a line for the log.
 
     tokens: those of a micro-batch, (B, T). masked: whether attention stays inside documents, or is of parts of rows.
     """
-    if masked and dtype != torch.float32:
-        return "attention: flash kernels for rows of several lengths"
     rows, length = tokens
     few = min(length, 128)  # enough to decide
     query, key = (
         torch.empty(1, heads, few, config.head_width, dtype=dtype, device=device, requires_grad=True)
         for heads in (config.heads, config.key_value_heads)
     )
+    if masked and has_kernel_for_lengths(query):
+        kernel = _kernel_for_lengths(*(one[:, :, :1].expand(-1, -1, length, -1) for one in (query, key)))  # no memory
+        return kernel, f"attention: {kernel} kernels for rows of several lengths"
     mask = torch.ones(few, few, dtype=torch.bool, device=device) if masked else None
     grouped = config.heads != config.key_value_heads
-    number = torch._fused_sdp_choice(query, key, key, attn_mask=mask, is_causal=not masked, enable_gqa=grouped)
-    kernel = torch.nn.attention.SDPBackend(number)
-    if kernel != torch.nn.attention.SDPBackend.MATH:
+    kernel = _name_of(
+        torch._fused_sdp_choice(query, key, key, attn_mask=mask, is_causal=not masked, enable_gqa=grouped)
+    )
+    if kernel != "math":
         windows = ", flash kernels in windows" if config.window and dtype != torch.float32 else ""
-        return f"attention: {kernel.name.removesuffix('_ATTENTION').lower()} kernels, as torch chooses{windows}"
+        return kernel, f"attention: {kernel} kernels, as torch chooses{windows}"
     scores = rows * config.heads * length**2 * dtype.itemsize
-    return (
+    return kernel, (
         f"attention: WARNING: torch has only math kernels for {str(dtype).removeprefix('torch.')} and these heads,"
         f" which write all scores: {scores / 1e9:.3g} GB in each block, several times; bfloat16 has others"
     )
+
+
+def _name_of(backend: int) -> str:
+    return torch.nn.attention.SDPBackend(backend).name.removesuffix("_ATTENTION").lower()
+
+
+def _kernel_for_lengths(query: Tensor, key: Tensor) -> str:
+    from models.varlen import attention_by_lengths
+
+    lengths = torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)
+    with _NotComputed() as attention:
+        attention_by_lengths(query, key, key, Lengths(lengths))
+    return attention.kernel
+
+
+class _NotComputed(TorchDispatchMode):
+    """Inside, attention by lengths only says which kernel it would take."""
+
+    kernel = "flash"
+    """The only one for causal attention up to torch 2.14, whose operator is not told."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.ops.torch_attn._varlen_attn.default:
+            return function(*args, **(kwargs or {}))
+        told = dict(zip((one.name for one in function._schema.arguments), args, strict=False))  # without defaults
+        self.kernel = _name_of(told["backend"]) if "backend" in told else "flash"
+        return args[0].new_empty(1).expand_as(args[0]), args[0].new_empty(1), args[0].new_empty(1)
 
 
 def _use_flash3(asked: bool) -> None:
@@ -138,6 +173,8 @@ def compile_blocks(
         )
     if device_type == "cpu":
         _require_paths_for_a_compiler()
+    # a * b + c is rounded once, as in every number measured here; Triton 3.10 will round twice unless it is told.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     blocks = blocks_of(model)
     if len(interface_of(model).stacks) > 1:
         # Blocks of encoder and decoder, and T5's first of each, share a forward() that is compiled for every kind of

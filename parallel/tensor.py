@@ -69,6 +69,8 @@ def _cut_block(
     block: nn.Module, axis: DeviceMesh, inside: BlockInterface, float8_gathers: bool, moving: Callable[[Move], Move]
 ) -> int:
     """Cut a block's parts and what they read and return. Returns how many of them gather float8."""
+    # FSDP sums gradients of norms over the group in float32, but up to torch 2.14 in bfloat16 where a step has a single
+    # micro-batch (pytorch #190626): nothing public changes that, and they have been rounded once before.
     # Blocks of transformers may add what a norm returns to the residual stream, which is no DTensor.
     plan: dict[str, ParallelStyle] = dict.fromkeys(inside.norms, SequenceParallel(use_local_output=inside.whole_rows))
     plan |= dict.fromkeys(inside.post_norms, SequenceParallel(use_local_output=True))

@@ -13,7 +13,7 @@ from models.config import ModelConfig
 from models.decoder import build_model
 from models.interface import interface_of
 from parallel.determinism import lines_about
-from parallel.dist import World, allocator_settings, on_all
+from parallel.dist import World, allocator_settings, communication_backend, on_all
 from parallel.errors import UserError
 from parallel.fsdp import compute_with_whole_shards, materialize, without_idle_resharding
 from parallel.kernels import choose_attention, kernel_of_auto
@@ -46,6 +46,8 @@ class Built:
     """Role -> the parameters that have it; empty unless the recipe asks for their gradient norms."""
     balance: "Balance | None"
     """Keeps the loads of experts equal; None for a model without experts."""
+    attention: str
+    """The kernel of the decoder's attention: as in the recipe, or what torch chooses."""
     # The next two are as in the recipe.
     grad_clip: float
     float8_all_gather: bool
@@ -72,8 +74,10 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     report += placement(mesh.degrees, world.nodes)
     cut = f"pipeline parallelism: {recipe.pipeline.schedule}, {stages}; the counts below are rank 0's"
     report += [cut] if stages else []
-    report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
-    report += [*lines_about(), *_kernels(recipe, world.device)]
+    if world.device.type == "cuda":
+        report += [f"GPU memory: {allocator_settings()}", f"messages: {communication_backend('cuda')}"]
+    attention, lines = _kernels(recipe, world.device)
+    report += [*lines_about(), *lines]
     report += advice(recipe.mesh, float8=recipe.float8, degrees=mesh.degrees)
     report += parallelize(
         model,
@@ -106,6 +110,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         parameters=tuple(model.parameters()),
         roles=_roles(model, recipe.model if stages else None) if recipe.metrics.grad_norms else {},
         balance=_balance(recipe, model, mesh),
+        attention=attention,
         grad_clip=recipe.optimizer.grad_clip,
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
@@ -151,18 +156,21 @@ def _balance(recipe: Recipe, model: nn.Module, mesh: Mesh) -> "Balance | None":
     return Balance(model, mesh, recipe.experts, whole=recipe.model)
 
 
-def _kernels(recipe: Recipe, device: torch.device) -> list[str]:
+def _kernels(recipe: Recipe, device: torch.device) -> tuple[str, list[str]]:
+    """Built.attention, and lines for the log."""
     model, batch, dtype = recipe.model, recipe.batch, getattr(torch, recipe.fsdp.param_dtype)
-    lines = choose_attention(recipe.attention, device_type=device.type, dtype=dtype)
+    masked = recipe.data.document_mask or recipe.data.has_pairs or recipe.mesh.gathers_tokens
+    kernel: str = recipe.attention.backend
+    lines = choose_attention(recipe.attention, device_type=device.type, dtype=dtype, masked=masked)
     # A bias of positions, which an encoder-decoder model adds, has kernels of its own.
-    if device.type == "cuda" and recipe.attention.backend == "auto" and not model.is_encoder_decoder:
-        masked = recipe.data.document_mask or recipe.data.has_pairs or recipe.mesh.gathers_tokens
+    if kernel == "auto" and not model.is_encoder_decoder:
         tokens = batch.micro_batch_size, batch.sequence_length
-        lines.append(kernel_of_auto(model, dtype=dtype, tokens=tokens, masked=masked, device=device))
+        kernel, line = kernel_of_auto(model, dtype=dtype, tokens=tokens, masked=masked, device=device)
+        lines += [line] if device.type == "cuda" else []
     if device.type == "cuda" and model.experts and dtype == torch.float32:
         slow = "warning: on GPUs, experts in float32 are computed one after the other (torch's grouped products)"
         lines.append(f'{slow}; write fsdp.param_dtype = "bfloat16"')
-    return lines
+    return kernel, lines
 
 
 def _roles(model: nn.Module, whole: ModelConfig | None) -> dict[str, tuple[nn.Parameter, ...]]:

@@ -175,7 +175,7 @@ def _build_stage(
     # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
     interruption = after.interruption if after else Interruption()
     if lock:
-        _claim_folder(loaded.recipe, process, built.mesh, lock, begin)
+        _claim_folder(loaded.recipe, process, built, lock, begin)
     if clock.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
         loader.list_bad_rows_in(recipe.run.folder)
     guard = _guard(recipe, world, built, progress)
@@ -243,9 +243,9 @@ def _mesh_of(recipe: Recipe, world: World, after: Kept | None) -> Mesh | None:
     return after.mesh if after and after.mesh.degrees == degrees else None
 
 
-def _claim_folder(recipe: Recipe, process: Process, mesh: Mesh, lock: FolderLock, begin: Beginning) -> None:
+def _claim_folder(recipe: Recipe, process: Process, built: Built, lock: FolderLock, begin: Beginning) -> None:
     world, console, done = process.world, process.console, process.clock.step
-    about = surroundings.environment_of(process, mesh)
+    about = surroundings.environment_of(process, built.mesh, attention=built.attention)
     for note in on_main(world, lambda: claim_run_folder(recipe, done=done, environment=about, lock=lock)):
         console.log(note)
     console.open_log(recipe.run.folder / LOG_FILE)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel.dist import World, allocator_settings
+from parallel.dist import World, allocator_settings, communication_backend, records_collectives
 from parallel.mesh import Mesh
 from recipes.files.layout import PROFILE
 from recipes.files.version import commit, of_package
@@ -30,12 +30,13 @@ def predicted_memory(recipe: Recipe, mesh: Mesh, device: torch.device) -> list[s
     return summary(predict(recipe, mesh.degrees), torch.cuda.get_device_properties(device).total_memory)
 
 
-def environment_of(process: Process, mesh: Mesh) -> dict[str, Any]:
+def environment_of(process: Process, mesh: Mesh, *, attention: str) -> dict[str, Any]:
     """What environment.json records, on rank 0, which writes it; with several processes, also the speed of what
-    connects them."""
+    connects them. attention: its kernel."""
     world = process.world
     # git looks at every file of the checkout, which may be on a file system that all nodes share.
     about = environment(world_size=world.size, device=world.device) if world.is_main else {}
+    about |= {"attention": attention}
     if world.size == 1:
         return about
     from recipes.cluster.links import measure_axes, summary
@@ -43,6 +44,8 @@ def environment_of(process: Process, mesh: Mesh) -> dict[str, Any]:
     found = measure_axes(world, mesh)
     for line in summary(found, world):
         process.console.log(line)
+    if world.device.type == "cuda" and not records_collectives():
+        process.console.log(f"warning: {NO_RECORD}")
     return about | {"preflight": found}
 
 
@@ -79,6 +82,7 @@ def sampler_of(recipe: Recipe, process: Process, built: "Built") -> "CastSampler
     )
 
 
+NO_RECORD = "torch has recorded none of the collectives so far, and hang/nccl-RANK would be as empty"
 PACKAGES = ("torch", "torchao", "datasets", "tokenizers", "safetensors", "numpy", "wandb")
 
 
@@ -94,4 +98,5 @@ def environment(*, world_size: int, device: torch.device) -> dict[str, Any]:
         "world_size": world_size,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "allocator": allocator_settings() if device.type == "cuda" else None,
+        "communication": communication_backend(device.type),
     }

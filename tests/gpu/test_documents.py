@@ -31,7 +31,7 @@ TOLERANCE = 2e-2  # relative norm, between different kernels in bfloat16
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """For documents: torch's own kernels, then those of FlashAttention 3 where it is installed."""
     try:
-        choose_attention(AttentionConfig(request.param), device_type="cuda")
+        choose_attention(AttentionConfig(request.param), device_type="cuda", masked=True)
     except UserError as error:
         pytest.skip(str(error))
     torch.backends.cuda.enable_math_sdp(True)  # for the mask

@@ -61,6 +61,12 @@ def test_the_log_names_a_backend_that_is_not_the_default(backend: str, lines: li
     assert choose_attention(AttentionConfig(backend), device_type="cpu") == lines  # type: ignore[arg-type]
 
 
+def test_cudnn_is_not_taken_for_rows_of_several_lengths() -> None:
+    for masked in (True, False):
+        choose_attention(AttentionConfig(), device_type="cuda", masked=masked)
+        assert torch.backends.cuda.cudnn_sdp_enabled() != masked
+
+
 def test_kernels_give_nearly_equal_but_not_identical_results() -> None:
     auto, math, flash = (attend(backend)[0] for backend in ("auto", "math", "flash"))
     assert torch.equal(auto, flash)
@@ -80,12 +86,12 @@ def test_the_log_names_the_kernel_that_torch_chooses_and_warns_of_one_that_write
     model = SIZES["smollm3_3b"]
     how = {"tokens": (2, 8192), "device": torch.device("cpu")}
     assert kernel_of_auto(model, dtype=torch.float32, masked=False, **how) == (
-        "attention: flash kernels, as torch chooses"
+        "flash",
+        "attention: flash kernels, as torch chooses",
     )
-    lengths = kernel_of_auto(model, dtype=torch.bfloat16, masked=True, **how)
-    assert lengths == "attention: flash kernels for rows of several lengths"
     choose_attention(AttentionConfig("math"), device_type="cpu")
-    scores = kernel_of_auto(model, dtype=torch.float32, masked=False, **how)
+    kernel, scores = kernel_of_auto(model, dtype=torch.float32, masked=False, **how)
+    assert kernel == "math"
     assert "WARNING: torch has only math kernels for float32 and these heads" in scores
     assert f"{2 * 16 * 8192**2 * 4 / 1e9:.3g} GB in each block" in scores
 

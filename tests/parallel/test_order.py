@@ -171,7 +171,7 @@ def attention_flops(query, key, value, *args, out_shape=None, **kwargs) -> int:
     return 2 * 2 * math.prod(query) * key[-2]
 
 
-# torch counts the matrix products by itself, but not the CPU's attention kernel.
+# torch counts the matrix products by itself, but not the CPU's attention kernel: before 2.15, in neither pass.
 CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
 
 
@@ -192,7 +192,8 @@ def test_checkpointing_costs_the_backward_flops_that_it_says(alone) -> None:
     tokens = 64
     attention = 2 * 2 * DEBUG.layers * DEBUG.heads * DEBUG.head_width * tokens * tokens
     assert none[0] == selective[0] == full[0] == 2 * tokens * DEBUG.matmul_params() + attention
-    assert none[1] == selective[1] == 2 * 2 * tokens * DEBUG.matmul_params()
+    counted = 2.5 * attention if torch.__version__ >= "2.15" else 0  # five products instead of two
+    assert none[1] == selective[1] == 2 * 2 * tokens * DEBUG.matmul_params() + counted
     # Recomputation stops before a block's last product, because nothing needs its output.
     lm_head = 2 * tokens * DEBUG.vocabulary * DEBUG.width
     last_products = 2 * tokens * DEBUG.layers * DEBUG.feed_forward_width * DEBUG.width

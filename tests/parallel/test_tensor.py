@@ -19,12 +19,14 @@ from models.attention import rope_tables
 from models.decoder import Decoder
 from models.loss import EAGER, IGNORED, Kernels, SummedLoss, cross_entropy_sum
 from models.sizes import SIZES
-from parallel.config import CompileConfig, Float8Config
+from parallel.config import CompileConfig, Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
+from parallel.fsdp import expect_micro_batch, units_of
 from parallel.kernels import compile_blocks, compiled_loss_kernels
 from parallel.order import to_float8
 from parallel.tensor import VocabularyParallelLoss, split_over
+from tests.build import build_model
 from tests.compiling import compiling_in_turn
 from tests.processes import run_processes
 
@@ -67,8 +69,8 @@ def run_graphs_without_generating_code(graphs: list[Counter[str]]) -> library.Li
 
     Returns what must be kept until the last graph has run.
 
-    A CPU build of torch has no NCCL, without which Inductor overlaps nothing, and its fused operators have an
-    implementation (a gather, then a product) for shapes only.
+    A CPU build of torch has no NCCL, and a CPU no symmetric memory, without which Inductor overlaps nothing, and its
+    fused operators have an implementation (a gather, then a product) for shapes only.
     """
     import torch._inductor.compile_fx as inductor
     import torch.distributed._symmetric_memory as fused
@@ -97,7 +99,7 @@ def run_graphs_without_generating_code(graphs: list[Counter[str]]) -> library.Li
 
     inductor.fx_codegen_and_compile = change_only
     torch._inductor.config.fx_graph_cache = False
-    dist.is_nccl_available = lambda: True
+    dist.is_nccl_available = fused.is_symm_mem_enabled_for_group = lambda *_: True
     implementations = library.Library("symm_mem", "IMPL")
     for product in ("matmul", "scaled_matmul"):
         for name in (f"fused_all_gather_{product}", f"fused_{product}_reduce_scatter"):
@@ -201,6 +203,39 @@ class LargestOfFloat32(TorchDispatchMode):
         if isinstance(output, Tensor) and output.dtype == torch.float32:
             self.largest = max(self.largest, output.numel())
         return output
+
+
+class Sums(TorchDispatchMode):
+    """Remembers the types of what is summed over a tensor group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is torch.ops._c10d_functional.all_reduce.default:
+            self.types.add(args[0].dtype)
+        return operator(*args, **(kwargs or {}))
+
+
+def types_of_sums(micro_batches: int) -> set[torch.dtype]:
+    start("cpu", seed=0)
+    model, _ = build_model(MODEL, mesh=MeshConfig(tensor=2), fsdp=FSDPConfig(param_dtype="bfloat16"))
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    with Sums() as sums:
+        for number in range(micro_batches):
+            expect_micro_batch(units_of(model), is_last=number == micro_batches - 1, reshards=True)
+            model(tokens, tokens).backward()
+    stop()
+    return sums.types
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_of_norms_are_summed_in_float32(micro_batches: int) -> None:
+    """Up to torch 2.14, FSDP adds up the first gradient of a step in the dtype in which it was computed."""
+    rounds = torch.__version__ < "2.15" and micro_batches == 1
+    expected = torch.bfloat16 if rounds else torch.float32
+    assert run_processes(2, types_of_sums, micro_batches) == [{expected}] * 2
 
 
 class Gathers(TorchDispatchMode):

@@ -26,9 +26,10 @@ from models.config import ModelConfig
 from models.documents import Lengths
 from models.loss import EAGER, Kernels, cross_entropy_sum
 from models.sizes import SIZES
+from parallel.config import AttentionConfig
 from parallel.dist import let_segments_grow
 from parallel.errors import UserError
-from parallel.kernels import compiled_loss_kernels
+from parallel.kernels import choose_attention, compiled_loss_kernels
 from recipes.lab.bench.gpu_plan import GROUPS
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.metrics.breakdown import ATTENTION_NAMES
@@ -300,6 +301,7 @@ def loss(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int)
 
 def documents(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
     """Attention inside documents of equal lengths, forward and backward. tflops: as in attention()."""
+    choose_attention(AttentionConfig(), device_type=device.type, masked=True)  # the kernel of a run
     query, key, value = _heads(model, tokens, device)
     gradient = torch.randn_like(query)
     for count in (1, 4, 16):

@@ -73,7 +73,7 @@ def pretend_h100() -> None:
 def _triton() -> str:
     """The Triton release that belongs to the installed torch."""
     minor = ".".join(torch.__version__.split(".")[:2])
-    return {"2.11": "3.6.0", "2.12": "3.7.0"}.get(minor, "3.7.1")
+    return {"2.11": "3.6.0", "2.12": "3.7.0", "2.14": "3.8.0", "2.15": "3.9.0"}.get(minor, "3.7.1")
 
 
 def _install_guard() -> None:

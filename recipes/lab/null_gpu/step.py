@@ -28,7 +28,7 @@ import parallel.mesh
 from models.documents import Documents
 from models.encoder_decoder import EncoderDecoderInputs
 from parallel.determinism import repeat_bits
-from parallel.dist import World, let_segments_grow
+from parallel.dist import World, communication_backend, let_segments_grow, records_collectives
 from parallel.mesh import Mesh
 from parallel.messages import Messages
 from parallel.nodes import arrange
@@ -42,6 +42,7 @@ from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
+from recipes.training.surroundings import NO_RECORD
 
 ROOT = str(Path(__file__).resolve().parents[3])
 STEPS = 4
@@ -73,6 +74,9 @@ def main(arguments: list[str]) -> None:
     built = build(recipe, world)
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN brings a CUDA runtime of its own, which wants a driver
     seen |= stepped(stub, recipe, built, world, count)
+    seen |= {"attention": built.attention, "communication": communication_backend("cuda")}
+    if not records_collectives():
+        raise RuntimeError(NO_RECORD)
     axes = {axis: group for axis, group in groups_of(built.mesh).items() if group.size() > 1}
     seen["communicators"] = len(read_log(log.read_text().splitlines()).sizes)
     for axis, group in axes.items():  # a message along each axis tells which communicator is that axis
@@ -121,6 +125,7 @@ def alone_of(processes: int) -> World:
     torch.cuda.set_device(0)
     dist.distributed_c10d._store_based_barrier = lambda *arguments, **named: None
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=processes)
+    cast(ProcessGroup, dist.group.WORLD).bound_device_id = None  # torch 2.15 would split it: sizes that no rank knows
     parallel.mesh.share_timeout = lambda groups: None  # fake groups have none
     nodes = arrange([(f"node{rank // PER_NODE}", 0) for rank in range(processes)])
     return World(0, processes, torch.device("cuda", 0), cast(Messages, None), nodes)

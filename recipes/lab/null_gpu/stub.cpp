@@ -203,6 +203,7 @@ RUNTIME(cudaLaunchHostFunc, (cudaStream_t, cudaHostFn_t call, void* with), call(
 RUNTIME(cudaGetSymbolAddress, (void** out, const void* symbol), *out = (void*)symbol)
 RUNTIME(__cudaGetKernel, (cudaKernel_t* out, const void* function), *out = (cudaKernel_t)function)
 RUNTIME(cudaStreamIsCapturing, (cudaStream_t, cudaStreamCaptureStatus* out), *out = cudaStreamCaptureStatusNone)
+DRIVER(cuStreamIsCapturing, (CUstream, CUstreamCaptureStatus* out), *out = CU_STREAM_CAPTURE_STATUS_NONE)
 RUNTIME(cudaStreamGetCaptureInfo, (cudaStream_t, cudaStreamCaptureStatus* out, unsigned long long* id, cudaGraph_t*,
                                    const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*),
         if (id) *id = 0; *out = cudaStreamCaptureStatusNone)
@@ -259,9 +260,25 @@ API int ncclCommInitRankConfig(Group* out, int size, UniqueId id, int rank, void
 }
 NCCL(ncclCommInitRankScalable, (Group* out, int size, int rank, int, UniqueId* id, void*),
      ncclCommInitRankConfig(out, size, *id, rank, nullptr))
+
+static int ranks_of(int color, const std::string& split, Group whole) {  // each rank of the whole leaves its color
+  const char* folder = getenv("NULL_GPU_TOGETHER");
+  if (!folder) return 0;
+  std::string file = std::string(folder) + "/" + split + ".";
+  symlink(std::to_string(color).c_str(), (file + std::to_string(whole->rank)).c_str());
+  int count = 0;
+  for (int rank = 0; rank < whole->size; rank++) {
+    char text[12] = {};
+    while (readlink((file + std::to_string(rank)).c_str(), text, sizeof text - 1) < 0) usleep(5000);
+    count += atoi(text) == color;
+  }
+  return count;
+}
 NCCL(ncclCommSplit, (Group whole, int color, int key, Group* out, void*),
-     std::string name = whole->name + "-" + std::to_string(whole->splits++) + ":" + std::to_string(color);
-     *out = color < 0 ? nullptr : new Communicator{name, key, 0, 0};  // its size is not known here
+     std::string split = whole->name + "-" + std::to_string(whole->splits++);
+     std::string name = split + ":" + std::to_string(color);
+     int size = ranks_of(color, split, whole);
+     *out = color < 0 ? nullptr : new Communicator{name, key, size, 0};
      log("split %s rank %d", name.c_str(), key))
 
 API int ncclCommFinalize(Group group) {

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from models.sizes import SIZES
 from parallel import heartbeats
 from parallel.config import MeshConfig
-from parallel.dist import on_main, start, stop
+from parallel.dist import flight_record, on_main, start, stop
 from parallel.heartbeats import ALARM, HUNG, Heartbeats, connect
 from recipes.cluster.reports import Report, place_of, verdict
 from tests.build import build_model
@@ -225,6 +225,15 @@ def require_heartbeats_and_alarm(answers: list[Any]) -> None:
     for rank, (before, name_is_there, _, after, posted, alarm, hung) in enumerate(answers):
         assert (before, after) == (("", False), ("\n".join(boards[1 - rank // 2]), True))
         assert (posted, alarm, hung) == (boards, True, "4") and not name_is_there
+
+
+def test_the_record_of_collectives_is_asked_of_the_class_that_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    c10d = torch._C._distributed_c10d
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: b"nccl", raising=False)  # only CUDA builds have it
+    monkeypatch.setattr(c10d, "_dump_fr_trace", lambda backend: backend.encode())
+    for name, record in (("ProcessGroupNCCL", b"nccl"), ("ProcessGroupNCCL2", b"nccl2")):
+        monkeypatch.setattr("parallel.dist.communication_backend", lambda _, name=name: name)
+        assert flight_record() == record
 
 
 def test_start_turns_on_the_flight_recorder_but_keeps_the_users_buffer_size(

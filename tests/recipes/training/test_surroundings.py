@@ -26,6 +26,7 @@ def test_environment_names_the_commit_the_packages_and_the_machine() -> None:
         "world_size",
         "deterministic",
         "allocator",
+        "communication",
     ]
     assert list(found["packages"]) == list(PACKAGES)
     assert found["packages"]["torch"] == torch.__version__

@@ -88,6 +88,18 @@ class TestOnNullGpu:
         assert (seen["waits"], seen["copies"]) == (1, 1)
         assert len(seen["places"]) == 1
 
+    def test_an_empty_record_of_collectives_is_an_error(
+        self, gpu: NullGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+        seen = step(gpu, RECIPE, self.EAGER, tmp_path / "step")
+        assert "torch has recorded none of the collectives so far" in seen["error"]
+
+    def test_documents_are_attended_to_by_flash_kernels(self, gpu: NullGpu, tmp_path: Path) -> None:
+        options = (*self.EAGER, "--data.document_mask", "true", "--attention.backend", "auto")
+        seen = step(gpu, RECIPE, options, tmp_path / "step")
+        assert seen["attention"] == "flash"
+
     def test_leak_is_found(self, gpu: NullGpu, tmp_path: Path) -> None:
         script = faulty_script(tmp_path, "held.append(torch.zeros(2**20, device='cuda'))", on_all_ranks=False)
         seen = step(gpu, RECIPE, self.EAGER, tmp_path / "step", script=script)
