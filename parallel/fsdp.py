@@ -92,17 +92,17 @@ def _require_symmetric_memory(mesh: Mesh) -> None:
 
 def _share_memory_of_messages(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> None:
     """Let activations use the memory in which weights are gathered and gradients summed, as soon as these are gone."""
-    pool = Pool(mesh.devices.device_type)
+    gather = Gather(mesh.devices.device_type)
     # FSDP2 takes no calls of our own for units over several meshes; they are always in float32 (rules_experts.py).
     of_several_meshes = set(blocks_of(model)) if mesh.experts is not None and mesh.experts.fsdp is not None else set()
     for unit in units_of(model):
         if unit not in of_several_meshes:
-            unit.set_custom_all_gather(cast(Any, Gather(pool)))
-            unit.set_custom_reduce_scatter(cast(Any, Reduction(pool, mesh, config)))
+            unit.set_custom_all_gather(cast(Any, gather))
+            unit.set_custom_reduce_scatter(cast(Any, Reduction(gather, mesh, config)))
 
 
-class Pool:
-    """The memory of the stream that computes, for what other streams write.
+class Gather:
+    """FSDP2's all-gather of a unit's weights, in memory of the stream that computes.
 
     torch's allocator keeps freed memory for the stream that has asked for it, and FSDP2 asks on its own: activations
     cannot use what gathers weights, and 4 bytes of each gradient, though they are not there when activations are. Here,
@@ -121,13 +121,6 @@ class Pool:
         self._streams.current_stream().wait_stream(self._computes)
         return memory
 
-
-class Gather:
-    """FSDP2's all-gather of a unit's weights, in memory of this pool."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.allocate = pool.allocate
-
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
@@ -141,8 +134,8 @@ class Reduction:
 
     _message: Tensor | None = None
 
-    def __init__(self, pool: Pool, mesh: Mesh, config: FSDPConfig) -> None:
-        self._pool, self._sent = pool, getattr(torch, config.reduce_dtype)
+    def __init__(self, gather: Gather, mesh: Mesh, config: FSDPConfig) -> None:
+        self._of_computation, self._sent = gather.allocate, getattr(torch, config.reduce_dtype)
         self._casts = mesh.degrees.replicate == 1  # else replicas sum in place, in what is sent, and then FSDP2 casts
         self._offloads = config.cpu_offload
 
@@ -156,7 +149,7 @@ class Reduction:
         dtype = dtype if self._casts else self._sent
         if message.shape == torch.Size(size) and message.dtype == dtype:
             return message
-        return self._pool.allocate(size, dtype=dtype, device=device)
+        return self._of_computation(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         if output_tensor.dtype == input_tensor.dtype:

@@ -78,10 +78,10 @@ def test_what_another_stream_writes_waits_for_what_has_been_computed_in_its_memo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits: list[Any] = []
-    pool, computes, gathers = fsdp.Pool("cuda"), torch.cuda.current_stream(), torch.cuda.Stream()
+    gather, computes, gathers = fsdp.Gather("cuda"), torch.cuda.current_stream(), torch.cuda.Stream()
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda waiting, other: waits.append((waiting, other)))
     with torch.cuda.stream(gathers):
-        memory = pool.allocate((2**25,), dtype=torch.float32, device=torch.device("cuda", 0))
+        memory = gather.allocate((2**25,), dtype=torch.float32, device=torch.device("cuda", 0))
         assert torch.cuda.current_stream() == gathers
     assert waits == [(gathers, computes)]
     pools = {
