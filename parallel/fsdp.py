@@ -104,11 +104,10 @@ def _share_memory_of_messages(model: nn.Module, mesh: Mesh, config: FSDPConfig) 
 class Gather:
     """FSDP2's all-gather of a unit's weights, in memory of the stream that computes.
 
-    torch's allocator keeps freed memory for the stream that has asked for it, and FSDP2 asks on its own: activations
-    cannot use what gathers weights, and 4 bytes of each gradient, though they are not there when activations are. Here,
-    the stream that asks waits for everything that was computed before, in whose memory it may write. FSDP2 lets the
-    stream that computes wait for what it reads, and lets go of a gather only then. It does not wait for what is added
-    to an earlier gradient: gradients are reduced once between two calls of zero_grad().
+    torch's allocator keeps freed memory for the stream that asked for it, and FSDP2 asks on streams of its own, where
+    activations cannot use it. Here, the stream that asks waits for all that was computed before, in whose memory it may
+    write. FSDP2 makes the stream that computes wait before it lets go, but not for sums that are added to earlier ones:
+    gradients are reduced once between two calls of zero_grad().
     """
 
     def __init__(self, device_type: str) -> None:
@@ -128,8 +127,7 @@ class Gather:
 class Reduction:
     """FSDP2's reduce-scatter of a unit's gradients, in the dtype of messages; FSDP2's own would also add up in it.
 
-    FSDP2 asks for the memory of a message, on the stream that computes, then of the sum, on the stream that reduces.
-    The message of one process is its sum.
+    It asks for memory of the message, on the stream that computes, then of the sum, which one process has already.
     """
 
     _message: Tensor | None = None

@@ -114,10 +114,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
 
 
 def _make_state(optimizer: Any, parameters: tuple[nn.Parameter, ...], *, clips: bool) -> None:
-    """Give moments their memory by a step that changes nothing, as of a skipped one.
-
-    In the first step they would get it between gradients, and stay where no message fits in beside them.
-    """
+    """Skip a step, which makes moments: made in the first one, they would stay between gradients and messages."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.found_inf = torch.ones((), device=parameters[0].device)
