@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from models.interface import blocks_of, interface_of
 from parallel.config import FSDPConfig
-from parallel.dist import reduce_scatter_single
+from parallel.dist import all_gather_single, reduce_scatter_single
 from parallel.errors import UserError
 from parallel.mesh import Mesh
 
@@ -53,17 +53,19 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         # One process has nothing to divide by; experts may be of several nevertheless.
         if mesh.fsdp.size() > 1 or (mesh.experts is not None and mesh.experts.fsdp is not None):
             unit.set_gradient_divide_factor(1.0)
-        if config.reduce_dtype == "bfloat16":
-            unit.set_custom_reduce_scatter(cast(Any, Bfloat16ReduceScatter()))
     if config.symmetric_memory:
         for unit in units_of(model):  # after the sum is forced: averages of gradients would go the common way
             unit.set_symm_mem_for_comm()
+    else:
+        _share_memory_of_messages(model, mesh, config)
     for stack in interface.stacks:
         modules = [model.get_submodule(name) for name in stack]
         units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
+        last = interface.head is not None and stack is interface.stacks[-1]
+        order = [*units, cast(FSDPModule, model.get_submodule(cast(str, interface.head)))] if last else units
         for index, unit in enumerate(units):
-            # Ask for the next blocks' weights before this one computes, so that a slow host does not expose the gather.
-            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + config.prefetch])
+            # Ask for the next weights before this block computes: a gather waits for all that was asked for before it.
+            unit.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + config.prefetch])
             if config.prefetch > 1:  # one block ahead FSDP2 looks by itself in the backward pass
                 unit.set_modules_to_backward_prefetch(units[max(0, index - config.prefetch) : index][::-1])
 
@@ -88,18 +90,71 @@ def _require_symmetric_memory(mesh: Mesh) -> None:
         raise UserError(f"fsdp.symmetric_memory: each process has whole parameters and gathers none; {remedy}")
 
 
-class Bfloat16ReduceScatter:
-    """Reduces in bfloat16 what was added up in float32. With reduce_dtype = bfloat16, FSDP2 would also add up in it.
+def _share_memory_of_messages(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> None:
+    """Let activations use the memory in which weights are gathered and gradients summed, as soon as these are gone."""
+    gather = Gather(mesh.devices.device_type)
+    # FSDP2 takes no calls of our own for units over several meshes; they are always in float32 (rules_experts.py).
+    of_several_meshes = set(blocks_of(model)) if mesh.experts is not None and mesh.experts.fsdp is not None else set()
+    for unit in units_of(model):
+        if unit not in of_several_meshes:
+            unit.set_custom_all_gather(cast(Any, gather))
+            unit.set_custom_reduce_scatter(cast(Any, Reduction(gather, mesh, config)))
 
-    FSDP2 asks for the memory of its message, on the stream that computes, and of the sum, on the stream that reduces,
-    and keeps both until they are used; replicas then sum in place. It casts on its way in and out.
+
+class Gather:
+    """FSDP2's all-gather of a unit's weights, in memory of the stream that computes.
+
+    torch's allocator keeps freed memory for the stream that asked for it, and FSDP2 asks on streams of its own, where
+    activations cannot use it. Here, the stream that asks waits for all that was computed before, in whose memory it may
+    write. FSDP2 makes the stream that computes wait before it lets go, but not for sums that are added to earlier ones:
+    gradients are reduced once between two calls of zero_grad().
     """
 
+    def __init__(self, device_type: str) -> None:
+        self._streams: Any = torch.get_device_module(device_type)
+        self._computes = self._streams.current_stream()
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=torch.bfloat16, device=device)
+        with self._streams.stream(self._computes):
+            memory = torch.empty(size, dtype=dtype, device=device)
+        self._streams.current_stream().wait_stream(self._computes)
+        return memory
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Reduction:
+    """FSDP2's reduce-scatter of a unit's gradients, in the dtype of messages; FSDP2's own would also add up in it.
+
+    It asks for memory of the message, on the stream that computes, then of the sum, which one process has already.
+    """
+
+    _message: Tensor | None = None
+
+    def __init__(self, gather: Gather, mesh: Mesh, config: FSDPConfig) -> None:
+        self._of_computation, self._sent = gather.allocate, getattr(torch, config.reduce_dtype)
+        self._casts = mesh.degrees.replicate == 1  # else replicas sum in place, in what is sent, and then FSDP2 casts
+        self._offloads = config.cpu_offload
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        message, self._message = self._message, None
+        if message is None:
+            self._message = torch.empty(size, dtype=self._sent, device=device)
+            return self._message
+        if self._offloads:  # FSDP2 lets go of the sum while this stream copies it to the host
+            return torch.empty(size, dtype=self._sent, device=device)
+        dtype = dtype if self._casts else self._sent
+        if message.shape == torch.Size(size) and message.dtype == dtype:
+            return message
+        return self._of_computation(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        if output_tensor.dtype == input_tensor.dtype:
+            return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        rounded = torch.empty_like(output_tensor, dtype=input_tensor.dtype)
+        reduce_scatter_single(rounded, input_tensor, group=group, op=op)
+        return output_tensor.copy_(rounded)
 
 
 def _shard_parts(model: nn.Module, whole: Mesh, *, reshard_after_forward: bool, **options: Any) -> None:

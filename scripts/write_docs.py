@@ -192,7 +192,7 @@ The same for any recipe, with overrides: `python train.py RECIPE --check --batch
 
 [plan.md](../plan.md#memory) says how memory is predicted, how exact that is, and what published runs needed. CUDA is
 assumed to take {cuda} GB and, on several processes, each group of NCCL {pair:.2f} or {more:.2f} GB. The rest of the GPU
-is for the {reserved[0]} to {reserved[1]} GB that the allocator reserves above the peak.
+is for the {reserved:.0%} that the allocator reserves above the peak.
 
 - **GB**: the peak per GPU; **of** how many. **fullest at**: the block whose backward pass has the peak, or the gradient
   of the head.

@@ -17,14 +17,14 @@ CUDA = 700_000_000
 NCCL_PAIR, NCCL = 544_000_000, 688_000_000
 """Bytes of one communicator of up to two processes, and of more. Each group has one, and splits share nothing (pytorch
 #129865). Counted by others on four A100 (nccl #964, and #2363 for one process); up to 2 GB are reported (nccl #864)."""
-FULL = 0.94
-"""The share of a device's memory that a recipe may be predicted to use: the rest is for RESERVED."""
-RESERVED = (0.5, 7)
-"""GB that torch's allocator had reserved above the peak in steps of 0.1B to 405B on a GPU that computes nothing: least
-and most. Its segments grew (expandable_segments), and it gives unused ones back before memory runs out."""
+RESERVED = 0.03
+"""The share of the peak that torch's allocator reserves above it, at most, of 0.1B to 8B (docs/benchmarks/null_gpu.md).
+From 70B on it was up to 0.09: holes too small for messages of gigabytes, given back before memory runs out."""
+FULL = 0.97 / (1 + RESERVED)
+"""The share of a device's memory that a recipe may be predicted to use: with what is RESERVED, 97%."""
 NOT_COUNTED = (
-    f"{RESERVED[0]} to {RESERVED[1]} GB that the allocator reserves above the peak; assumed: {CUDA / 1e9:g} GB for CUDA"
-    f" and, with several processes, {NCCL_PAIR / 1e9:.1f} to {NCCL / 1e9:.1f} GB for each group of NCCL"
+    f"what the allocator reserves beyond {RESERVED:.0%} of the peak (70B and more: up to 9%); assumed: {CUDA / 1e9:g}"
+    f" GB for CUDA and, with several processes, {NCCL_PAIR / 1e9:.1f} to {NCCL / 1e9:.1f} GB for each group of NCCL"
 )
 """What a prediction leaves out or assumes, for whoever reads it."""
 TRACKED = "counted operator by operator: torch.compile keeps less"
@@ -55,6 +55,11 @@ class Prediction:
     def peak(self) -> int:
         """Bytes at the fullest moment."""
         return sum(self.pieces.values())
+
+    @property
+    def reserved(self) -> int:
+        """Bytes with what the allocator keeps above the peak."""
+        return round(self.peak * (1 + RESERVED))
 
 
 def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True, imbalance: float = 1.0) -> Prediction:
@@ -101,5 +106,5 @@ def summary(prediction: Prediction, capacity: int | None) -> list[str]:
     return [
         f"memory {prediction.peak / 1e9:.1f}{of} GB (predicted), fullest at {prediction.fullest}{prediction.where}",
         f"  GB: {pieces}",
-        f"  not counted: {prediction.not_counted}",
+        f"  reserved: {prediction.reserved / 1e9:.1f} GB; not counted: {prediction.not_counted}",
     ]

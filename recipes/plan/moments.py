@@ -184,7 +184,7 @@ def _block(size: Sizes, layer: int) -> Pieces:
         **_gradients(size, layer + 1, head=False),
         **_weights(size, layer + 1 if size.keeps_blocks else 1, head=False, buffers=ahead),
         **own,
-        "reduction": size.reduced * before,
+        "reduction": size.sent * before,
     }
     if not size.accumulates:
         return last
@@ -227,7 +227,7 @@ def embedding(size: Sizes) -> Pieces:
         **_gradients(size, 0, head=False),
         **_weights(size, 0, head=False, buffers=0),
         **own,
-        "reduction": size.reduced * size.block.whole,
+        "reduction": size.sent * size.block.whole,
     }
     if not size.accumulates:
         return last

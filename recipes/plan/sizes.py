@@ -233,13 +233,19 @@ class Sizes:
         Where nothing is sharded, FSDP has let go of the unit's gradients by then, but divides a copy for replicas.
         (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce)
         """
-        beside = self.reduced * unit.whole + 4 * unit.share
-        rounded = self.reduced * unit.share if self.reduced < 4 else 0
+        message, rounded = self.reduced * unit.whole, self.reduced * unit.share if self.reduced < 4 else 0
         if self.shards > 1:
-            return beside + rounded
-        divided = self.reduced * unit.whole if self.degrees.replicate > 1 else 0
-        gone = (4 if self.accumulates else self.element) * unit.whole
-        return beside + max(divided, rounded) - gone
+            return message + 4 * unit.share + rounded
+        divided = message if self.degrees.replicate > 1 else 0
+        own = rounded if self.recipe.fsdp.cpu_offload else 0
+        after = max(divided, 2 * rounded) if not self.sent else 4 * unit.share + max(divided, own)
+        return message + max(0, after - (4 if self.accumulates else self.element) * unit.whole)
+
+    @cached_property
+    def sent(self) -> int:
+        """Bytes per element of a message while the next unit computes; 0 where it is the sum (parallel/fsdp.py)."""
+        casts = self.reduced < 4 and self.degrees.replicate == 1
+        return 0 if self.shards == 1 and not casts and not self.recipe.fsdp.cpu_offload else self.reduced
 
     @cached_property
     def held(self) -> int:

@@ -20,9 +20,10 @@ from recipes.files.markdown import markdown_table
 from recipes.lab.bench.marks import between
 from recipes.lab.null_gpu.build import NullGpu, build
 from recipes.lab.null_gpu.calls import disorders, read_logs
+from recipes.lab.sweep.grid import read_sweep
 from recipes.lab.sweep.runner import Ended, exit_code_of, run
 from recipes.metrics.hardware import hardware_of
-from recipes.recipe.load import CONFIGS, shown
+from recipes.recipe.load import CONFIGS, read_toml, shown, to_toml
 
 HERE = Path(__file__).parent
 DOCS = CONFIGS.parent / "docs/benchmarks"
@@ -66,7 +67,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--python", type=Path, nargs="*", default=[Path(sys.executable)], help="with a CUDA torch (this)"
     )
-    parser.add_argument("--recipes", type=Path, nargs="*", help="to step (all for H100s)")
+    parser.add_argument(
+        "--recipes", type=Path, nargs="*", help="to step, or sweeps, whose rows are stepped as they are (all for H100s)"
+    )
     parser.add_argument("--axes", choices=AXES, nargs="*", help="whole runs (all)")
     parser.add_argument("--eager-only", action="store_true", help="do not step with torch.compile")
     parser.add_argument("--record", type=Path, default=RECORD, help="JSON file that keeps all results (%(default)s)")
@@ -102,6 +105,12 @@ def _rows(gpu: NullGpu, options: argparse.Namespace, folder: Path) -> Iterator[t
     """(name, what was seen) of each step and each whole run."""
     paths = options.recipes
     for path in sorted(one for name in RECIPES for one in CONFIGS.rglob(name)) if paths is None else paths:
+        if "runs" in read_toml(path):
+            for row in read_sweep(path, output=folder, processes=1).rows:
+                file = folder / f"{row.label}_{row.processes}xh200.toml"
+                file.write_text(to_toml(row.recipe), encoding="utf-8")
+                yield f"{path.stem}, {row.label}", step(gpu, file, (), folder / "step")
+            continue
         for name, overrides in variants(path, eager_only=options.eager_only):
             yield name, step(gpu, path, overrides, folder / "step")
     for name in AXES if options.axes is None else options.axes:
@@ -165,19 +174,8 @@ def _finish(command: Sequence[object], environment: dict[str, str], folder: Path
 def table(record: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Markdown: a line for each recipe and version of torch, then one for each whole run."""
     seen = sorted((name, torch, row) for torch, rows in record.items() for name, row in rows.items())
-    heads = (
-        "recipe",
-        "torch",
-        "ranks",
-        "predicted",
-        "seen",
-        "ratio",
-        "reserved",
-        "waits",
-        "copies",
-        "messages",
-        "order",
-    )
+    memory = ("recipe", "torch", "ranks", "predicted", "seen", "ratio", "reserved")
+    heads = (*memory, "retries/waits", "copies", "messages", "order")
     return markdown_table(heads, [_cells(name, torch, row) for name, torch, row in seen])
 
 
@@ -188,7 +186,8 @@ def _cells(name: str, torch: str, row: Mapping[str, Any]) -> list[str]:
     if "disorders" in row:
         return [*start, *[""] * 5, str(row["calls"]), "; ".join(row["disorders"]) or "equal"]
     memory = [f"{row['allocated'] / 1e9:.1f}", f"{row['predicted'] / row['allocated']:.3f}"]
-    counts = [f"{row['reserved'] / 1e9:.1f}", str(row["waits"]), str(row["copies"])]
+    above = f"+{row['reserved'] / row['allocated'] - 1:.1%}"
+    counts = [above, f"{row['retries']}/{row['waits']}", str(row["copies"])]
     return [*start, *memory, *counts, _messages(row["sent"], row["planned"]), ""]
 
 

@@ -167,8 +167,8 @@ def _loss(found: dict[str, Any]) -> list[str]:
 
 def memory_line(memory: Prediction, gpu: Gpu) -> str:
     """The peak, and whether it fits."""
-    share = memory.peak / gpu.memory
-    verdict = f"fits ({share:.0%})" if share <= FULL else f"DOES NOT FIT ({share:.1%} > {FULL:.0%})"
+    share, held = memory.peak / gpu.memory, memory.reserved / gpu.memory
+    verdict = f"fits ({held:.0%})" if share <= FULL else f"DOES NOT FIT ({share:.1%} > {FULL:.0%})"
     fullest = f"fullest at {memory.fullest}{memory.where}"
     return f"memory  {memory.peak / 1e9:.1f} of {gpu.memory / 1e9:.1f} GB, {verdict}; {fullest}"
 

@@ -75,7 +75,7 @@ def test_plan_counts_a_gather_and_a_reduction_of_each_block_and_of_the_table() -
 
 
 STEP: dict[str, Any] = {
-    **{"ranks": 8, "predicted": 51e9, "allocated": 50e9, "reserved": 52e9, "waits": 0, "copies": 1},
+    **{"ranks": 8, "predicted": 51e9, "allocated": 50e9, "reserved": 52e9, "retries": 3, "waits": 0, "copies": 1},
     "sent": {"shard": {"messages": 2, "small": 1, "sent": 4e9}},
     "planned": {"shard": {"messages": 2, "small": 0, "sent": 4e9}},
 }
@@ -84,8 +84,8 @@ STEP: dict[str, Any] = {
 def test_table_has_a_line_for_each_step_and_version_of_torch() -> None:
     steps = {"some": STEP | {"planned": {}}, "broken": {"ranks": 8, "predicted": 9e10, "error": "out of memory: why"}}
     text = "\n".join(table({"2.12.1": {"some": STEP}, "2.13.0": steps}))
-    assert "| some | 2.12.1 | 8 | 51.0 | 50.0 | 1.020 | 52.0 | 0 | 1 | 2; 4.0 GB | |" in text
-    assert "| some | 2.13.0 | 8 | 51.0 | 50.0 | 1.020 | 52.0 | 0 | 1 | 2 of 0; 4.0 of 0.0 GB | |" in text
+    assert "| some | 2.12.1 | 8 | 51.0 | 50.0 | 1.020 | +4.0% | 3/0 | 1 | 2; 4.0 GB | |" in text
+    assert "| some | 2.13.0 | 8 | 51.0 | 50.0 | 1.020 | +4.0% | 3/0 | 1 | 2 of 0; 4.0 of 0.0 GB | |" in text
     assert "| broken | 2.13.0 | 8 | 90.0 | out of memory | | | | | | |" in text
 
 
