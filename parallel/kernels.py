@@ -21,7 +21,7 @@ from models.loss import Kernels, overwrite_by_exponentials, sum_exponentials
 from parallel.config import AttentionConfig, CompileConfig
 from parallel.errors import UserError
 
-UNTIMED = {"triton.autotune_pointwise": False}
+UNTIMED: dict[str, Any] = {"triton.autotune_pointwise": False}
 """Options of torch.compile: take the first configuration of a kernel without reductions."""
 
 

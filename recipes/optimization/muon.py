@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from parallel.errors import UserError
-from parallel.float8 import without_wrapper
 from parallel.matrices import Matrices
 from parallel.mesh import Mesh
 from parallel.owners import BATCH, Round, Shape
 from recipes.optimization.config import OptimizerConfig
+from recipes.optimization.optimizer import local_of
 
 MOMENTUM = "momentum_buffer"
 """Key of the momentum in a state, as in torch.optim.Muon."""
@@ -141,12 +141,12 @@ class Muon(torch.optim.Optimizer):
     def _update(self, parameter: nn.Parameter, update: Tensor, group: Group) -> None:
         """Decay this process's shard, and subtract its update."""
         rate = group["lr"] * adjustment(group["lr_adjust"], (parameter.shape[-2], parameter.shape[-1]))
-        shard = _local(parameter)
+        shard = local_of(parameter)
         self._change(shard, (shard * (1 - group["lr"] * group["weight_decay"])).add_(update, alpha=-rate))
 
     def _mixed(self, parameter: nn.Parameter, group: Group) -> Tensor:
         """Mix this process's gradient into its momentum. Returns what is to be orthogonalized."""
-        gradient, momentum = _local(cast(Tensor, parameter.grad)), _local(self.state[parameter][MOMENTUM])
+        gradient, momentum = local_of(cast(Tensor, parameter.grad)), local_of(self.state[parameter][MOMENTUM])
         if self.grad_scale is not None:
             gradient.div_(self.grad_scale)
         mixed = momentum.to(gradient.dtype).lerp(gradient, 1 - group["momentum"])
@@ -201,9 +201,3 @@ def _round_states(optimizer: torch.optim.Optimizer) -> None:
 def _is_cut(experts: Tensor) -> bool:
     """Whether a process has parts of experts, (E, rows, columns), and not whole ones."""
     return isinstance(experts, DTensor) and any(placement.is_shard(1) for placement in experts.placements)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This process's shard."""
-    plain = without_wrapper(tensor)
-    return plain.to_local() if isinstance(plain, DTensor) else plain

@@ -1,7 +1,8 @@
 """The optimizer of a recipe: AdamW with two parameter groups, one with weight decay and one without; Muon beside it."""
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.interface import blocks_of
+from parallel.float8 import without_wrapper
+from parallel.kernels import UNTIMED
 from parallel.mesh import Mesh
 from recipes.optimization.config import OptimizerConfig
 
@@ -18,12 +21,18 @@ BATCH = 2**27
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, mesh: Mesh | None = None, *, dtype: torch.dtype = torch.float32
+    model: nn.Module,
+    config: OptimizerConfig,
+    mesh: Mesh | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW over the sharded parameters of `model`, with one fused kernel per dtype and device, or Muon beside it.
+    """AdamW over the sharded parameters of `model`, or Muon beside it.
 
     Matrices decay. Norms and biases do not. Embeddings, of tokens, positions or distances, and an output projection
     that is tied to one do so only with decay_embeddings. mesh, dtype: for Muon, which shards it, and of its products.
+    compiled: AdamW's updates by kernels of torch.compile, one call for each block; else by torch's fused kernel.
     """
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = _of_blocks(model, embeddings) if config.name == "muon" else {}
@@ -39,6 +48,7 @@ def build_optimizer(
         betas=config.betas,
         eps=config.eps,
         state_dtype=getattr(torch, config.state_dtype),
+        blocks=blocks_of(model) if compiled else None,
     )
     if config.name == "adamw":
         return adamw
@@ -60,21 +70,28 @@ def _of_blocks(model: nn.Module, embeddings: Collection[Tensor]) -> dict[nn.Para
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW kernel on the shards themselves, with moments in float32 or bfloat16.
+    """AdamW on the shards themselves, with moments in float32 or bfloat16, by torch's fused kernel or compiled ones.
 
     torch's own step() hands the kernel DTensors, which the host unpacks one by one. Moments in bfloat16 take 4 bytes
-    per parameter instead of 8. Parameters, gradients and arithmetic stay float32: such moments are converted batch by
-    batch, updated, and rounded back to nearest. Rounding keeps 8 bits, so the second moment does not change when a step
-    moves it by less than 2^-9 of its value: recipes/recipe/rules_optimizer.py requires a beta that moves it more.
+    per parameter instead of 8. Parameters, gradients and arithmetic stay float32: compiled kernels convert such moments
+    themselves, for torch's they are converted batch by batch. They are rounded to nearest, which keeps 8 bits, so the
+    second moment does not change when a step moves it by less than 2^-9 of its value: recipes/recipe/rules_optimizer.py
+    requires a beta that moves it more.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, state_dtype: torch.dtype, **options: Any) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], *, state_dtype: torch.dtype, blocks: list[nn.Module] | None, **options: Any
+    ) -> None:
+        """blocks: of each, compiled kernels update all parameters in one call; None = torch's kernel."""
         super().__init__(groups, fused=True, **options)
         self._state_dtype = state_dtype
+        # Blocks have equal lists of shapes, for which code is compiled once.
+        self._units = {one: number for number, block in enumerate(blocks or ()) for one in block.parameters()}
+        self._update = None if blocks is None else _compiled_update()
         self.found_inf: Tensor | None = None
         """A tensor of 1.0 on the device makes the step change nothing, as in torch's own fused optimizers."""
         self.grad_scale: Tensor | None = None
-        """What the kernel divides gradients by, in place, on the device; the same in torch's own fused optimizers."""
+        """What the update divides gradients by, on the device; torch's fused kernel also writes the quotients."""
         # Loading casts moments to the parameter's dtype, float32; rounding restores the original bfloat16 values.
         self.register_load_state_dict_post_hook(_round_moments)
 
@@ -82,6 +99,8 @@ class ShardedAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Take a step, as torch.optim.AdamW does, without closure."""
         assert closure is None
+        if self._update is not None:
+            return self._step_units(self._update)
         at_a_time = BATCH if self._state_dtype != torch.float32 else math.inf
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -90,17 +109,15 @@ class ShardedAdamW(torch.optim.AdamW):
 
     def _step_batch(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         states = [self._state_of(parameter) for parameter in parameters]
-        kept = [[_local(state[name]) for state in states] for name in MOMENTS]
+        kept = [[local_of(state[name]) for state in states] for name in MOMENTS]
         first, second = ([moment.to(torch.float32) for moment in moments] for moments in kept)
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)
         torch._fused_adamw_(
-            [_local(parameter) for parameter in parameters],
-            [_local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            [local_of(parameter) for parameter in parameters],
+            [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None],
             first,
             second,
             [],  # for AMSGrad
-            steps,
+            self._counted(states),
             lr=group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -111,17 +128,36 @@ class ShardedAdamW(torch.optim.AdamW):
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
         )
-        if self.found_inf is not None:  # where it is 1.0 the kernel changed nothing, so the step does not count
-            torch._foreach_sub_(steps, [self.found_inf] * len(steps))
         if self._state_dtype != torch.float32:
             for moments, results in zip(kept, (first, second), strict=True):
                 torch._foreach_copy_(moments, results)
+
+    def _step_units(self, update: Callable[..., None]) -> None:
+        calls: defaultdict[int | None, list[tuple[Any, ...]]] = defaultdict(list)
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self._state_of(parameter) for parameter in parameters]
+            rows = _numbers(self._counted(states), group) if states else ()
+            for parameter, state, numbers in zip(parameters, states, rows, strict=True):
+                shards = [local_of(one) for one in (parameter, parameter.grad, *(state[name] for name in MOMENTS))]
+                if shards[0].numel():
+                    calls[self._units.get(parameter)].append((*shards, numbers, group["betas"]))
+        for unit in calls.values():
+            update(unit, self.grad_scale, self.found_inf)
+
+    def _counted(self, states: list[dict[str, Tensor]]) -> list[Tensor]:
+        """The counters of steps, one higher; but a step that found_inf makes change nothing does not count."""
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        if self.found_inf is not None:
+            torch._foreach_sub_(steps, [self.found_inf] * len(steps))
+        return steps
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
             assert parameter.grad is not None
-            state["step"] = torch.zeros((), device=_local(parameter.grad).device)
+            state["step"] = torch.zeros((), device=local_of(parameter.grad).device)
             for name in MOMENTS:  # like the gradient: float8 all-gather wraps the parameter in a torchao class
                 state[name] = torch.zeros_like(parameter.grad, dtype=self._state_dtype)
         return state
@@ -139,7 +175,7 @@ def _batches(parameters: list[nn.Parameter], *, elements: float) -> Iterator[lis
     batch: list[nn.Parameter] = []
     held = 0
     for parameter in parameters:
-        size = _local(parameter).numel()
+        size = local_of(parameter).numel()
         if batch and held + size > elements:
             yield batch
             batch, held = [], 0
@@ -149,6 +185,39 @@ def _batches(parameters: list[nn.Parameter], *, elements: float) -> Iterator[lis
         yield batch
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This process's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _numbers(steps: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
+    """For each parameter of a group, what _update() reads of it: step size, scale of the second moment, decay, eps.
+
+    They are computed in float64 on the device: only it knows how many steps were skipped. Four numbers take 16 bytes,
+    so each list begins where a compiled kernel wants a tensor to begin.
+    """
+    done = torch.stack([*steps]).double()
+    beta1, beta2 = group["betas"]
+    size, scale = group["lr"] / (1 - beta1**done), (1 - beta2**done).sqrt()
+    decay, eps = (torch.full_like(done, value) for value in (group["lr"] * group["weight_decay"], group["eps"]))
+    return torch.stack([size, scale, decay, eps], dim=1).float().unbind()
+
+
+def _compiled_update() -> Callable[..., None]:
+    """_update() as kernels that read and write each state once, compiled for each kind of block."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # from 8
+    # Without autotune, because Inductor would time the kernels on copies of what they overwrite.
+    return torch.compile(_update, fullgraph=True, dynamic=False, options=UNTIMED)
+
+
+def _update(unit: list[tuple[Any, ...]], divisor: Tensor | None, found_inf: Tensor | None) -> None:
+    """Update each parameter and its moments in place, by torch's formula in float32."""
+    for p, gradient, m, v, numbers, (beta1, beta2) in unit:
+        size, scale, decay, eps = numbers.unbind()
+        g = gradient if divisor is None else gradient / divisor
+        first = m.float() + (1 - beta1) * (g - m.float())
+        second = v.float() + (1 - beta2) * (g * g - v.float())
+        new = p - decay * p - size * first / (second.sqrt() / scale + eps)
+        for old, value in ((p, new), (m, first), (v, second)):
+            # A select: zero times the NaN of a skipped step would be NaN.
+            old.copy_(value if found_inf is None else torch.where(found_inf > 0, old, value.to(old.dtype)))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This process's shard, without the class that float8 all-gather wraps parameters in."""
+    return without_wrapper(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

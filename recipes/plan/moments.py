@@ -250,14 +250,14 @@ def _reduced_embedding(size: Sizes) -> Pieces:
 
 
 def optimizer(size: Sizes) -> Pieces:
-    """All gradients, each a share; bfloat16 moments are updated in float32, some at a time."""
+    """All gradients, each a share; torch's kernel takes bfloat16 moments in float32, some at a time."""
     muon = size.recipe.optimizer.name == "muon"  # whose momenta are updated one by one
     groups = size.table.share, size.state["parameters"] // 4 - size.table.share  # about: without and with weight decay
     at_a_time = max(min(share, max(MOMENTS_AT_A_TIME, size.table.share)) for share in (groups[:1] if muon else groups))
-    copies = 8 * at_a_time if size.recipe.optimizer.state_dtype == "bfloat16" else 0
+    converts = size.recipe.optimizer.state_dtype == "bfloat16" and not size.recipe.compiles_updates
     return {
         **_gradients(size, 0, head=False, rest=False),
         **_saved(size, 0, rotations=False),
-        "moments in float32": copies,
+        "moments in float32": 8 * at_a_time if converts else 0,
         "batches of Muon": cost(work_of(size.recipe, size.degrees)).live if muon else 0,
     }

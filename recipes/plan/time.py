@@ -40,9 +40,8 @@ CAST, CAST_FLOAT8 = 6, 21
 clamp 8, cast 5."""
 REDUCE = 8
 """Bytes per parameter to copy gradients of 4 bytes for their reduction."""
-ALONE = 12
-"""Bytes per parameter, beside the gradient that is read, on one process: FSDP2 copies it into the buffer of a reduction
-in float32, and out of it again."""
+ALONE = 4
+"""Bytes per parameter, beside the gradient that is read, on one process: the message of a reduction, its own sum."""
 CONVERT = 24
 """Bytes per parameter to convert bfloat16 moments to float32 for torch's fused AdamW, and back."""
 SCALES = 12

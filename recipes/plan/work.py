@@ -206,10 +206,9 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         float8_activations=recipe.float8.gather_activations,
         reduced=2 if fsdp.reduce_dtype == "bfloat16" else 4,
         moments=8 if recipe.optimizer.state_dtype == "float32" else 4,
-        compiled_update=recipe.compile.enabled and recipe.run.device != "cpu",
+        compiled_update=recipe.compiles_updates,
         newton_schulz=recipe.optimizer.ns_steps if recipe.optimizer.name == "muon" else 0,
-        # AdamW's kernel scales the gradients that it has read, and writes them; Muon's matrices take a pass.
-        clipping=4 + (0 if recipe.optimizer.grad_clip == 0 else 4 if recipe.optimizer.name == "adamw" else 8),
+        clipping=4 + (_scaling_bytes(recipe) if recipe.optimizer.grad_clip else 0),
         recompute=checkpointing.mode,
         recomputed=_share(checkpointing, model.layers),
         compiled=recipe.compile.enabled,
@@ -250,6 +249,13 @@ def _chosen(recipe: Recipe, auto: Kernel) -> Kernel:
     masked = recipe.data.document_mask or recipe.data.has_pairs or recipe.mesh.gathers_tokens
     # A deterministic run has no cuDNN, whose gradients are added up as they come.
     return "flash" if masked or model.is_encoder_decoder or recipe.run.deterministic else auto
+
+
+def _scaling_bytes(recipe: Recipe) -> int:
+    """Bytes per parameter of clipping: Muon's matrices take a pass, and torch's AdamW kernel writes what it divides."""
+    if recipe.optimizer.name == "muon":
+        return 8
+    return 0 if recipe.compiles_updates else 4
 
 
 @lru_cache

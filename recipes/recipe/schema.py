@@ -101,3 +101,8 @@ class Recipe:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     stages: tuple[StageConfig, ...] = ()
     """Stages in the order of the run; empty if all of it is one stage. Not a section: stages.py applies them."""
+
+    @property
+    def compiles_updates(self) -> bool:
+        """Whether AdamW's kernels are compiled on GPUs. Offloaded states are updated on the CPU, by torch's kernel."""
+        return self.compile.enabled and self.run.device != "cpu" and not self.fsdp.cpu_offload

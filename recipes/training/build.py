@@ -98,7 +98,8 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         from recipes.weights.convert import load_weights
 
         on_all(world, lambda: load_weights(model, weights))
-    optimizer = build_optimizer(model, recipe.optimizer, mesh, dtype=getattr(torch, fsdp.param_dtype))
+    dtype, compiled = getattr(torch, fsdp.param_dtype), world.device.type == "cuda" and recipe.compiles_updates
+    optimizer = build_optimizer(model, recipe.optimizer, mesh, dtype=dtype, compiled=compiled)
     if matrices := matrices_of(optimizer):
         count = sum(prod(matrix.shape[:-2]) for matrix in matrices)
         report.append(f"muon: {count} matrices of the blocks, {fsdp.param_dtype} products")

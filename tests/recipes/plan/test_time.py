@@ -128,9 +128,11 @@ def test_one_process_copies_gradients_in_and_out_of_their_reduction() -> None:
     )
 
 
-def test_moments_in_bfloat16_and_no_clipping_move_fewer_bytes() -> None:
+def test_moments_in_bfloat16_no_clipping_and_compiled_kernels_move_fewer_bytes() -> None:
     words = ("--optimizer.state_dtype", "bfloat16", "--optimizer.grad_clip", "0")
-    assert step(*words).seconds["optimizer"] == pytest.approx(24 / 36 * step().seconds["optimizer"])
+    assert step(*words).seconds["optimizer"] == pytest.approx(24 / 32 * step().seconds["optimizer"])
+    eager = step("--compile.enabled", "false")  # torch's kernel writes the gradients that it has divided
+    assert eager.seconds["optimizer"] == pytest.approx(36 / 32 * step().seconds["optimizer"])
 
 
 def test_torchs_update_converts_moments_in_bfloat16_and_is_slower_than_a_compiled_one() -> None:
