@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from models.config import OF_EXPERTS, ModelConfig
@@ -19,7 +18,7 @@ from recipes.files.reading import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.metrics.hardware import MEMORY, hardware_of
 from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
-from recipes.recipe.rules_data import data_is_there, validation_is_possible
+from recipes.recipe.rules_data import data_is_there, packages_are_there, validation_is_possible
 from recipes.recipe.rules_mesh import (
     batch_divides,
     float8_fits_tensor,
@@ -168,7 +167,8 @@ def violations(
         ("schedule run.steps", schedule_fits(recipe.schedule, steps=schedule_steps or run.steps)),
         ("optimizer", moments_can_move(recipe.optimizer)),
         ("optimizer fsdp.cpu_offload", muon_fits(recipe.optimizer, fsdp=recipe.fsdp)),
-        ("metrics", metrics_find_what_they_need(recipe.metrics)),
+        ("metrics data validation float8 model.weights checkpoint", packages_are_there(recipe)),
+        ("metrics.calibrated_by", calibration_is_there(recipe.metrics)),
         ("profile run.steps", profile_fits(recipe.profile, steps=run.steps)),
     )
     for read, found in rules:
@@ -272,10 +272,8 @@ def kept_checkpoints_are_saved(checkpoint: CheckpointConfig, validation: Validat
         yield "checkpoint.keep_every", f"must be a multiple of checkpoint.every = {every}, or 0 to keep none forever"
 
 
-def metrics_find_what_they_need(metrics: MetricsConfig) -> Iterator[Violation]:
+def calibration_is_there(metrics: MetricsConfig) -> Iterator[Violation]:
     """Else the run would end once the model is built."""
-    if metrics.tensorboard and find_spec("tensorboard") is None:
-        yield "metrics.tensorboard", "tensorboard is not installed; pip install -e '.[watch]', or write false"
     if metrics.calibrated_by and not os.path.exists(user_path(metrics.calibrated_by)):
         yield "metrics.calibrated_by", 'there is no such file; write one of --plan --calibrated-by, or ""'
 
