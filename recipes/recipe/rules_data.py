@@ -30,18 +30,18 @@ WRONG_SOURCES = 10
 
 def packages_are_there(recipe: "Recipe") -> Iterator[Violation]:
     """Each is imported only where a recipe asks for it, so scripts/setup.sh lets PYTHON lack it."""
-    texts = [*recipe.data.sources, *recipe.validation.texts.values()]
-    asked = (
-        ("torchao", "float8.recipe", recipe.float8.recipe != "none", 'write "none"'),
-        ("datasets", "data", any(text.startswith("hf:") for text in texts), "download the text and name its folder"),
-        ("safetensors", "model.weights", recipe.model.weights, "begin at random"),
-        ("safetensors", "checkpoint.export_hf", recipe.checkpoint.export_hf, "write false"),
-        ("wandb", "metrics.wandb", recipe.metrics.wandb, "write false"),
-        ("tensorboard", "metrics.tensorboard", recipe.metrics.tensorboard, "write false"),
-    )
-    for package, field, needed, otherwise in asked:
+    texts = (*recipe.data.sources, *recipe.validation.texts.values())
+    asked = {
+        "float8.recipe": ("torchao", recipe.float8.recipe != "none"),
+        "data": ("datasets", any(text.startswith("hf:") for text in texts)),
+        "model.weights": ("safetensors", recipe.model.weights),
+        "checkpoint.export_hf": ("safetensors", recipe.checkpoint.export_hf),
+        "metrics.wandb": ("wandb", recipe.metrics.wandb),
+        "metrics.tensorboard": ("tensorboard", recipe.metrics.tensorboard),
+    }
+    for field, (package, needed) in asked.items():
         if needed and find_spec(package) is None:
-            yield field, f"needs the package {package}, which {sys.executable} lacks; install it there, or {otherwise}"
+            yield field, f"needs the package {package}, which {sys.executable} lacks; install it there, or do without"
 
 
 def data_is_there(

@@ -1,21 +1,19 @@
-"""Compiled code that outlives its machine: what Inductor wrote in the first step of a start, for the starts after it.
+"""Compiled code for later starts: what Inductor wrote in the first step, in one archive for all that shapes code.
 
-One archive for each torch, device, code of ours and part of the recipe that shapes code. It holds Inductor's folder and
-not torch.compiler.save_cache_artifacts(), which leaves out what the C++ compiler made: nearly all of the time on a CPU.
-Inductor itself decides by the content of a graph what it takes from there, so a wrong archive costs time only. But it
+It is Inductor's folder and not torch.compiler.save_cache_artifacts(), which leaves out what the C++ compiler made: most
+of the time on a CPU. Inductor decides by a graph's content what it takes, so a wrong archive only costs time. But it
 holds pickles and libraries: whoever writes it can run code here.
 """
 
 import os
-import platform
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 import torch
@@ -33,9 +31,10 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = "shardwright-"
 """Prefix of Inductor's folders on this machine, one for each archive."""
 OF_MODEL = ("model name", "flags", "CPU implementer", "CPU part", "Features")
-"""What lines of /proc/cpuinfo that tell models of CPUs apart begin with."""
+"""Beginnings of the lines of /proc/cpuinfo that tell models of CPUs apart: C++ is compiled for one."""
 UNFINISHED = (".lock", ".tmp", "/tmp.pid_")
 """In names of files that no other start needs; the last is Triton's."""
+UNREADABLE = (OSError, UserError, BadZipFile, EOFError, NotImplementedError, RuntimeError, zlib.error)
 
 
 class KeptCode:
@@ -43,22 +42,23 @@ class KeptCode:
 
     def __init__(self, recipe: Recipe, process: Process, mesh: Mesh) -> None:
         world, self._clock, self._log = process.world, process.clock, process.console.log
-        key = _key(recipe, mesh, world.device)
-        self._key = key.encode()
+        self._key = _key(recipe, mesh, world.device)
         # The first process of each part of a pipeline: all others of the part run the same code.
         self._keeps = world.rank % (world.size // mesh.degrees.pipeline) == 0
-        self._archive = user_path(recipe.compile.cache) / f"{recipe.model.name}-{key}.zip"
         folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"))
         folder = folder.parent if folder.name.startswith(OURS) else folder  # that of the stage before
-        self._folder = folder / f"{OURS}{key}"
+        self._folder = folder / f"{OURS}{self._key}"
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._folder)  # torch reads it when it compiles
+        self._archive = Path(recipe.compile.cache, f"{recipe.model.name}-{self._key}.zip")
         self._steps, self._unpacked = 0, set[str]()
         try:
+            self._archive = user_path(self._archive)
             self._unpacked = self._unpack()
             self._log(f"compiled code: {len(self._unpacked)} files of an earlier start, from {self._archive}")
         except FileNotFoundError:
             pass
-        except (OSError, BadZipFile, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
+        except UNREADABLE as error:
+            self._keeps &= not isinstance(error, UserError)  # whose home folder is not known
             self._log(f"compiled code: {self._archive} is damaged or not ours and is ignored: {error}")
 
     @contextmanager
@@ -73,7 +73,7 @@ class KeptCode:
 
     def _unpack(self) -> set[str]:
         with ZipFile(self._archive) as archive:
-            if archive.comment != self._key:
+            if archive.comment != self._key.encode():
                 raise BadZipFile("another key is written in it")
             files = {name: archive.read(name) for name in archive.namelist()}  # all of it, against its checksums
         for name, content in files.items():
@@ -83,38 +83,29 @@ class KeptCode:
         return set(files)
 
     def _keep(self) -> None:
+        names = [str(path.relative_to(self._folder)) for path in self._folder.rglob("*") if path.is_file()]
+        names = [name for name in names if not any(word in name for word in UNFINISHED)]
+        if self._unpacked.issuperset(names):
+            return
+        packed = BytesIO()
         try:
-            paths = {str(path.relative_to(self._folder)): path for path in self._folder.rglob("*") if path.is_file()}
-            paths = {name: path for name, path in paths.items() if not any(word in name for word in UNFINISHED)}
-            if self._unpacked.issuperset(paths):
-                return
+            with ZipFile(packed, "w", ZIP_DEFLATED, compresslevel=1) as archive:
+                archive.comment = self._key.encode()
+                for name in names:
+                    archive.write(self._folder / name, name)
             self._archive.parent.mkdir(parents=True, exist_ok=True)
-            atomic.replace(self._archive, lambda out: self._pack(out, paths), sync=True)
-            self._log(f"compiled code: {len(paths)} files kept in {self._archive} for the next start")
+            atomic.replace(self._archive, lambda out: out.write(packed.getbuffer()), sync=True)
+            self._log(f"compiled code: {len(names)} files kept in {self._archive} for the next start")
         except OSError as error:
             self._log(f"compiled code: {self._archive} cannot be written: {error}")
-
-    def _pack(self, out: BinaryIO, paths: Mapping[str, Path]) -> None:
-        with ZipFile(out, "w", ZIP_DEFLATED, compresslevel=1) as archive:
-            archive.comment = self._key
-            for name, path in sorted(paths.items()):
-                archive.writestr(name, path.read_bytes(), ZIP_DEFLATED, 1)
-
-
-def kept_code(recipe: Recipe, process: Process, mesh: Mesh) -> KeptCode | None:
-    """None, with a line in the log, where nothing can be kept: it would only save time."""
-    try:
-        return KeptCode(recipe, process, mesh)
-    except UserError as error:
-        process.console.log(f"compiled code: not kept: compile.cache = {error}")
-        return None
 
 
 def _key(recipe: Recipe, mesh: Mesh, device: torch.device) -> str:
     batch, optimizer = recipe.batch, recipe.optimizer
+    sources = [path.read_bytes() for folder in ("models", "parallel") for path in sorted((ROOT / folder).glob("*.py"))]
     facts = [
-        *(torch.__version__, sys.version, torch.get_num_threads(), _machine(device), _sources(), mesh.degrees),
-        mesh.pipeline.get_local_rank() if mesh.pipeline is not None else 0,
+        *(torch.__version__, sys.version, torch.get_num_threads(), xxhash.xxh3_128_hexdigest(b"".join(sources))),
+        *(_machine(device), mesh.degrees, mesh.pipeline.get_local_rank() if mesh.pipeline is not None else 0),
         *(replace(recipe.model, weights="", config=""), recipe.mesh, recipe.pipeline, recipe.experts, recipe.attention),
         *(recipe.float8, recipe.activation_checkpointing, replace(recipe.compile, cache=""), recipe.fsdp),
         *(batch.micro_batch_size, batch.sequence_length, batch.loss_chunks),
@@ -125,15 +116,8 @@ def _key(recipe: Recipe, mesh: Mesh, device: torch.device) -> str:
 
 
 def _machine(device: torch.device) -> str:
-    """The kind of device; C++ is compiled for the very model of a CPU."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} {torch.version.cuda}"
-    with suppress(OSError):
-        lines = {line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(OF_MODEL)}
-        return "\n".join(sorted(lines))
-    return f"{platform.machine()} {platform.processor()}"
-
-
-def _sources() -> str:
-    files = sorted(path for folder in ("models", "parallel") for path in (ROOT / folder).glob("*.py"))
-    return xxhash.xxh3_128_hexdigest(b"".join(path.read_bytes() for path in files))
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else [os.uname().machine]
+    return "\n".join(sorted({line for line in lines if line.startswith(OF_MODEL)})) or lines[0]

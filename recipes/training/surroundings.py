@@ -84,9 +84,9 @@ def code_of(recipe: Recipe, process: Process, mesh: Mesh) -> "KeptCode | None":
     """What keeps compiled code for later starts, if the recipe asks for that."""
     if not (recipe.compile.enabled and recipe.compile.cache):
         return None
-    from recipes.training.kept_code import kept_code
+    from recipes.training.kept_code import KeptCode
 
-    return kept_code(recipe, process, mesh)
+    return KeptCode(recipe, process, mesh)
 
 
 PACKAGES = ("torch", "torchao", "datasets", "tokenizers", "safetensors", "numpy", "wandb")

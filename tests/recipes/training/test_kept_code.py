@@ -16,7 +16,7 @@ from parallel.config import CompileConfig, MeshDegrees
 from recipes.metrics.clock import RunClock
 from recipes.recipe.load import to_toml
 from recipes.recipe.schema import Recipe
-from recipes.training.kept_code import KeptCode, kept_code
+from recipes.training.kept_code import KeptCode
 from recipes.training.surroundings import code_of
 from tests.training import change, rows
 
@@ -38,9 +38,7 @@ class Machine:
         console = SimpleNamespace(log=self.lines.append)
         process: Any = SimpleNamespace(world=world, console=console, clock=RunClock(world.device))
         mesh: Any = SimpleNamespace(degrees=MeshDegrees(replicate=1, shard=size), pipeline=None)
-        code = kept_code(recipe or self.recipe, process, mesh)
-        assert code is not None
-        return code
+        return KeptCode(recipe or self.recipe, process, mesh)
 
     def compile(self, code: KeptCode, files: dict[str, bytes] = CODE) -> None:
         """Two steps, of which the first writes these files."""
@@ -123,7 +121,7 @@ def test_another_torch_device_source_or_model_has_an_archive_of_its_own_and_a_le
     for name, value in {
         "torch.__version__": "9.0",
         "recipes.training.kept_code._machine": lambda device: "another",
-        "recipes.training.kept_code._sources": lambda: "others",
+        "recipes.training.kept_code.ROOT": tmp_path,
     }.items():
         with monkeypatch.context() as patched:
             patched.setattr(name, value)
@@ -161,6 +159,14 @@ def test_without_cache_or_without_compilation_nothing_is_kept(tmp_path: Path, mo
     for config in (CompileConfig(enabled=True, cache=""), CompileConfig()):
         assert code_of(replace(Recipe(), compile=config), nothing, nothing) is None
     assert written() == tmp_path
+
+
+def test_a_home_folder_that_is_not_known_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    machine = Machine(tmp_path / "inductor", Path("~nobody-here/code"), monkeypatch)
+    machine.compile(machine.start())
+    (line,) = machine.lines
+    assert "home folder is not known; set HOME" in line and os.listdir(tmp_path) == ["inductor"]
 
 
 @pytest.mark.slow
