@@ -163,6 +163,7 @@ def _build_stage(
     starts_from = weights if recipe.model.weights and begin.checkpoint is None else None
     built = build(recipe, world, weights=starts_from, mesh=_mesh_of(recipe, world, after))
     clock.part = _part_of_pipeline(built.mesh)
+    clock.name_start("model")
     throughput = surroundings.throughput(recipe, world)
     _log_header(stage, process, built=built, throughput=throughput, starts_from=starts_from)
     loader = _open_data(recipe, process, built.mesh, weights, begin, several=at_several_lengths(loaded.recipe))
