@@ -16,7 +16,6 @@ from recipes.checkpoint.config import CheckpointConfig
 from recipes.evaluation.config import ValidationConfig
 from recipes.files.reading import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
-from recipes.metrics.hardware import MEMORY, hardware_of
 from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import data_is_there, packages_are_there, validation_is_possible
 from recipes.recipe.rules_mesh import (
@@ -214,9 +213,13 @@ def name_and_hardware_are_usable(run: RunConfig) -> Iterator[Violation]:
     """A run has one folder directly below `output`; --check and --plan know the memory of some GPUs."""
     if "/" in run.name or run.name in (".", ".."):
         yield "run.name", 'is the name of the run folder inside run.output; write a name without "/"'
-    if run.hardware and hardware_of("", written=run.hardware) is None:
-        known = listed((name.lower() for name in MEMORY), last="or")
-        yield "run.hardware", f'names no number of known GPUs; write one such as "8xh100" or "48x8h100", with {known}'
+    if run.hardware:
+        from recipes.metrics.hardware import MEMORY, hardware_of
+
+        if hardware_of("", written=run.hardware) is None:
+            known = listed((name.lower() for name in MEMORY), last="or")
+            rule = 'names no number of known GPUs; write one such as "8xh100" or "48x8h100"'
+            yield "run.hardware", f"{rule}, with {known}"
 
 
 def model_is_consistent(model: ModelConfig) -> Iterator[Violation]:

@@ -163,7 +163,6 @@ def _build_stage(
     starts_from = weights if recipe.model.weights and begin.checkpoint is None else None
     built = build(recipe, world, weights=starts_from, mesh=_mesh_of(recipe, world, after))
     clock.part = _part_of_pipeline(built.mesh)
-    clock.name_start("model")
     throughput = surroundings.throughput(recipe, world)
     _log_header(stage, process, built=built, throughput=throughput, starts_from=starts_from)
     loader = _open_data(recipe, process, built.mesh, weights, begin, several=at_several_lengths(loaded.recipe))
@@ -213,6 +212,7 @@ def _part_of_pipeline(mesh: Mesh) -> str:
 def _log_header(
     stage: Stage, process: Process, *, built: Built, throughput: Throughput, starts_from: "Weights | None"
 ) -> None:
+    process.clock.name_start("model")  # whatever follows it
     header, console = run_header(stage, built.mesh.degrees, throughput, built.report), process.console
     started = f"  started: {utc_now()}"
     for line in (*header, started, *surroundings.predicted_memory(stage.recipe, built.mesh, process.world.device)):

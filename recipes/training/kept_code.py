@@ -28,12 +28,10 @@ from recipes.recipe.schema import Recipe
 from recipes.training.border import Process
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = "shardwright-"
-"""Prefix of Inductor's folders on this machine, one for each archive."""
-OF_MODEL = ("model name", "flags", "CPU implementer", "CPU part", "Features")
-"""Beginnings of the lines of /proc/cpuinfo that tell models of CPUs apart: C++ is compiled for one."""
-UNFINISHED = (".lock", ".tmp", "/tmp.pid_")
-"""In names of files that no other start needs; the last is Triton's."""
+SOURCES = ("models", "parallel", "recipes/optimization")  # what is compiled
+OURS = "shardwright-"  # begins the names of Inductor's folders on this machine, one for each archive
+OF_CPU = ("model name", "flags", "CPU implementer", "CPU part", "Features")  # C++ is compiled for one model
+UNFINISHED = (".lock", ".tmp", "/tmp.pid_")  # in names of files that no other start needs; the last is Triton's
 UNREADABLE = (OSError, UserError, BadZipFile, EOFError, NotImplementedError, RuntimeError, zlib.error)
 
 
@@ -87,9 +85,8 @@ class KeptCode:
         names = [name for name in names if not any(word in name for word in UNFINISHED)]
         if self._unpacked.issuperset(names):
             return
-        packed = BytesIO()
         try:
-            with ZipFile(packed, "w", ZIP_DEFLATED, compresslevel=1) as archive:
+            with ZipFile(packed := BytesIO(), "w", ZIP_DEFLATED, compresslevel=1) as archive:
                 archive.comment = self._key.encode()
                 for name in names:
                     archive.write(self._folder / name, name)
@@ -102,7 +99,7 @@ class KeptCode:
 
 def _key(recipe: Recipe, mesh: Mesh, device: torch.device) -> str:
     batch, optimizer = recipe.batch, recipe.optimizer
-    sources = [path.read_bytes() for folder in ("models", "parallel") for path in sorted((ROOT / folder).glob("*.py"))]
+    sources = [path.read_bytes() for folder in SOURCES for path in sorted((ROOT / folder).glob("*.py"))]
     facts = [
         *(torch.__version__, sys.version, torch.get_num_threads(), xxhash.xxh3_128_hexdigest(b"".join(sources))),
         *(_machine(device), mesh.degrees, mesh.pipeline.get_local_rank() if mesh.pipeline is not None else 0),
@@ -118,6 +115,5 @@ def _key(recipe: Recipe, mesh: Mesh, device: torch.device) -> str:
 def _machine(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} {torch.version.cuda}"
-    about = Path("/proc/cpuinfo")
-    lines = about.read_text().splitlines() if about.exists() else [os.uname().machine]
-    return "\n".join(sorted({line for line in lines if line.startswith(OF_MODEL)})) or lines[0]
+    lines = about.read_text().splitlines() if (about := Path("/proc/cpuinfo")).exists() else []
+    return f"{os.uname().machine} {sorted({line for line in lines if line.startswith(OF_CPU)})}"
