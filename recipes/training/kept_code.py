@@ -12,8 +12,10 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
+from shutil import copyfileobj
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 import torch
@@ -77,7 +79,7 @@ class KeptCode:
         for name, content in files.items():
             if not (file := self._folder / name).exists():
                 file.parent.mkdir(parents=True, exist_ok=True)
-                atomic.replace(file, lambda out, content=content: out.write(content), sync=False)
+                atomic.replace(file, partial(copyfileobj, BytesIO(content)), sync=False)
         return set(files)
 
     def _keep(self) -> None:
