@@ -254,6 +254,8 @@ class CompileConfig:
     """Compile every block and the loss in place with fullgraph=True."""
     autotune: bool = False
     """Time several kernels for each matmul and fused loop in the first step; minutes for a large model. GPUs only."""
+    cache: str = "~/.cache/shardwright/code"
+    """Folder for compiled code, which later starts load, so trusted as the code itself; "" = every start compiles."""
 
 
 @dataclass(frozen=True)

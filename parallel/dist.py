@@ -116,7 +116,7 @@ def start(
         keep_freed_memory()
     own = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    if place:
+    if size > 1:
         if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
             _stay_on_this_machine()
         with _saying_that_it_waits(rank, size):

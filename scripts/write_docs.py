@@ -59,7 +59,7 @@ A recipe is a TOML file. Each value comes from the first of these layers that se
 5. the defaults below.
 
 A relative path to read (text, tokenizer, weights, config, template, tasks) is looked for in the current folder, then
-beside the file that names it, then in the checkout. `run.output` and `data.cache` are relative to the current folder.
+beside the file that names it, then in the checkout. `run.output` and both `cache` are relative to the current folder.
 
 `python train.py RECIPE --check` prints a summary, the resolved recipe and, last, `ok` with what was not looked at; or
 everything that is wrong, and its count. It reads the first row of every source on this machine. Types are strict: `1`

@@ -49,8 +49,8 @@ ONLY_IMPORTER = {
 # Set by the launcher for each process; and where the nodes meet, set for the launcher.
 PROCESS_ENVIRONMENT = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
 MEETING_ENVIRONMENT = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
-AS_LAUNCHERS = {"recipes/lab/bench/turns.py"}
-"""What sets these variables for processes that it starts without a launcher."""
+AS_LAUNCHERS = {"recipes/lab/bench/turns.py", "recipes/cluster/launcher.py"}
+"""What sets these variables for processes that it starts without torchrun."""
 TORCH_FREE = "Imports no torch."
 
 

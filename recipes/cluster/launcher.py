@@ -3,13 +3,15 @@
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from parallel.errors import UserError
@@ -77,14 +79,11 @@ class Workers:
         from torch.distributed.elastic.multiprocessing import PContext
 
         start, close = PContext.start, PContext.close
-        # Python answers an early Ctrl-C with a traceback. train.py unblocks it once it has set how to handle it.
-        later = [signal.SIGINT] if Path(script).name == "train.py" else []
 
         def watched_start(context: Any) -> None:
             self.starting = True
-            signal.pthread_sigmask(signal.SIG_BLOCK, later)
-            start(context)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, later)
+            with _without_early_interrupt(script):
+                start(context)
             self._context = context
             if self.signal:
                 self._send(self.signal)
@@ -98,6 +97,20 @@ class Workers:
 
         PContext.start = watched_start  # type: ignore[assignment, method-assign]
         PContext.close = watched_close  # type: ignore[assignment, method-assign]
+
+    def run_one(self, command: list[str]) -> int:
+        """Run the only process of a run without torchrun, whose import of torch takes as long as the worker's own."""
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        self.starting = True
+        with _without_early_interrupt(command[0]):
+            bound = with_parent([sys.executable, "-u", *command])
+            process = subprocess.Popen(bound, env=os.environ | alone, start_new_session=True)
+        handlers = {0: SimpleNamespace(proc=process)}
+        self._context = SimpleNamespace(pids=lambda: {0: process.pid}, subprocess_handlers=handlers)
+        if self.signal:
+            self._send(self.signal)
+        code = process.wait()
+        return exit_code_of(0, code, sent=self.signal) if code else 0
 
     def kill(self) -> None:
         """Kill the workers and the processes they have started."""
@@ -156,6 +169,8 @@ class Workers:
 
 def launch(arguments: list[str], workers: Workers) -> int:
     """Run torchrun with these arguments. Returns the exit code. `workers` must handle signals already."""
+    if arguments[:2] == ["--standalone", "--nproc-per-node=1"]:  # as scripts/run.sh writes it
+        return workers.run_one(arguments[2:])
     _import_torch_distributed()
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -193,6 +208,15 @@ def launch(arguments: list[str], workers: Workers) -> int:
         log(f"the processes could not find each other: {error}")
         return NOT_MET
     return 0
+
+
+@contextmanager
+def _without_early_interrupt(script: str) -> Iterator[None]:
+    """Python answers an early Ctrl-C with a traceback. train.py unblocks it once it has set how to handle it."""
+    later = [signal.SIGINT] if Path(script).name == "train.py" else []
+    signal.pthread_sigmask(signal.SIG_BLOCK, later)
+    yield
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, later)
 
 
 def _allow_connections(args: Namespace) -> None:

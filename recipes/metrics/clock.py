@@ -46,6 +46,13 @@ class RunClock:
             self._worked += processor - self._processor
         self.now, self._since, self._processor, self.moved_at = phase, now, processor, now
 
+    def name_start(self, part: str, until: float | None = None) -> None:
+        """Count what the start has taken, until now or then (by time.monotonic()), as this part of it."""
+        self.begin(self.now)
+        seconds = self.seconds[START] - (0.0 if until is None else self._since - until)
+        self.seconds[part] += seconds
+        self.seconds[START] -= seconds
+
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """A context manager: its body belongs to this phase."""

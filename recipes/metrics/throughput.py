@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from models.config import AttentionFlops, ModelConfig
 from parallel.errors import UserError
 from parallel.passes import sum_over_group
-from recipes.metrics.hardware import bf16_peak
 
 if TYPE_CHECKING:
     from models.counts import Lengths
@@ -61,7 +60,11 @@ class Throughput:
         self.tokens_per_step = tokens_per_step
         self.devices = devices
         self.device_name = device_name(device)
-        self.peak = bf16_peak(self.device_name)
+        self.peak: float | None = None
+        if self.device_name != "cpu":
+            from recipes.metrics.hardware import bf16_peak
+
+            self.peak = bf16_peak(self.device_name)
         self.model = model
         try:
             self.flops = model.flops_per_token(sequence_length, "causal")

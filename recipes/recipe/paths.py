@@ -17,7 +17,7 @@ READ = (
     *("validation.source", "validation.sources", "validation.tasks", "validation.ladder", "metrics.calibrated_by"),
 )
 """Fields whose paths are read."""
-WRITTEN = {"run.output": 600, "data.cache": 600, "run.name": 0, "run.continue_from": 0}
+WRITTEN = {"run.output": 600, "data.cache": 600, "compile.cache": 100, "run.name": 0, "run.continue_from": 0}
 """Fields whose paths are relative to the current folder, as runs are -> the bytes that names inside it need."""
 NO_PATHS = ("hf:", "train:", "python-stdlib", FROM_WEIGHTS, FROM_CONFIG)
 """What else these fields may say, by its beginning."""

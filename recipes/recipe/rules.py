@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from models.config import OF_EXPERTS, ModelConfig
@@ -17,9 +16,8 @@ from recipes.checkpoint.config import CheckpointConfig
 from recipes.evaluation.config import ValidationConfig
 from recipes.files.reading import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
-from recipes.metrics.hardware import MEMORY, hardware_of
 from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
-from recipes.recipe.rules_data import data_is_there, validation_is_possible
+from recipes.recipe.rules_data import data_is_there, packages_are_there, validation_is_possible
 from recipes.recipe.rules_determinism import bits_can_repeat
 from recipes.recipe.rules_mesh import (
     batch_divides,
@@ -170,7 +168,8 @@ def violations(
         ("schedule run.steps", schedule_fits(recipe.schedule, steps=schedule_steps or run.steps)),
         ("optimizer", moments_can_move(recipe.optimizer)),
         ("optimizer fsdp.cpu_offload", muon_fits(recipe.optimizer, fsdp=recipe.fsdp)),
-        ("metrics", metrics_find_what_they_need(recipe.metrics)),
+        ("metrics data validation float8 model.weights checkpoint", packages_are_there(recipe)),
+        ("metrics.calibrated_by", calibration_is_there(recipe.metrics)),
         ("profile run.steps", profile_fits(recipe.profile, steps=run.steps)),
     )
     for read, found in rules:
@@ -216,9 +215,13 @@ def name_and_hardware_are_usable(run: RunConfig) -> Iterator[Violation]:
     """A run has one folder directly below `output`; --check and --plan know the memory of some GPUs."""
     if "/" in run.name or run.name in (".", ".."):
         yield "run.name", 'is the name of the run folder inside run.output; write a name without "/"'
-    if run.hardware and hardware_of("", written=run.hardware) is None:
-        known = listed((name.lower() for name in MEMORY), last="or")
-        yield "run.hardware", f'names no number of known GPUs; write one such as "8xh100" or "48x8h100", with {known}'
+    if run.hardware:
+        from recipes.metrics.hardware import MEMORY, hardware_of
+
+        if hardware_of("", written=run.hardware) is None:
+            known = listed((name.lower() for name in MEMORY), last="or")
+            rule = 'names no number of known GPUs; write one such as "8xh100" or "48x8h100"'
+            yield "run.hardware", f"{rule}, with {known}"
 
 
 def model_is_consistent(model: ModelConfig) -> Iterator[Violation]:
@@ -274,10 +277,8 @@ def kept_checkpoints_are_saved(checkpoint: CheckpointConfig, validation: Validat
         yield "checkpoint.keep_every", f"must be a multiple of checkpoint.every = {every}, or 0 to keep none forever"
 
 
-def metrics_find_what_they_need(metrics: MetricsConfig) -> Iterator[Violation]:
+def calibration_is_there(metrics: MetricsConfig) -> Iterator[Violation]:
     """Else the run would end once the model is built."""
-    if metrics.tensorboard and find_spec("tensorboard") is None:
-        yield "metrics.tensorboard", "tensorboard is not installed; pip install -e '.[watch]', or write false"
     if metrics.calibrated_by and not os.path.exists(user_path(metrics.calibrated_by)):
         yield "metrics.calibrated_by", 'there is no such file; write one of --plan --calibrated-by, or ""'
 

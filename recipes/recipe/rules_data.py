@@ -1,8 +1,10 @@
 """Rules of the sections [data] and [validation], which look at what they name on the disk. Imports no torch."""
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from recipes.recipe.fields import Violation, one_line, refusal_of, toml
 from recipes.recipe.paths import WRITTEN
 
 if TYPE_CHECKING:
+    from recipes.recipe.schema import Recipe
     from recipes.weights.locate import InitialWeights
 
 
@@ -23,6 +26,22 @@ MOST_SOURCES = 10_000
 """Of a mixture: none may have less than this part of the tokens."""
 WRONG_SOURCES = 10
 """Sources that are named in one refusal."""
+
+
+def packages_are_there(recipe: "Recipe") -> Iterator[Violation]:
+    """Each is imported only where a recipe asks for it, so scripts/setup.sh lets PYTHON lack it."""
+    texts = (*recipe.data.sources, *recipe.validation.texts.values())
+    asked = {
+        "float8.recipe": ("torchao", recipe.float8.recipe != "none"),
+        "data": ("datasets", any(text.startswith("hf:") for text in texts)),
+        "model.weights": ("safetensors", recipe.model.weights),
+        "checkpoint.export_hf": ("safetensors", recipe.checkpoint.export_hf),
+        "metrics.wandb": ("wandb", recipe.metrics.wandb),
+        "metrics.tensorboard": ("tensorboard", recipe.metrics.tensorboard),
+    }
+    for field, (package, needed) in asked.items():
+        if needed and find_spec(package) is None:
+            yield field, f"needs the package {package}, which {sys.executable} lacks; install it there, or do without"
 
 
 def data_is_there(

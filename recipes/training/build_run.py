@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from recipes.checkpoint.checkpoints import Checkpoints
     from recipes.metrics.float8_samples import CastSampler
     from recipes.metrics.profile import StepProfiler
+    from recipes.training.kept_code import KeptCode
     from recipes.weights.description import Description
     from recipes.weights.locate import Weights
 
@@ -56,6 +57,7 @@ class Run:
     interruption: Interruption
     profiler: "StepProfiler | None"
     sampler: "CastSampler | None"
+    code: "KeptCode | None"
     tasks: Callable[[], Mapping[str, float]]
     """Evaluates the tasks of the validation: "TASK/METRIC" -> value."""
     stage: Stage
@@ -63,9 +65,9 @@ class Run:
     start: Start
 
     @property
-    def observers(self) -> "tuple[StepProfiler | CastSampler, ...]":
+    def observers(self) -> "tuple[StepProfiler | CastSampler | KeptCode, ...]":
         """What the recipe asks to watch steps with; each is entered around every step."""
-        return tuple(observer for observer in (self.profiler, self.sampler) if observer is not None)
+        return tuple(observer for observer in (self.code, self.profiler, self.sampler) if observer is not None)
 
     @property
     def kept(self) -> Kept:
@@ -194,6 +196,7 @@ def _build_stage(
         interruption=interruption,
         profiler=after.profiler if after else surroundings.profiler_of(recipe, process),
         sampler=surroundings.sampler_of(recipe, process, built),
+        code=surroundings.code_of(recipe, process, built.mesh),
         tasks=tasks,
         stage=stage,
         start=after.start if after else Start(clock.step, recorder.tokens(clock.step), time.perf_counter()),
@@ -209,6 +212,7 @@ def _part_of_pipeline(mesh: Mesh) -> str:
 def _log_header(
     stage: Stage, process: Process, *, built: Built, throughput: Throughput, starts_from: "Weights | None"
 ) -> None:
+    process.clock.name_start("model")  # whatever follows it
     header, console = run_header(stage, built.mesh.degrees, throughput, built.report), process.console
     started = f"  started: {utc_now()}"
     for line in (*header, started, *surroundings.predicted_memory(stage.recipe, built.mesh, process.world.device)):

@@ -36,14 +36,16 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
     with it, or after an error, at once, as the process group of several may still exist: see stop().
     A UserError that concerns all ranks is printed once, by rank 0.
     """
-    folder, limit = loaded.recipe.run.folder, loaded.recipe.run.hang_timeout
+    folder, limit, imported = loaded.recipe.run.folder, loaded.recipe.run.hang_timeout, time.monotonic()
     world = _join(loaded.recipe)
     clock = RunClock(world.device, began=began)
+    clock.name_start("imports", imported)
     watchdog = Watchdog(clock, world, timeout=limit, folder=folder)
     try:
         with Console(silent=not world.is_main) as console:
             if world.size > 1:
                 _preflight(loaded.recipe, world, console)
+            clock.name_start("joining")
             if loaded.recipe.checkpoint.remote:
                 from recipes.training.fetch import fetch_newest
 

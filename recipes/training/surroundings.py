@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from recipes.metrics.float8_samples import CastSampler
     from recipes.metrics.profile import StepProfiler
     from recipes.training.build import Built
+    from recipes.training.kept_code import KeptCode
 
 
 def predicted_memory(recipe: Recipe, mesh: Mesh, device: torch.device) -> list[str]:
@@ -80,6 +81,15 @@ def sampler_of(recipe: Recipe, process: Process, built: "Built") -> "CastSampler
         clock=process.clock,
         log=process.console.log,
     )
+
+
+def code_of(recipe: Recipe, process: Process, mesh: Mesh) -> "KeptCode | None":
+    """What keeps compiled code for later starts, if the recipe asks for that."""
+    if not (recipe.compile.enabled and recipe.compile.cache):
+        return None
+    from recipes.training.kept_code import KeptCode
+
+    return KeptCode(recipe, process, mesh)
 
 
 NO_RECORD = "torch has recorded none of the collectives so far, and hang/nccl-RANK would be as empty"

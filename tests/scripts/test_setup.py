@@ -149,6 +149,24 @@ def test_an_interpreter_that_lacks_packages_is_refused_with_their_names(checkout
 
 
 @pytest.mark.slow
+def test_an_interpreter_without_what_only_some_recipes_import_is_used_but_not_for_tests(checkout: Path) -> None:
+    (checkout / "sitecustomize.py").write_text("""if True:
+        import importlib.metadata as metadata
+        known = metadata.version
+        def version(name):
+            if name in ("datasets", "wandb", "pyarrow", "torchao", "safetensors", "matplotlib"):
+                raise metadata.PackageNotFoundError(name)
+            return known(name)
+        metadata.version = version
+    """)
+    python = executable(checkout / "bare", f'exec env PYTHONPATH={checkout} {sys.executable} "$@"')
+    assert source_setup(checkout, PYTHON=str(python)).stdout == f"{python}\n"
+    result = source_setup(checkout, PYTHON=str(python), SETUP_EXTRAS="dev")
+    assert result.returncode != 0
+    assert "datasets>=" in result.stderr and "wandb>=" in result.stderr
+
+
+@pytest.mark.slow
 def test_an_interpreter_with_all_packages_is_used(checkout: Path) -> None:
     assert source_setup(checkout, PYTHON=sys.executable).stdout == f"{sys.executable}\n"
 

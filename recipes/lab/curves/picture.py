@@ -25,6 +25,7 @@ CHARACTERS = 190
 DASHES: tuple[LineStyleType, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))
 PARTS = {
     **{STEP: BLUE, SKIPPED: "#D55E00", "restarts": FAINT, "start": "#E69F00", "first step": "#F0E442"},
+    **dict.fromkeys(("imports", "joining", "model"), "#E69F00"),
     **{"data": "#CC79A7", "save": "#009E73", "validation": "#56B4E9", "log": "#8C564B", "end": "#BFBFBF"},
 }
 """Colours of the parts of the wall time."""

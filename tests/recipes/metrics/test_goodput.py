@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from recipes.metrics import clock as clock_module
 from recipes.metrics.clock import Goodput
@@ -38,6 +39,9 @@ class Time:
         return 5000.0 + self.now
 
     def monotonic(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
         return self.now
 
 
@@ -142,3 +146,11 @@ def test_the_parts_add_up_to_the_wall_time_over_two_attempts(corpus: Path, tmp_p
     [logged_share] = re.findall(r"\ngoodput .* restarts ([\d.]+)%", log)
     # The line was logged a little before the parts were taken.
     assert float(logged_share) / 100 == pytest.approx(parts["restarts"] / sum(parts.values()), abs=0.1)
+
+
+def test_parts_of_a_start_have_names_and_leave_the_rest(clock: Time) -> None:
+    run = clock_module.RunClock(torch.device("cpu"), began=clock.now - 9.0)
+    run.name_start("imports", clock.now - 2.0)
+    run.name_start("joining")
+    clock.now += 1.0
+    assert run.elapsed() == {"start": 1.0, "imports": 7.0, "joining": 2.0}

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.errors import UserError
 from recipes.metrics.config import MetricsConfig
 from recipes.metrics.writer import MetricsWriter
-from recipes.recipe.load import load
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,14 +100,6 @@ def test_a_fault_of_tensorboard_turns_it_off_and_loses_no_row(tmp_path: Path) ->
     metrics.close()
     [line] = said
     assert line.startswith("TensorBoard: off until the next start (") and rows(tmp_path) == [{"step": 1}]
-
-
-def test_a_recipe_with_tensorboard_is_refused_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(
-        UserError, match=r"metrics\.tensorboard = true (?s:.*)tensorboard is not installed; pip install"
-    ):
-        load(ROOT / "configs/smollm3_debug.toml", ["--metrics.tensorboard", "true"])
 
 
 # Weights & Biases

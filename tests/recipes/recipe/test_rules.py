@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,25 @@ def the_rule(recipe: Recipe, key: str, *, processes: int | None = None) -> str:
 def test_the_default_recipe_breaks_no_rule() -> None:
     assert not broken_by(Recipe())
     assert not broken_by(Recipe(), processes=16)
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("torchao", "--float8.recipe=tensorwise --float8.emulate=true"),
+        ("datasets", "--data.source=hf:allenai/c4:en"),
+        ("safetensors", "--checkpoint.export_hf=true"),
+        ("wandb", "--metrics.wandb=true"),
+        ("tensorboard", "--metrics.tensorboard=true"),
+    ],
+)
+def test_a_package_is_needed_only_by_the_recipe_that_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, package: str, words: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    load(Path("configs/smollm3_debug.toml"))
+    with pytest.raises(UserError, match=f"needs the package {package}, which"):
+        load(Path("configs/smollm3_debug.toml"), words.split())
 
 
 @pytest.mark.parametrize(("every", "average", "saved"), [(20, 1, 10), (0, 2, 10), (20, 2, 0), (15, 2, 10)])
