@@ -322,7 +322,7 @@ def flight_record() -> bytes:
     """The last CUDA collectives of this process, for `torchfrtrace`. Does not wait for the device or other ranks."""
     c10d: Any = torch._C._distributed_c10d
     has_own = communication_backend("cuda") == "ProcessGroupNCCL2"
-    return c10d._dump_fr_trace(backend="nccl2") if has_own else c10d._dump_nccl_trace()  # type: ignore[no-any-return]
+    return cast(bytes, c10d._dump_fr_trace(backend="nccl2") if has_own else c10d._dump_nccl_trace())
 
 
 def records_collectives() -> bool:

@@ -13,8 +13,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 aten = torch.ops.aten
 VIEWS = (aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-OF_SCALES = (*VIEWS, aten.abs.default, aten.max.default, aten.amax.default, aten.clamp_min.default)
-OF_SCALES += (aten.reciprocal.default, aten.mul.Tensor, torch.ops.prims.convert_element_type.default)
+OF_SCALES = (
+    *(*VIEWS, aten.abs.default, aten.max.default, aten.amax.default, aten.clamp_min.default),
+    *(aten.reciprocal.default, aten.mul.Tensor, torch.ops.prims.convert_element_type.default),
+)
 """Operators with which torchao computes the scale of an operand in float8."""
 PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
 
