@@ -16,7 +16,7 @@ from parallel.errors import UserError
 from parallel.state_check import named_state
 from recipes.checkpoint.look import table
 from recipes.files.exit_codes import CORRUPTED, FINISHED, POISONED
-from recipes.optimization.optimizer import _local
+from recipes.optimization.optimizer import local_of
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.training.trainer import Trainer
@@ -62,7 +62,7 @@ def strike(trainer: Trainer, fault: str) -> None:
     rank, name, change_shard = FAULTS[fault]
     if trainer.world.rank == rank:
         state = named_state(trainer.built.model, trainer.built.parameters, trainer.built.optimizer)
-        change_shard(_local(state[name]).detach())
+        change_shard(local_of(state[name]).detach())
 
 
 def train_with(recipe: Recipe, cases: list[str]) -> list[tuple[int, str]]:
@@ -195,7 +195,7 @@ def flip_experts(recipe: Recipe) -> list[str]:
         tensors = dict([*built[mesh].model.named_parameters(), *built[mesh].model.named_buffers()])
         for expected in (True, False):  # the second flip undoes the first
             if world.rank == rank:
-                flip(3)(_local(tensors[name]).detach())
+                flip(3)(local_of(tensors[name]).detach())
             error = corruption(built[mesh], world)
             if expected:
                 found.append("" if error is None else str(error))

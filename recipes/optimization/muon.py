@@ -19,7 +19,7 @@ from parallel.matrices import Matrices
 from parallel.mesh import Mesh
 from parallel.owners import BATCH, Round, Shape
 from recipes.optimization.config import OptimizerConfig
-from recipes.optimization.optimizer import local_of
+from recipes.optimization.optimizer import empty_state, local_of
 
 MOMENTUM = "momentum_buffer"
 """Key of the momentum in a state, as in torch.optim.Muon."""
@@ -74,6 +74,9 @@ class Muon(torch.optim.Optimizer):
         super().__init__([*(group for group in rest.param_groups if group["params"]), group], {})
         self._rest, self._mesh, self._dtype = rest, mesh, dtype
         self._state_dtype = getattr(torch, config.state_dtype)
+        self.state.update(rest.state)
+        for matrix in matrices:
+            self.state[matrix] = {MOMENTUM: empty_state(matrix, self._state_dtype)}
         self._matrices: Matrices | None = None
         self._stepped: list[nn.Parameter] = []
         self.found_inf: Tensor | None = None
@@ -92,8 +95,6 @@ class Muon(torch.optim.Optimizer):
         cast(Any, self._rest).found_inf, cast(Any, self._rest).grad_scale = self.found_inf, self.grad_scale
         self._rest.step()
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        for parameter in parameters:  # in this order, and not that of rounds: checkpoints have it
-            self._make_momentum(parameter)
         if shared := [parameter for parameter in parameters if parameter.dim() == 2]:
             self._step_matrices(shared, group)
         for parameter in parameters:
@@ -161,11 +162,6 @@ class Muon(torch.optim.Optimizer):
             if number in sent:
                 found[number] = update
         return found
-
-    def _make_momentum(self, parameter: nn.Parameter) -> None:
-        state = self.state[parameter]
-        if MOMENTUM not in state:  # like the gradient: float8 all-gather wraps the parameter in a torchao class
-            state[MOMENTUM] = torch.zeros_like(cast(Tensor, parameter.grad), dtype=self._state_dtype)
 
     def _change(self, old: Tensor, new: Tensor) -> None:
         """Replace the values, unless the step is to change nothing. Only the device knows."""

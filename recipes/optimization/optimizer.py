@@ -92,6 +92,10 @@ class ShardedAdamW(torch.optim.AdamW):
         """A tensor of 1.0 on the device makes the step change nothing, as in torch's own fused optimizers."""
         self.grad_scale: Tensor | None = None
         """What the update divides gradients by, on the device; torch's fused kernel also writes the quotients."""
+        # All at once: made in the first step, moments would lie between gradients and the memory of messages.
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            moments = {name: empty_state(parameter, state_dtype) for name in MOMENTS}
+            self.state[parameter] = {"step": torch.zeros((), device=local_of(parameter).device), **moments}
         # Loading casts moments to the parameter's dtype, float32; rounding restores the original bfloat16 values.
         self.register_load_state_dict_post_hook(_round_moments)
 
@@ -108,7 +112,7 @@ class ShardedAdamW(torch.optim.AdamW):
                 self._step_batch(batch, group)
 
     def _step_batch(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        states = [self._state_of(parameter) for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters]
         kept = [[local_of(state[name]) for state in states] for name in MOMENTS]
         first, second = ([moment.to(torch.float32) for moment in moments] for moments in kept)
         torch._fused_adamw_(
@@ -136,7 +140,7 @@ class ShardedAdamW(torch.optim.AdamW):
         calls: defaultdict[int | None, list[tuple[Any, ...]]] = defaultdict(list)
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [self._state_of(parameter) for parameter in parameters]
+            states = [self.state[parameter] for parameter in parameters]
             rows = _numbers(self._counted(states), group) if states else ()
             for parameter, state, numbers in zip(parameters, states, rows, strict=True):
                 shards = [local_of(one) for one in (parameter, parameter.grad, *(state[name] for name in MOMENTS))]
@@ -152,15 +156,6 @@ class ShardedAdamW(torch.optim.AdamW):
         if self.found_inf is not None:
             torch._foreach_sub_(steps, [self.found_inf] * len(steps))
         return steps
-
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        state = self.state[parameter]
-        if not state:
-            assert parameter.grad is not None
-            state["step"] = torch.zeros((), device=local_of(parameter.grad).device)
-            for name in MOMENTS:  # like the gradient: float8 all-gather wraps the parameter in a torchao class
-                state[name] = torch.zeros_like(parameter.grad, dtype=self._state_dtype)
-        return state
 
 
 def _round_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -221,3 +216,8 @@ def _update(unit: list[tuple[Any, ...]], divisor: Tensor | None, found_inf: Tens
 def local_of(tensor: Tensor) -> Tensor:
     """This process's shard, without the class that float8 all-gather wraps parameters in."""
     return without_wrapper(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+def empty_state(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """Zeros that are sharded like this parameter."""
+    return torch.zeros_like(without_wrapper(parameter), dtype=dtype, requires_grad=False)

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -103,8 +103,6 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     if matrices := matrices_of(optimizer):
         count = sum(prod(matrix.shape[:-2]) for matrix in matrices)
         report.append(f"muon: {count} matrices of the blocks, {fsdp.param_dtype} products")
-    if world.device.type == "cuda" and not fsdp.cpu_offload and recipe.optimizer.name == "adamw":
-        _make_state(optimizer, tuple(model.parameters()), clips=recipe.optimizer.grad_clip > 0)
     return Built(
         mesh,
         model,
@@ -118,17 +116,6 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
     )
-
-
-def _make_state(optimizer: Any, parameters: tuple[nn.Parameter, ...], *, clips: bool) -> None:
-    """Skip a step, which makes moments: made in the first one, they would stay between gradients and messages."""
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.found_inf = torch.ones((), device=parameters[0].device)
-    optimizer.grad_scale = optimizer.found_inf if clips else None
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.found_inf = optimizer.grad_scale = None
 
 
 def _whole_mesh(recipe: Recipe, world: World, mesh: Mesh | None) -> Mesh:
