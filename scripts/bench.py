@@ -12,8 +12,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 SUITES = (
-    *("calibrate", "checkpoint", "codegen", "data", "gpu", "kernels", "null_gpu"),
-    *("operators", "overhead", "plan", "plan_memory"),
+    *("calibrate", "checkpoint", "codegen", "data", "gpu", "kernels", "null_gpu", "operators", "plan", "plan_memory"),
 )
 
 

@@ -49,7 +49,7 @@ ONLY_IMPORTER = {
 # Set by the launcher for each process; and where the nodes meet, set for the launcher.
 PROCESS_ENVIRONMENT = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
 MEETING_ENVIRONMENT = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
-AS_LAUNCHERS = {"recipes/lab/bench/turns.py", "recipes/cluster/launcher.py"}
+AS_LAUNCHER = "recipes/cluster/launcher.py"
 """What sets these variables for processes that it starts without torchrun."""
 TORCH_FREE = "Imports no torch."
 
@@ -195,8 +195,7 @@ def test_decoder_is_built_only_by_training_and_evaluation() -> None:
 
 @pytest.mark.parametrize(("library", "importer"), ONLY_IMPORTER.items())
 def test_library_has_only_one_importer(library: str, importer: str) -> None:
-    compared = {"recipes/lab/bench/peers.py"} if library == "transformers" else set()
-    assert {name(file) for file in FILES if library in libraries(imports(file))} - compared <= {importer}
+    assert {name(file) for file in FILES if library in libraries(imports(file))} <= {importer}
 
 
 def test_torch_checkpoints_are_used_only_by_what_is_named_checkpoint() -> None:
@@ -224,11 +223,11 @@ def files_with_one_of(words: set[str]) -> set[str]:
 
 
 def test_environment_of_a_process_is_read_only_by_dist() -> None:
-    assert files_with_one_of(PROCESS_ENVIRONMENT) - AS_LAUNCHERS == {"parallel/dist.py"}
+    assert files_with_one_of(PROCESS_ENVIRONMENT) - {AS_LAUNCHER} == {"parallel/dist.py"}
 
 
 def test_meeting_point_of_the_nodes_is_known_only_to_dist_and_the_launchers_in_cluster() -> None:
-    files = files_with_one_of(MEETING_ENVIRONMENT) - AS_LAUNCHERS - {"parallel/dist.py"}
+    files = files_with_one_of(MEETING_ENVIRONMENT) - {AS_LAUNCHER} - {"parallel/dist.py"}
     assert {str(Path(file).parent) for file in files} <= {"recipes/cluster"}, files
 
 

@@ -25,7 +25,6 @@ from parallel.config import MeshConfig
 from parallel.dist import start, stop
 from parallel.mesh import build_mesh
 from recipes.cluster.watchdog import Watchdog
-from recipes.lab.bench.turns import NODE, launcher_environment
 from recipes.metrics.clock import RunClock
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
@@ -37,7 +36,18 @@ FILE_EVENTS = {
     *("open", "os.listdir", "os.scandir", "os.mkdir", "os.link", "os.symlink", "os.rename", "os.remove", "os.rmdir")
 }
 """Audit events of Python; looks at files (stat) have none."""
+NODE = 8
+"""Processes of a node."""
 PHASES = ("start", "mesh", "step", "save", "resume", "watchdog")
+
+
+def launcher_environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    """What the launcher of a node gives to a process."""
+    node, place = divmod(rank, NODE)
+    given = {"RANK": rank, "LOCAL_RANK": place, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": min(NODE, processes)}
+    given |= {"GROUP_RANK": node, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    loopback = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": socket.if_indextoname(1)}
+    return {name: str(value) for name, value in given.items()} | loopback | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 @dataclass(frozen=True)

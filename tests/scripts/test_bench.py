@@ -1,4 +1,4 @@
-"""scripts/bench.py: the choice of a suite, the whole gpu suite on tiny shapes, and the overhead suite."""
+"""scripts/bench.py: the choice of a suite, and the whole gpu suite on tiny shapes."""
 
 import contextlib
 import io
@@ -17,10 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.errors import UserError
-from recipes.lab.bench import gpu, gpu_plan, kernels, overhead, peers
+from recipes.lab.bench import gpu, gpu_plan, kernels
 from recipes.lab.sweep import loop, runner
-from tests.commands import run_command
 from tests.processes import wait_for
 from tests.recipes.lab.sweep.forked import run_forked
 
@@ -326,48 +324,3 @@ def test_a_full_disk_ends_the_suite_with_one_line(tmp_path: Path, monkeypatch: p
     code, _, err = measured_here(tmp_path)
     assert code == 2 and err.endswith("No space left on device; free space, or write another --runs\n")
     assert [*json.loads((tmp_path / "record/gpu-cpu.json").read_text())["rows"]] == ["tests"]
-
-
-@pytest.mark.slow
-def test_the_overhead_suite_reports_both_loops_and_the_starts(tmp_path: Path, corpus: Path) -> None:
-    """Only that its numbers are there: the speed of this machine is not what is tested."""
-    tiny = ["--model.layers", "1", "--batch.sequence_length", "16", "--batch.global_batch_size", "4"]
-    tiny += ["--schedule.warmup_steps", "1", "--schedule.decay_steps", "0", "--data.source", str(corpus)]
-    found: dict[str, Any] = {}
-    for part in ("loop", "starts"):  # a fork of a process that has trained could not train
-        words = ["--suite", "overhead", "--parts", part, "--rounds", "2", "--steps", "30", "--out", "overhead.json"]
-        code, out, err = run_command(SCRIPT, *words, *tiny, cwd=tmp_path, env=environment(tmp_path))
-        assert (code, err) == (0, "")
-        record = json.loads((tmp_path / "overhead.json").read_text())
-        assert json.loads(out) == {name: record[name] for name in record if name not in ("windows", "environment")}
-        found |= record
-    assert [len(found["windows"][name]) for name in ("ours", "barest", "replica_check")] == [4, 4, 10]
-    assert found["replica_check_share"] == pytest.approx(found["replica_check"] / found["barest"] / 100)
-    assert found["ratio"] == pytest.approx(found["ours"] / found["barest"]) and found["ratio"] > 0
-    assert list(found["starts"]) == ["python", "import torch", "train.py --check", "train.py, one step"]
-    assert found["starts"]["python"] < found["starts"]["train.py, one step"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"), [(["--steps", "5"], "--steps 20 or more"), (["--out", "no/x.json"], "no is not a writable")]
-)
-def test_the_overhead_suite_refuses_wrong_options_first(words: list[str], message: str, tmp_path: Path) -> None:
-    code, out, err = bench_here(tmp_path, "--suite", "overhead", *words)
-    assert (code, out) == (2, "") and message in err
-
-
-def test_the_overhead_suite_reports_what_it_measured_before_a_part_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def only_float32(kinds: list[str], words: list[str], **options: int) -> dict[str, Any]:
-        if kinds != ["float32"]:
-            raise UserError("no C++ compiler")
-        ours = {"seconds": 1.0, "ratio": 1.0, "ratio_interval": (1.0, 1.0)}
-        return {"float32": {"ours": ours, "plain loop": {"seconds": 0.9, "ratio": 0.9, "ratio_interval": (0.85, 0.95)}}}
-
-    monkeypatch.setattr(overhead, "peers", only_float32)
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    code, out, err = bench_here(tmp_path, "--suite", "overhead", "--parts", "peers")
-    assert (code, err) == (2, "no C++ compiler\n")
-    assert "float32, plain loop                     0.900        0.900   0.850 to 0.950\n" in out
-    assert "transformers' Trainer: not measured, because transformers and accelerate cannot be imported\n" in out
