@@ -16,7 +16,7 @@ from parallel.errors import UserError
 from parallel.state_check import named_state
 from recipes.checkpoint.look import table
 from recipes.files.exit_codes import CORRUPTED, FINISHED, POISONED
-from recipes.optimization.optimizer import local_of
+from recipes.optimization.adamw import local_of
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.training.trainer import Trainer

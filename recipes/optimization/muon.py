@@ -18,8 +18,8 @@ from parallel.errors import UserError
 from parallel.matrices import Matrices
 from parallel.mesh import Mesh
 from parallel.owners import BATCH, Round, Shape
+from recipes.optimization.adamw import empty_state, local_of
 from recipes.optimization.config import OptimizerConfig
-from recipes.optimization.optimizer import empty_state, local_of
 
 MOMENTUM = "momentum_buffer"
 """Key of the momentum in a state, as in torch.optim.Muon."""

@@ -14,7 +14,7 @@ from recipes.plan.work import work_of
 from recipes.recipe.schema import Recipe
 
 MOMENTS_AT_A_TIME = 2**27
-"""Elements, as BATCH in recipes/optimization/optimizer.py."""
+"""Elements, as BATCH in recipes/optimization/adamw.py."""
 
 
 def sizes_of(recipe: Recipe, degrees: MeshDegrees, *, imbalance: float = 1.0) -> Sizes:

@@ -3,7 +3,6 @@
 Imports no torch.
 """
 
-import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +13,9 @@ from parallel.config import ActivationCheckpointingConfig, AttentionConfig, Comp
 from parallel.errors import listed
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.evaluation.config import ValidationConfig
-from recipes.files.reading import user_path
-from recipes.metrics.config import MetricsConfig, ProfileConfig
+from recipes.metrics.config import ProfileConfig
 from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
-from recipes.recipe.rules_data import data_is_there, packages_are_there, validation_is_possible
+from recipes.recipe.rules_data import data_is_there, needs_are_met, validation_is_possible
 from recipes.recipe.rules_determinism import bits_can_repeat
 from recipes.recipe.rules_mesh import (
     batch_divides,
@@ -168,8 +166,7 @@ def violations(
         ("schedule run.steps", schedule_fits(recipe.schedule, steps=schedule_steps or run.steps)),
         ("optimizer", moments_can_move(recipe.optimizer)),
         ("optimizer fsdp.cpu_offload", muon_fits(recipe.optimizer, fsdp=recipe.fsdp)),
-        ("metrics data validation float8 model.weights checkpoint", packages_are_there(recipe)),
-        ("metrics.calibrated_by", calibration_is_there(recipe.metrics)),
+        ("metrics data validation float8 model.weights checkpoint", needs_are_met(recipe)),
         ("profile run.steps", profile_fits(recipe.profile, steps=run.steps)),
     )
     for read, found in rules:
@@ -275,12 +272,6 @@ def kept_checkpoints_are_saved(checkpoint: CheckpointConfig, validation: Validat
         yield "checkpoint.remote", "needs checkpoints to copy; write checkpoint.every = run.steps or less"
     if keep_every and (every == 0 or keep_every % every):
         yield "checkpoint.keep_every", f"must be a multiple of checkpoint.every = {every}, or 0 to keep none forever"
-
-
-def calibration_is_there(metrics: MetricsConfig) -> Iterator[Violation]:
-    """Else the run would end once the model is built."""
-    if metrics.calibrated_by and not os.path.exists(user_path(metrics.calibrated_by)):
-        yield "metrics.calibrated_by", 'there is no such file; write one of --plan --calibrated-by, or ""'
 
 
 def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:

@@ -1,5 +1,6 @@
 """Rules of the sections [data] and [validation], which look at what they name on the disk. Imports no torch."""
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -28,8 +29,8 @@ WRONG_SOURCES = 10
 """Sources that are named in one refusal."""
 
 
-def packages_are_there(recipe: "Recipe") -> Iterator[Violation]:
-    """Each is imported only where a recipe asks for it, so scripts/setup.sh lets PYTHON lack it."""
+def needs_are_met(recipe: "Recipe") -> Iterator[Violation]:
+    """Packages that only some recipes import, which scripts/setup.sh lets PYTHON lack; a calibration."""
     texts = (*recipe.data.sources, *recipe.validation.texts.values())
     asked = {
         "float8.recipe": ("torchao", recipe.float8.recipe != "none"),
@@ -42,6 +43,8 @@ def packages_are_there(recipe: "Recipe") -> Iterator[Violation]:
     for field, (package, needed) in asked.items():
         if needed and find_spec(package) is None:
             yield field, f"needs the package {package}, which {sys.executable} lacks; install it there, or do without"
+    if (file := recipe.metrics.calibrated_by) and not os.path.exists(user_path(file)):
+        yield "metrics.calibrated_by", 'there is no such file; write one of --plan --calibrated-by, or ""'
 
 
 def data_is_there(

@@ -74,10 +74,8 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     report += placement(mesh.degrees, world.nodes)
     cut = f"pipeline parallelism: {recipe.pipeline.schedule}, {stages}; the counts below are rank 0's"
     report += [cut] if stages else []
-    if world.device.type == "cuda":
-        report += [f"GPU memory: {allocator_settings()}", f"messages: {communication_backend('cuda')}"]
     attention, lines = _kernels(recipe, world.device)
-    report += [*lines_about(), *lines]
+    report += lines
     report += advice(recipe.mesh, float8=recipe.float8, degrees=mesh.degrees)
     report += parallelize(
         model,
@@ -162,13 +160,15 @@ def _kernels(recipe: Recipe, device: torch.device) -> tuple[str, list[str]]:
     model, batch, dtype = recipe.model, recipe.batch, getattr(torch, recipe.fsdp.param_dtype)
     masked = recipe.data.document_mask or recipe.data.has_pairs or recipe.mesh.gathers_tokens
     kernel: str = recipe.attention.backend
-    lines = choose_attention(recipe.attention, device_type=device.type, dtype=dtype, masked=masked)
+    on_gpu = device.type == "cuda"
+    lines = [f"GPU memory: {allocator_settings()}", f"messages: {communication_backend('cuda')}"] if on_gpu else []
+    lines += lines_about() + choose_attention(recipe.attention, device_type=device.type, dtype=dtype, masked=masked)
     # A bias of positions, which an encoder-decoder model adds, has kernels of its own.
     if kernel == "auto" and not model.is_encoder_decoder:
         tokens = batch.micro_batch_size, batch.sequence_length
         kernel, line = kernel_of_auto(model, dtype=dtype, tokens=tokens, masked=masked, device=device)
-        lines += [line] if device.type == "cuda" else []
-    if device.type == "cuda" and model.experts and dtype == torch.float32:
+        lines += [line] if on_gpu else []
+    if on_gpu and model.experts and dtype == torch.float32:
         slow = "warning: on GPUs, experts in float32 are computed one after the other (torch's grouped products)"
         lines.append(f'{slow}; write fsdp.param_dtype = "bfloat16"')
     return kernel, lines

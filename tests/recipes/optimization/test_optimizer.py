@@ -173,7 +173,7 @@ def test_steps_equal_the_formula_with_moments_rounded_after_each_step() -> None:
 
 
 def test_many_steps_with_bfloat16_moments_stay_close_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.optimization.optimizer.BATCH", 50_000)  # several batches, some of one large tensor
+    monkeypatch.setattr("recipes.optimization.adamw.BATCH", 50_000)  # several batches, some of one large tensor
     one, other = build("smollm3_debug"), build("smollm3_debug")
     start = [parameter.detach().to_local().clone() for parameter in one.parameters()]
     found = take_steps(one, build_optimizer(one, HALF), steps=60)
