@@ -255,7 +255,7 @@ class CompileConfig:
     autotune: bool = False
     """Time several kernels for each matmul and fused loop in the first step; minutes for a large model. GPUs only."""
     cache: str = "~/.cache/shardwright/code"
-    """Folder for compiled code, which later starts load, so trusted as the code itself; "" = every start compiles."""
+    """Folder of compiled code for later starts, to be trusted like the code itself; "" = none is kept."""
 
 
 @dataclass(frozen=True)
