@@ -94,7 +94,8 @@ def _share_memory_of_messages(model: nn.Module, mesh: Mesh, config: FSDPConfig) 
     """Let activations use the memory in which weights are gathered and gradients summed, as soon as these are gone."""
     gather = Gather(mesh.devices.device_type)
     # FSDP2 takes no calls of our own for units over several meshes; they are always in float32 (rules_experts.py).
-    of_several_meshes = set(blocks_of(model)) if mesh.experts is not None and mesh.experts.fsdp is not None else set()
+    several = mesh.experts is not None and mesh.experts.fsdp is not None
+    of_several_meshes: set[Any] = set(blocks_of(model)) if several else set()
     for unit in units_of(model):
         if unit not in of_several_meshes:
             unit.set_custom_all_gather(cast(Any, gather))
