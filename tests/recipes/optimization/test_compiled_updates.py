@@ -16,8 +16,8 @@ from torch.testing import assert_close
 from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig
 from parallel.float8 import precompute_scales, without_wrapper
-from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.adamw import _update
+from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from tests.build import NO_FLOAT8, build_model
 
