@@ -21,8 +21,7 @@ def repeat_bits(asked: bool) -> None:
     already stay: lines_about() says them. Raises UserError for a variable with which cuBLAS does not repeat its sums.
     """
     if not asked:
-        if torch.are_deterministic_algorithms_enabled():  # by an earlier run of this process
-            torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(False)
         return
     if (workspace := os.environ.setdefault(WORKSPACE, WORKSPACES[0])) not in WORKSPACES:
         raise UserError(

@@ -16,7 +16,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from parallel.determinism import repeat_bits
 from parallel.errors import TemporaryError, UserError
 from parallel.messages import Channel, Messages
 from parallel.nodes import Node, arrange, require
@@ -96,7 +95,10 @@ def start(
     try:
         require(size)
         _connect_on_demand(size)
-        repeat_bits(deterministic)
+        if deterministic or torch.are_deterministic_algorithms_enabled():  # by an earlier run of this process
+            from parallel.determinism import repeat_bits
+
+            repeat_bits(deterministic)
     except UserError:
         time.sleep(5 if local_rank else 0)  # local rank 0 says so, and then the launcher ends the others
         raise

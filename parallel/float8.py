@@ -108,19 +108,6 @@ def precompute_scales(model: nn.Module) -> None:
     _torchao_float8().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def without_wrapper(tensor: Tensor) -> Tensor:
-    """A tensor without the class that float8 all-gather wraps it in, in the same memory: no file may need torchao."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    plain = getattr(local, "_tensor", local)
-    if plain is local:
-        return tensor
-    if not isinstance(tensor, DTensor):
-        return plain
-    return DTensor.from_local(
-        plain, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
 @dataclass(frozen=True)
 class Cast:
     """One rounding to float8 of an operand of a linear's three products."""

@@ -272,6 +272,19 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
+def without_wrapper(tensor: Tensor) -> Tensor:
+    """A tensor without the class that float8 all-gather wraps it in, in the same memory: no file may need torchao."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    plain = getattr(local, "_tensor", local)
+    if plain is local:
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return plain
+    return DTensor.from_local(
+        plain, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 @torch.no_grad()
 def materialize(model: nn.Module, *, device: torch.device, seed: int, keep_on: torch.device | None = None) -> None:
     """Allocate every parameter's local shard and fill it, and every buffer, from the model's `initial_values`.

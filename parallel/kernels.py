@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.config import ModelConfig
-from models.documents import Lengths, has_kernel_for_lengths
 from models.interface import blocks_of, interface_of
 from models.loss import Kernels, overwrite_by_exponentials, sum_exponentials
 from parallel.config import AttentionConfig, CompileConfig
@@ -83,8 +82,8 @@ def kernel_of_auto(
         torch.empty(1, heads, few, config.head_width, dtype=dtype, device=device, requires_grad=True)
         for heads in (config.heads, config.key_value_heads)
     )
-    if masked and has_kernel_for_lengths(query):
-        kernel = _kernel_for_lengths(*(one[:, :, :1].expand(-1, -1, length, -1) for one in (query, key)))  # no memory
+    whole = (one[:, :, :1].expand(-1, -1, length, -1) for one in (query, key))  # without memory of its own
+    if masked and (kernel := _kernel_for_lengths(*whole)):
         return kernel, f"attention: {kernel} kernels for rows of several lengths"
     mask = torch.ones(few, few, dtype=torch.bool, device=device) if masked else None
     grouped = config.heads != config.key_value_heads
@@ -106,6 +105,11 @@ def _name_of(backend: int) -> str:
 
 
 def _kernel_for_lengths(query: Tensor, key: Tensor) -> str:
+    """The name of the kernel; empty where the device has none."""
+    from models.documents import Lengths, has_kernel_for_lengths
+
+    if not has_kernel_for_lengths(query):
+        return ""
     from models.varlen import attention_by_lengths
 
     lengths = torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)

@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 
 from parallel.dist import World
 from parallel.errors import CorruptState, listed
-from parallel.float8 import without_wrapper
-from parallel.fsdp import plain_name
+from parallel.fsdp import plain_name, without_wrapper
 from parallel.nodes import FEW, abbreviated
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from models.config import ModelConfig
 from models.layout import layout_of
 from parallel.errors import UserError
-from parallel.float8 import without_wrapper
+from parallel.fsdp import without_wrapper
 from recipes.checkpoint.files import complete, read_manifest, write_shard
 from recipes.checkpoint.folder import check_parts
 from recipes.checkpoint.manifest import shard_name

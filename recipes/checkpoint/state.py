@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from parallel.errors import UserError
-from parallel.float8 import without_wrapper
-from parallel.fsdp import plain_name
+from parallel.fsdp import plain_name, without_wrapper
 from recipes.checkpoint.config import AVERAGED, KEEP_BEST, VALIDATION
 from recipes.checkpoint.manifest import Count, Damage, Manifest
 from recipes.checkpoint.storage import PARAMETERS

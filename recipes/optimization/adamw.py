@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel.float8 import without_wrapper
+from parallel.fsdp import without_wrapper
 from parallel.kernels import UNTIMED
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -16,7 +16,6 @@ from recipes.evaluation.config import ValidationConfig
 from recipes.metrics.config import ProfileConfig
 from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import data_is_there, needs_are_met, validation_is_possible
-from recipes.recipe.rules_determinism import bits_can_repeat
 from recipes.recipe.rules_mesh import (
     batch_divides,
     float8_fits_tensor,
@@ -177,6 +176,14 @@ def violations(
 def _overlap(one: str, other: str) -> bool:
     """Whether one of two dotted keys is the other, or a section that holds it."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def bits_can_repeat(recipe: Recipe) -> Iterator[Violation]:
+    """Loads its rules only where a recipe asks for equal bits."""
+    if recipe.run.deterministic:
+        from recipes.recipe.rules_determinism import what_repeats_no_bits
+
+        yield from what_repeats_no_bits(recipe)
 
 
 def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:

@@ -6,7 +6,7 @@ from recipes.recipe.fields import Violation
 from recipes.recipe.schema import Recipe
 
 
-def bits_can_repeat(recipe: Recipe) -> Iterator[Violation]:
+def what_repeats_no_bits(recipe: Recipe) -> Iterator[Violation]:
     """What holds for run.deterministic, whatever the device; parallel/determinism.py does the rest."""
     by_cudnn, by_flash3 = (recipe.attention.backend == name for name in ("cudnn", "flash3"))
     for key, refused, why, remedy in (
@@ -16,5 +16,5 @@ def bits_can_repeat(recipe: Recipe) -> Iterator[Violation]:
         ("fsdp.symmetric_memory", recipe.fsdp.symmetric_memory, "adds up in switches, as messages come", "false"),
         ("mesh.overlap_tensor", recipe.mesh.overlap_tensor, "was never compared to the bit", "false"),
     ):
-        if refused and recipe.run.deterministic:
+        if refused:
             yield key, f"{why}, and run.deterministic = true; write {remedy}"

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from models.config import ModelConfig
 from models.decoder import build_model
 from models.interface import interface_of
-from parallel.determinism import lines_about
 from parallel.dist import World, allocator_settings, communication_backend, on_all
 from parallel.errors import UserError
 from parallel.fsdp import compute_with_whole_shards, materialize, without_idle_resharding
@@ -162,7 +161,11 @@ def _kernels(recipe: Recipe, device: torch.device) -> tuple[str, list[str]]:
     kernel: str = recipe.attention.backend
     on_gpu = device.type == "cuda"
     lines = [f"GPU memory: {allocator_settings()}", f"messages: {communication_backend('cuda')}"] if on_gpu else []
-    lines += lines_about() + choose_attention(recipe.attention, device_type=device.type, dtype=dtype, masked=masked)
+    if torch.are_deterministic_algorithms_enabled():
+        from parallel.determinism import lines_about
+
+        lines += lines_about()
+    lines += choose_attention(recipe.attention, device_type=device.type, dtype=dtype, masked=masked)
     # A bias of positions, which an encoder-decoder model adds, has kernels of its own.
     if kernel == "auto" and not model.is_encoder_decoder:
         tokens = batch.micro_batch_size, batch.sequence_length

@@ -15,7 +15,8 @@ from torch.testing import assert_close
 
 from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig
-from parallel.float8 import precompute_scales, without_wrapper
+from parallel.float8 import precompute_scales
+from parallel.fsdp import without_wrapper
 from recipes.optimization.adamw import _update
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer

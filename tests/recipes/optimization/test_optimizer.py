@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig
-from parallel.float8 import precompute_scales, without_wrapper
-from parallel.fsdp import plain_name
+from parallel.float8 import precompute_scales
+from parallel.fsdp import plain_name, without_wrapper
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from tests.build import NO_FLOAT8, build_model, cpu_mesh
