@@ -240,10 +240,10 @@ class _Step:
         self._optimizer = build_optimizer(self._model, self._recipe.optimizer, self._mesh, dtype=dtype)
 
     def fullest_moment(self, batches: list[MicroBatch]) -> tuple[str, Pieces]:
-        """The fullest moment. The first step makes optimizer state, the next finds the peak, the last its pieces."""
+        """The fullest moment. The first steps find the peak, the last its pieces."""
         live = LiveBytes()
         _name_moments(self._model, self._optimizer, live)
-        live.follow(*self._parameters, *self._model.buffers())
+        live.follow(*self._parameters, *self._model.buffers(), *self._moments())
         for inputs, targets, _ in batches[:1]:
             live.follow(*(vars(inputs).values() if isinstance(inputs, EncoderDecoderInputs) else [inputs]), targets)
         for _ in range(2):
@@ -283,12 +283,14 @@ class _Step:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
+    def _moments(self) -> list[Tensor | None]:
+        return [tensor for state in self._optimizer.state.values() for tensor in state.values()]
+
     def _pieces(self, live: LiveBytes) -> Pieces:
         """What lives now. With offloading, the device holds neither parameters nor what is sharded like them."""
-        states = self._optimizer.state.values()
         sharded: dict[str, list[Tensor | None]] = {
             "parameters": list(self._parameters),
-            "moments": [tensor for state in states for tensor in state.values()],
+            "moments": self._moments(),
             "reduced gradients": [parameter.grad for parameter in self._parameters],
         }
         gathered: list[Tensor | None] = []
