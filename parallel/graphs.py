@@ -47,18 +47,34 @@ class ChooseWhatIsKept(GraphPass):
 
 @dataclass(frozen=True)
 class WriteOperandsOnce(GraphPass):
-    """Runs last. Inductor computes a cheap operand, such as a cast, anew for every product that reads it."""
+    """Runs last. Inductor computes what is cheap, such as a cast or a scale, anew wherever it is read."""
 
     def __call__(self, graph: Graph) -> None:
-        """Ask for a layout of every float8 operand that several products read, for which Inductor must write it."""
+        """Ask for a layout of what is to be computed once, for which Inductor must write it."""
         for node in list(graph.nodes):
-            if node.op != "call_function" or node.target in VIEWS or not _is_float8(node):
+            if node.op != "call_function" or node.target in VIEWS:
                 continue
-            if sum(reader.target is aten._scaled_mm.default for reader in _readers(node)) > 1:
+            readers = _readers(node)
+            products = sum(reader.target is aten._scaled_mm.default for reader in readers)
+            if (_is_float8(node) and products > 1) or _is_scale(node) or _is_measured_twice(readers):
                 with graph.inserting_after(node):
                     written = graph.call_function(inductor_prims.force_stride_order, (node, node.meta["val"].stride()))
                 written.meta.update(node.meta)
                 node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: user is not written)
+
+
+def _is_scale(node: Node) -> bool:
+    """Whether it is the scales of a row-wise cast, rounded to powers of two: a division in float64 and a logarithm."""
+    return node.target is aten.exp2.default
+
+
+def _is_measured_twice(readers: list[Node]) -> bool:
+    """Whether the largest magnitudes along both axes are read: casts by rows and by columns read the tensor itself too.
+
+    Inductor would compute it in each of four kernels, for the gradient of SwiGLU from three other tensors.
+    """
+    magnitudes = [one for reader in readers if reader.target is aten.abs.default for one in _readers(reader)]
+    return len({str(one.args[1]) for one in magnitudes if one.target is aten.amax.default}) > 1
 
 
 def _keep_sums(graph: Graph) -> None:

@@ -290,9 +290,9 @@ COMPILED = {
     ("gathered", "none"): Moved(75.5, 18.1, 26.5, 2.2, 77, 8.5),
     ("gathered", "selective"): Moved(78.0, 22.2, 26.7, 2.3, 79, 7.6),
     ("gathered", "full"): Moved(109.1, 22.2, 26.7, 2.3, 101, -2.3),
-    ("rowwise", "none"): Moved(104.2, 25.4, 40.2, 10.6, 99, 5.2),
-    ("rowwise", "selective"): Moved(106.9, 29.5, 40.5, 10.7, 101, 4.5),
-    ("rowwise", "full"): Moved(136.4, 36.7, 39.6, 10.1, 113, 14.6),
+    ("rowwise", "none"): Moved(96.2, 23.3, 28.4, 11.2, 98, 1.3),
+    ("rowwise", "selective"): Moved(99.0, 27.4, 28.7, 11.3, 100, 0.6),
+    ("rowwise", "full"): Moved(118.3, 27.3, 28.4, 12.9, 118, -0.5),
 }
 """Least squares over the rows of docs/benchmarks/codegen.csv, which it repeats within 1.5% (a test)."""
 EAGER = Moved(252, 60, 28, 0, 120)

@@ -112,3 +112,27 @@ def test_compiled_products_of_a_shared_operand_change_no_bit(monkeypatch: pytest
         torch._dynamo.reset()
         assert equal(results(model, torch.compile(model, fullgraph=True, options=options)), expected)
     assert counting.written == 2  # the input for the outputs, and its transposed form for the gradients of both weights
+
+
+class Waves(Two):
+    """Two linears whose outputs are computed with, so that each computes the gradient of its output."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        narrow, wide = super().forward(x)
+        return torch.sin(narrow), torch.sin(wide)
+
+
+def test_compiled_row_wise_scales_and_gradients_are_written_once_and_change_no_bit() -> None:
+    torch.manual_seed(0)
+    model = Waves().to(torch.bfloat16)
+    convert_linears(model, Float8Config(recipe="rowwise", emulate=True), device_type="cpu")
+    counting = Counting()
+    options = graph_passes() | {"post_grad_custom_post_pass": counting}
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        expected = results(model, torch.compile(model, fullgraph=True))
+        model.zero_grad()
+        torch._dynamo.reset()
+        assert equal(results(model, torch.compile(model, fullgraph=True, options=options)), expected)
+    # Forward: scales of the input and two weights. Backward: of the input, and for each linear of the weight, of the
+    # gradient by rows and by columns, and that gradient itself.
+    assert counting.written == 3 + 1 + 2 * 4
