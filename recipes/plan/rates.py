@@ -51,11 +51,11 @@ class Rates:
     """Shares of peaks, seconds and bytes."""
 
     # Matrix products: flops / (share x peak) x (1 + depth / K) x (1 + wave x tile x units / (M x N)).
-    products: float = 0.6895
+    products: float = 0.6896
     """(fitted) Share of the dense peak that large bfloat16 products reach on an H100 of 700 W, under load."""
     products_h200: float = 0.7437
     """(measured) The same on an H200, of single kernels, whose memory leaves more of the same power to the products."""
-    products_500w: float = 0.5404
+    products_500w: float = 0.5403
     """(fitted) The same on Meta's H100 of 500 W, whose clocks are lower under load."""
     products_ampere: float = 0.8314
     """(fitted) The same on an A100."""
@@ -63,7 +63,7 @@ class Rates:
     """(measured) The same for float8 products, relative to bfloat16."""
     rowwise: float = 1.037
     """(measured) Products with a scale per row relative to those with one per tensor: cuBLAS's, from CUDA 12.9 on."""
-    depth: float = 138.5
+    depth: float = 138.4
     """(fitted) Columns of the inner dimension K whose time a product loses before and after its inner loop."""
     wave: float = 0.5
     """Share of a wave of tiles that is lost on average, because the last one is not full."""
@@ -93,7 +93,7 @@ class Rates:
     """(fitted) Rate with heads of 64 relative to heads of 128 (both papers)."""
     score: float = 0.0
     """Seconds per score, forward, besides its products: a GPU computes exponentials meanwhile, a CPU does not."""
-    ring: float = 0.7921
+    ring: float = 0.7922
     """(fitted) Rate where context parallelism attends to parts and merges them, relative to whole rows: prime-rl lost
     29 and 32% of its speed with 64k tokens on 2 and 4 processes, and by exchanging heads for tokens 8% and nothing."""
     ramp: float = 500.0
@@ -130,7 +130,7 @@ class Rates:
     """Seconds in which the host starts a kernel of eager code. Assumed; compiled code needs half."""
 
     # Messages.
-    link: float = 0.7777
+    link: float = 0.7774
     """(fitted) Share of NVLink's bandwidth that NCCL reaches (nccl-tests: about 360 of 450 GB/s)."""
     network: float = 0.7765
     """(fitted) Share of the adapters' bandwidth that NCCL reaches between nodes."""
@@ -140,11 +140,11 @@ class Rates:
     """(fitted) Seconds of a step of a ring that goes to the next node."""
     collective: float = 20e-6
     """Seconds to start a collective on all of its processes. Assumed."""
-    beside: float = 0.2452
+    beside: float = 0.2453
     """(fitted) What computation loses while NCCL's kernels run beside it: they take units and bandwidth."""
     overlaps: float = 1.0
     """Share of the computation that messages can hide behind: none on a CPU, which also sends them."""
-    overlapped: float = 0.6532
+    overlapped: float = 0.6528
     """(fitted) Share of tensor-parallel messages that async tensor parallelism hides."""
 
     # What the plan says of itself.

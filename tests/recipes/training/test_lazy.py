@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 MOST_MODULES = 79
-MOST_LINES = 9_700
+MOST_LINES = 9_870
 """Lines of code."""
 MOST_FILES_OF_A_STEP = 15
 NOT_ASKED_FOR = {
