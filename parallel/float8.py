@@ -121,6 +121,11 @@ def without_wrapper(tensor: Tensor) -> Tensor:
     )
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """This process's shard, without that class."""
+    return without_wrapper(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
 @dataclass(frozen=True)
 class Cast:
     """One rounding to float8 of an operand of a linear's three products."""

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from parallel.errors import UserError
+from parallel.float8 import local_of
 from parallel.matrices import Matrices
 from parallel.mesh import Mesh
 from parallel.owners import BATCH, Round, Shape
 from recipes.optimization.config import OptimizerConfig
-from recipes.optimization.optimizer import local_of
 
 MOMENTUM = "momentum_buffer"
 """Key of the momentum in a state, as in torch.optim.Muon."""

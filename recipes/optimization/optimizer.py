@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from models.interface import blocks_of
-from parallel.float8 import without_wrapper
+from parallel.float8 import local_of
 from parallel.kernels import UNTIMED
 from parallel.mesh import Mesh
 from recipes.optimization.config import OptimizerConfig
@@ -216,8 +215,3 @@ def _update(unit: list[tuple[Any, ...]], divisor: Tensor | None, found_inf: Tens
         for old, value in ((p, new), (m, first), (v, second)):
             # A select: zero times the NaN of a skipped step would be NaN.
             old.copy_(value if found_inf is None else torch.where(found_inf > 0, old, value.to(old.dtype)))
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This process's shard, without the class that float8 all-gather wraps parameters in."""
-    return without_wrapper(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
