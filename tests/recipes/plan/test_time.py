@@ -122,9 +122,9 @@ def test_zero_3_gathers_twice_per_micro_batch_and_zero_2_once_per_step() -> None
     assert all_three > 4 * all_two
 
 
-def test_one_process_copies_gradients_in_and_out_of_their_reduction() -> None:
+def test_one_process_copies_gradients_into_the_message_which_is_their_sum() -> None:
     assert step(*batch(1)).seconds["gradients"] == pytest.approx(
-        (2 + 12) / 8 * step(*batch(8), degrees=MeshDegrees(replicate=1, shard=8)).seconds["gradients"]
+        (2 + 4) / 8 * step(*batch(8), degrees=MeshDegrees(replicate=1, shard=8)).seconds["gradients"]
     )
 
 
@@ -132,7 +132,7 @@ def test_moments_in_bfloat16_no_clipping_and_compiled_kernels_move_fewer_bytes()
     words = ("--optimizer.state_dtype", "bfloat16", "--optimizer.grad_clip", "0")
     assert step(*words).seconds["optimizer"] == pytest.approx(24 / 32 * step().seconds["optimizer"])
     eager = step("--compile.enabled", "false")  # torch's kernel writes the gradients that it has divided
-    assert eager.seconds["optimizer"] == pytest.approx(36 / 32 * step().seconds["optimizer"])
+    assert eager.seconds["optimizer"] == pytest.approx((28 / RATES.updated + 8) / 32 * step().seconds["optimizer"])
 
 
 def test_torchs_update_converts_moments_in_bfloat16_and_is_slower_than_a_compiled_one() -> None:
