@@ -52,7 +52,7 @@ class WriteOperandsOnce(GraphPass):
     def __call__(self, graph: Graph) -> None:
         """Ask for a layout of what is to be computed once, for which Inductor must write it."""
         for node in list(graph.nodes):
-            if node.op != "call_function" or node.target in VIEWS:
+            if node.op != "call_function" or node.target in VIEWS or not _has_fixed_strides(node):
                 continue
             readers = _readers(node)
             products = sum(reader.target is aten._scaled_mm.default for reader in readers)
@@ -61,6 +61,12 @@ class WriteOperandsOnce(GraphPass):
                     written = graph.call_function(inductor_prims.force_stride_order, (node, node.meta["val"].stride()))
                 written.meta.update(node.meta)
                 node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: user is not written)
+
+
+def _has_fixed_strides(node: Node) -> bool:
+    """Whether it is a tensor whose strides are numbers: in rows whose length changes, some are symbols."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and all(isinstance(stride, int) for stride in value.stride())
 
 
 def _is_scale(node: Node) -> bool:
@@ -74,7 +80,7 @@ def _is_measured_twice(readers: list[Node]) -> bool:
     Inductor would compute it in each of four kernels, for the gradient of SwiGLU from three other tensors.
     """
     magnitudes = [one for reader in readers if reader.target is aten.abs.default for one in _readers(reader)]
-    return len({str(one.args[1]) for one in magnitudes if one.target is aten.amax.default}) > 1
+    return len({str(one.args[1:]) for one in magnitudes if one.target is aten.amax.default}) > 1
 
 
 def _keep_sums(graph: Graph) -> None:
