@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.utils._pytree import tree_leaves
 
 from models.decoder import Decoder
@@ -71,19 +70,18 @@ def tracked_step(
     nodes: int = 1,
     live: LiveBytes | None = None,
     *,
-    resumed: bool = False,
     degrees: MeshDegrees | None = None,
 ) -> LiveBytes:
-    """The second step of a run of this recipe, whose first one makes the moments, or the first of a resumed run."""
+    """The second step of a run of this recipe."""
     live = live or LiveBytes()
     with fake_processes(processes):
         mesh = build_mesh(degrees or recipe.mesh.fit(processes, nodes=nodes), device_type="cpu")
         with FakeTensorMode(allow_non_fake_inputs=True):
-            _track(recipe, build(recipe, mesh), live, resumed=resumed)
+            _track(recipe, build(recipe, mesh), live)
     return live
 
 
-def _track(recipe: Recipe, built: Built, live: LiveBytes, *, resumed: bool) -> None:
+def _track(recipe: Recipe, built: Built, live: LiveBytes) -> None:
     if built.mesh.pipeline is None:
         _name_moments(cast(Decoder, built.model), live)
     built.optimizer.register_step_pre_hook(lambda *_: setattr(live, "moment", "optimizer"))
@@ -91,22 +89,24 @@ def _track(recipe: Recipe, built: Built, live: LiveBytes, *, resumed: bool) -> N
     micro = batch.global_batch_size // built.mesh.degrees.data_parallel // batch.micro_batch_size
     shape = batch.micro_batch_size, batch.sequence_length
     batches = [(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), None)] * micro
-    live.follow(*built.parameters, *batches[0])
+    live.follow(*built.parameters, *moments_of(built), *batches[0])
     guard = StepGuard(built.mesh, device=CPU, max_skipped_steps=10)
-    if resumed:
-        with live:
-            _init_optim_state(built.optimizer)
-    for step in (2,) if resumed else (1, 2):
+    for step in (1, 2):
         live.restart()
         live.moment = "start"
         with live:
             train_step(built, batches, step=step, learning_rate=1e-3, guard=guard, clock=RunClock(CPU))
 
 
+def moments_of(built: Built) -> list[torch.Tensor]:
+    """What the optimizer keeps of the parameters."""
+    return [tensor for state in built.optimizer.state.values() for tensor in state.values()]
+
+
 def tracked_stage(recipe: Recipe, world: World) -> LiveBytes:
     """The second step of a run of a pipeline as this process takes it, with values, together with the others."""
     live = LiveBytes()
-    _track(recipe, build_for_run(recipe, world), live, resumed=False)
+    _track(recipe, build_for_run(recipe, world), live)
     return live
 
 

@@ -140,17 +140,6 @@ def test_the_predicted_peak_is_that_of_a_step_without_shards(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reshard", "replicas"), [("true", 2), ("false", 1)])
-def test_the_first_step_of_a_resumed_run_needs_no_more_than_the_others(reshard: str, replicas: int) -> None:
-    """It has moments already."""
-    sizes = ["--batch.sequence_length=16", f"--batch.global_batch_size={2 * replicas}", "--batch.loss_chunks=8"]
-    mesh = [f"--fsdp.reshard_after_forward={reshard}", f"--mesh.replicate={replicas}", "--mesh.shard=1"]
-    recipe = eager(*LLAMA_DEBUG, *sizes, *mesh)
-    others, first = (tracked_step(recipe, replicas, resumed=resumed).peak for resumed in (False, True))
-    assert first == pytest.approx(others, rel=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "mode"), [("tensor=2", "selective"), ("context=2", "none"), ("context=2", "full")])
 def test_the_predicted_peak_is_that_of_a_step_with_parts_of_matrices_or_rows(mesh: str, mode: str) -> None:
     recipe = eager(*DEBUG, f"--mesh.{mesh}", f"--activation_checkpointing.mode={mode}", "--batch.loss_chunks=8")
