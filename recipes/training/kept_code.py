@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("models", "parallel", "recipes/optimization")  # what is compiled
 OURS = "shardwright-"  # begins the names of Inductor's folders on this machine, one for each archive
 OF_CPU = ("model name", "flags", "CPU implementer", "CPU part", "Features")  # C++ is compiled for one model
-UNFINISHED = (".lock", ".tmp", "/tmp.pid_")  # in names of files that no other start needs; the last is Triton's
-UNREADABLE = (OSError, UserError, BadZipFile, EOFError, NotImplementedError, RuntimeError, zlib.error)
+UNFINISHED = (".lock", ".tmp", "/tmp.pid_", atomic.PART)  # in names of what no other start needs; the third is Triton's
+UNREADABLE = (OSError, UserError, BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError, zlib.error)
 
 
 class KeptCode:
@@ -83,11 +83,11 @@ class KeptCode:
         return set(files)
 
     def _keep(self) -> None:
-        names = [str(path.relative_to(self._folder)) for path in self._folder.rglob("*") if path.is_file()]
-        names = [name for name in names if not any(word in name for word in UNFINISHED)]
-        if self._unpacked.issuperset(names):
-            return
-        try:
+        try:  # from the first look: another process may remove a folder in between
+            names = [str(path.relative_to(self._folder)) for path in self._folder.rglob("*") if path.is_file()]
+            names = [name for name in names if not any(word in name for word in UNFINISHED)]
+            if self._unpacked.issuperset(names):
+                return
             with ZipFile(packed := BytesIO(), "w", ZIP_DEFLATED, compresslevel=1) as archive:
                 archive.comment = self._key.encode()
                 for name in names:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -111,6 +110,8 @@ def _flipped(values: Tensor, how: Stored) -> Tensor:
 
 def _read(file: Path, entry: Entry, box: Box = WHOLE) -> Tensor:
     """A part of a tensor. Opens the file each time, or what was read would stay mapped in memory."""
+    from safetensors import safe_open  # not needed for a checkpoint of ours
+
     with safe_open(file, framework="pt") as tensors:
         return tensors.get_slice(entry.name)[box] if entry.shape else tensors.get_tensor(entry.name)
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from safetensors import SafetensorError, safe_open
-
 from models.config import ModelConfig, TextFacts
 from models.hf import config_to_hf
 from models.hf_config import config_to_transformers, read_model
@@ -191,6 +189,8 @@ def read_header(file: Path) -> list[Entry]:
         raise UserError(f"{file.name} is not a safetensors file") from None
     if size != end:
         raise UserError(f"{file.name} has {size} bytes, but its header says {end}; download it again")
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(file, framework="numpy"):  # checks everything else, as loading does
             return entries

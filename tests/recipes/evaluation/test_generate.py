@@ -1,5 +1,7 @@
 """Generation: the same tokens as transformers, the probabilities of sampling, and whole characters only."""
 
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +35,7 @@ from recipes.evaluation.opened import stream_text
 from recipes.evaluation.sampling import Sampling, next_token, odds
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [[7], [1, 2, 3, 4, 5], list(range(50, 90)), [260] * 11]
 NEW = 64
 SHARED = {
@@ -183,6 +186,13 @@ def test_segments_of_gpu_memory_grow_before_a_gpu_is_used(monkeypatch: pytest.Mo
     for device in ("cpu", "cuda:1"):
         choose_device(device, None)
     assert done == ["cpu", "segments grow", "cuda:1"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_ours_is_read_without_safetensors() -> None:
+    code = "import sys; sys.modules['safetensors'] = None; import recipes.evaluation.generate, recipes.weights.convert"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_growing_the_cache_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,8 @@ def there() -> dict[str, bytes]:
 @pytest.fixture
 def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(tmp_path / "first", tmp_path / "cache", monkeypatch)
-    machine.compile(machine.start(), {**CODE, "locks/kernel.lock": b"", "dd/half.tmp": b"half"})
+    unfinished = {"locks/kernel.lock": b"", "dd/half.tmp": b"half", "dd/.part-other-1-kernel.py": b"half"}
+    machine.compile(machine.start(), CODE | unfinished)
     return machine
 
 
@@ -91,15 +92,17 @@ def test_code_that_an_archive_lacks_is_added(second: Machine, tmp_path: Path) ->
     assert second.lines[1:] == [f"compiled code: 4 files kept in {archive} for the next start"]
 
 
-@pytest.mark.parametrize("harm", ["a byte", "an end", "everything", "a key"])
+@pytest.mark.parametrize("harm", ["a byte", "a size", "an end", "everything", "a key"])
 def test_a_damaged_or_foreign_archive_is_ignored_in_one_line_and_replaced(
     second: Machine, tmp_path: Path, harm: str
 ) -> None:
     (archive,) = archives(tmp_path)
-    content = bytearray(archive.read_bytes())
+    whole = archive.read_bytes()
+    content, size = bytearray(whole), bytearray(whole)
     content[content.index(b"library.so") + 12] ^= 255
-    harmed = {"a byte": bytes(content), "an end": archive.read_bytes()[:-9], "everything": b"", "a key": b"0"}
-    archive.write_bytes(harmed[harm] if harm != "a key" else archive.read_bytes()[:-1] + b"!")
+    size[size.rindex(b"PK\x05\x06") + 14] ^= 1  # of the directory, which then begins before the file
+    harmed = {"a byte": content, "a size": size, "an end": whole[:-9], "everything": b"", "a key": whole[:-1] + b"!"}
+    archive.write_bytes(harmed[harm])
     code = second.start()
     (line,) = second.lines
     assert line.startswith(f"compiled code: {archive} is damaged or not ours and is ignored: ")
@@ -151,6 +154,19 @@ def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatc
     machine.compile(machine.start())
     assert [line.partition(":")[0] for line in machine.lines] == ["compiled code"] * 2
     assert "cannot be written" in machine.lines[1]
+
+
+def test_a_folder_that_another_process_removes_meanwhile_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path / "inductor", tmp_path / "cache", monkeypatch)
+    code = machine.start()
+    with code.step(1):
+        monkeypatch.setattr(Path, "rglob", lambda *_: (_ for _ in ()).throw(FileNotFoundError("gone")))
+    with code.step(2):
+        pass
+    (line,) = machine.lines
+    assert "cannot be written: gone" in line
 
 
 def test_without_cache_or_without_compilation_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
