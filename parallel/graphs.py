@@ -52,13 +52,14 @@ class WriteOperandsOnce(GraphPass):
     def __call__(self, graph: Graph) -> None:
         """Ask for a layout of what is to be computed once, for which Inductor must write it."""
         for node in list(graph.nodes):
-            if node.op != "call_function" or node.target in VIEWS:
-                continue
+            strides = value.stride() if isinstance(value := node.meta.get("val"), Tensor) else (None,)
+            if node.op != "call_function" or node.target in VIEWS or not all(isinstance(one, int) for one in strides):
+                continue  # also numbers, and tensors whose length changes
             readers = _readers(node)
             products = sum(reader.target is aten._scaled_mm.default for reader in readers)
             if (_is_float8(node) and products > 1) or _is_scale(node) or _is_measured_twice(readers):
                 with graph.inserting_after(node):
-                    written = graph.call_function(inductor_prims.force_stride_order, (node, node.meta["val"].stride()))
+                    written = graph.call_function(inductor_prims.force_stride_order, (node, strides))
                 written.meta.update(node.meta)
                 node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: user is not written)
 
@@ -74,7 +75,7 @@ def _is_measured_twice(readers: list[Node]) -> bool:
     Inductor would compute it in each of four kernels, for the gradient of SwiGLU from three other tensors.
     """
     magnitudes = [one for reader in readers if reader.target is aten.abs.default for one in _readers(reader)]
-    return len({str(one.args[1]) for one in magnitudes if one.target is aten.amax.default}) > 1
+    return len({str(one.args[1:]) for one in magnitudes if one.target is aten.amax.default}) > 1
 
 
 def _keep_sums(graph: Graph) -> None:

@@ -138,3 +138,19 @@ def test_compiled_row_wise_scales_and_gradients_are_written_once_and_change_no_b
     # Forward: scales of the input and two weights. Backward: of the input, and for each linear of the weight, of the
     # gradient by rows and by columns, and that gradient itself.
     assert counting.written == 3 + 1 + 2 * 4
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_compiled_linears_change_no_bit_where_lengths_change(recipe: Any) -> None:
+    """torch compiles for any length once it has seen two."""
+    torch.manual_seed(0)
+    model = Waves().to(torch.bfloat16)
+    convert_linears(model, Float8Config(recipe=recipe, emulate=True), device_type="cpu")
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        expected = results(model, torch.compile(model, fullgraph=True, dynamic=True))
+        model.zero_grad()
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, dynamic=True, options=graph_passes())
+        computed = results(model, compiled)
+    if torch.__version__ >= "2.13":  # as above
+        assert equal(computed, expected)
