@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel.determinism import repeat_bits
+from recipes.cluster.stragglers import Comparison
 from recipes.lab.bench.crash import Run, torment
 
 pytestmark = [
@@ -26,3 +28,17 @@ def test_two_runs_and_a_killed_one_end_with_the_same_bits(changes: str, corpus: 
     assert len(losses) == 20
     assert [other[0] for other in others] == [losses] * 2
     assert [other[1] for other in others] == [files] * 2
+
+
+def test_processes_are_compared_without_an_operator_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only runs of several processes compare them, and only once their windows are full."""
+    rows = torch.zeros(4, 3, dtype=torch.float64, device="cuda")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    repeat_bits(True)
+    try:
+        for stages in (1, 2):
+            Comparison(str, stages=stages).summary(rows)
+    finally:
+        repeat_bits(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        torch.backends.cudnn.deterministic = False

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.config import MeshDegrees
 from parallel.dist import World, start, stop
@@ -159,6 +160,25 @@ def test_of_many_slow_processes_the_slowest_are_named_and_the_others_counted() -
     for _ in range(IN_A_ROW):
         found, counts = comparison.read(comparison.summary(rows).tolist())
     assert [one.rank for one in found] == [*range(400 - MOST_NAMED, 400)] and counts == {DATA: 400, COMPUTE: 0}
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = set[Any]()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.add(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+def test_no_operator_of_the_comparison_is_one_that_gpus_refuse_for_equal_bits() -> None:
+    with Operators() as operators:
+        for stages in (1, 2):
+            Comparison(str, stages=stages).summary(torch.zeros(4, 3, dtype=torch.float64))
+    assert operators.called.isdisjoint({torch.ops.aten.median.dim, torch.ops.aten.kthvalue.default})
 
 
 def slow_steps(communication: Communication, left: Sequence[float], *, compute: float = 0.5) -> list[int]:
