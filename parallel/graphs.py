@@ -52,21 +52,16 @@ class WriteOperandsOnce(GraphPass):
     def __call__(self, graph: Graph) -> None:
         """Ask for a layout of what is to be computed once, for which Inductor must write it."""
         for node in list(graph.nodes):
-            if node.op != "call_function" or node.target in VIEWS or not _has_fixed_strides(node):
-                continue
+            strides = value.stride() if isinstance(value := node.meta.get("val"), Tensor) else (None,)
+            if node.op != "call_function" or node.target in VIEWS or not all(isinstance(one, int) for one in strides):
+                continue  # also numbers, and tensors whose length changes
             readers = _readers(node)
             products = sum(reader.target is aten._scaled_mm.default for reader in readers)
             if (_is_float8(node) and products > 1) or _is_scale(node) or _is_measured_twice(readers):
                 with graph.inserting_after(node):
-                    written = graph.call_function(inductor_prims.force_stride_order, (node, node.meta["val"].stride()))
+                    written = graph.call_function(inductor_prims.force_stride_order, (node, strides))
                 written.meta.update(node.meta)
                 node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: user is not written)
-
-
-def _has_fixed_strides(node: Node) -> bool:
-    """Whether it is a tensor whose strides are numbers: in rows whose length changes, some are symbols."""
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and all(isinstance(stride, int) for stride in value.stride())
 
 
 def _is_scale(node: Node) -> bool:

@@ -122,9 +122,10 @@ class Comparison:
         their seconds, and those of the median processes that they are compared with.
         """
         seconds, step = rows[:, :2], rows[:, 2].median()
-        usual = _median(seconds, 0).expand_as(seconds).clone()
+        # Of two processes the faster one. Sorted, because run.deterministic refuses a median along an axis on GPUs.
+        usual = seconds.sort(0).values[(len(seconds) - 1) // 2].expand_as(seconds).clone()
         of_stages = usual[:, 1].view(self._stages, -1)
-        of_stages.copy_(_median(seconds[:, 1].reshape_as(of_stages), 1)[:, None])
+        of_stages.copy_(seconds[:, 1].reshape_as(of_stages).sort(1).values[:, (of_stages.shape[1] - 1) // 2, None])
         slow = seconds > self._slower * usual
         slow[:, 0] &= seconds[:, 0] - usual[:, 0] > MATTERS * step
         self._in_a_row = (self._in_a_row + 1) * slow
@@ -182,11 +183,6 @@ class Communication:
 def lower_quartile(values: Collection[float]) -> float:
     """The value that a quarter of them are below."""
     return sorted(values)[len(values) // 4]
-
-
-def _median(values: Tensor, axis: int) -> Tensor:
-    """Of two processes the faster one. run.deterministic refuses Tensor.median(axis) on GPUs."""
-    return values.sort(axis).values.select(axis, (values.shape[axis] - 1) // 2)
 
 
 class ComputeTime:
