@@ -37,7 +37,8 @@ LONG = dict.fromkeys(("smollm3_3b_long_32k", "smollm3_3b_long_64k"), 128_256)
 DEBUG = CONFIGS / "smollm3_debug.toml"
 SHORT = (
     *("--run.device", "cuda", "--run.steps", "4", "--metrics.every", "2", "--checkpoint.every", "2"),
-    *("--validation.every", "4", "--schedule.warmup_steps", "1", "--schedule.decay_steps", "1"),
+    *("--validation.every", "4", "--validation.sample_tokens", "0", "--schedule.warmup_steps", "1"),
+    *("--schedule.decay_steps", "1"),
     *("--fsdp.param_dtype", "bfloat16", "--batch.global_batch_size", "8", "--attention.backend", "flash"),
 )
 AXES = {
