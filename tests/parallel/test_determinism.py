@@ -9,14 +9,14 @@ import torch._inductor.config
 import torch.utils.deterministic
 
 from parallel.config import AttentionConfig
-from parallel.determinism import MESSAGES, WORKSPACE, lines_about, repeat_bits
+from parallel.determinism import VARIABLES, lines_about, repeat_bits
 from parallel.errors import UserError
 from parallel.kernels import choose_attention
 
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (WORKSPACE, *MESSAGES):
+    for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     yield
@@ -33,7 +33,7 @@ def test_every_switch_is_set_and_torch_refuses_instead_of_warning() -> None:
     assert torch._inductor.config.deterministic
     assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (True, False)
     assert not torch.utils.deterministic.fill_uninitialized_memory
-    assert os.environ[WORKSPACE] == ":4096:8"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert lines_about() == ["deterministic: CUBLAS_WORKSPACE_CONFIG=:4096:8, NCCL_ALGO=Ring, NCCL_PROTO=Simple"]
 
 
@@ -51,16 +51,16 @@ def test_a_later_run_of_the_process_does_not_repeat_bits_unasked() -> None:
     assert lines_about() == []
 
 
-def test_variables_of_nccl_stay_and_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_ALGO", "Tree")
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [("CUBLAS_WORKSPACE_CONFIG", ":16:8", ":4096:2:16:8"), ("NCCL_ALGO", "Tree", "NVLS"), ("NCCL_PROTO", "LL", "")],
+)
+def test_a_variable_with_which_sums_need_not_repeat_is_refused(
+    name: str, good: str, bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, good)
     repeat_bits(True)
-    [line] = lines_about()
-    assert line.endswith("NCCL_ALGO=Tree, NCCL_PROTO=Simple; NCCL_ALGO as set outside")
-
-
-def test_a_workspace_with_which_cublas_does_not_repeat_sums_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(WORKSPACE, ":16:8")
-    repeat_bits(True)
-    monkeypatch.setenv(WORKSPACE, ":4096:2:16:8")
-    with pytest.raises(UserError, match=r"CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8, .* unset it"):
+    assert f"{name}={good}" in lines_about()[0]
+    monkeypatch.setenv(name, bad)
+    with pytest.raises(UserError, match=f"with {name}={bad}, sums need not repeat; unset it, or write"):
         repeat_bits(True)

@@ -176,20 +176,20 @@ def table(record: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Markdown: a line for each recipe and version of torch, then one for each whole run."""
     seen = sorted((name, torch, row) for torch, rows in record.items() for name, row in rows.items())
     memory = ("recipe", "torch", "ranks", "predicted", "seen", "ratio", "reserved")
-    heads = (*memory, "retries/waits", "copies", "messages", "order")
+    heads = (*memory, "retries/waits/copies", "messages", "order")
     return markdown_table(heads, [_cells(name, torch, row) for name, torch, row in seen])
 
 
 def _cells(name: str, torch: str, row: Mapping[str, Any]) -> list[str]:
     start = [name, torch, f"{row.get('ranks', '')}", f"{row['predicted'] / 1e9:.1f}" if "predicted" in row else ""]
     if "error" in row:
-        return [*start, row["error"].partition(":")[0], *[""] * 6]
+        return [*start, row["error"].partition(":")[0], *[""] * 5]
     if "disorders" in row:
-        return [*start, *[""] * 5, str(row["calls"]), "; ".join(row["disorders"]) or "equal"]
+        return [*start, *[""] * 4, str(row["calls"]), "; ".join(row["disorders"]) or "equal"]
     memory = [f"{row['allocated'] / 1e9:.1f}", f"{row['predicted'] / row['allocated']:.3f}"]
     above = f"+{row['reserved'] / row['allocated'] - 1:.1%}"
-    counts = [above, f"{row['retries']}/{row['waits']}", str(row["copies"])]
-    return [*start, *memory, *counts, _messages(row["sent"], row["planned"]), ""]
+    counts = f"{row['retries']}/{row['waits']}/{row['copies']}"
+    return [*start, *memory, above, counts, _messages(row["sent"], row["planned"]), ""]
 
 
 def _messages(sent: Mapping[str, Mapping[str, float]], planned: Mapping[str, Mapping[str, float]]) -> str:
