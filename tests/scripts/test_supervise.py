@@ -54,8 +54,10 @@ def test_a_crash_loop_stops_with_the_reason(tmp_path: Path, corpus: Path) -> Non
     process = run_sh(tmp_path, arguments(tmp_path, corpus, "loop"), NPROC="1", RESTARTS="9", PYTHONPATH=str(tmp_path))
     out, err = process.communicate()
     assert (process.returncode, out) == (3, "")
+    ended = "launch: rank 0 ended with exit code 3"
+    crashed = "supervise: attempt {} crashed, exit code 3; newest checkpoint: step 0"
     assert untimed(err).splitlines() == [
-        *(f"supervise: attempt {n} crashed, exit code 3; newest checkpoint: step 0" for n in (1, 2, 3)),
+        *(line.format(n) for n in (1, 2, 3) for line in (ended, crashed)),
         "supervise: stopped: two restarts got no further than step 0 (a crash loop, or checkpoints too far apart)",
     ]
 
