@@ -33,16 +33,17 @@ def needs_are_met(recipe: "Recipe") -> Iterator[Violation]:
     """Packages that only some recipes import, which scripts/setup.sh lets PYTHON lack; a calibration."""
     texts = (*recipe.data.sources, *recipe.validation.texts.values())
     asked = {
-        "float8.recipe": ("torchao", recipe.float8.recipe != "none"),
-        "data": ("datasets", any(text.startswith("hf:") for text in texts)),
-        "model.weights": ("safetensors", recipe.model.weights),
-        "checkpoint.export_hf": ("safetensors", recipe.checkpoint.export_hf),
-        "metrics.wandb": ("wandb", recipe.metrics.wandb),
-        "metrics.tensorboard": ("tensorboard", recipe.metrics.tensorboard),
+        "float8.recipe": ("torchao", recipe.float8.recipe != "none", '"none"'),
+        "data": ("datasets", any(text.startswith("hf:") for text in texts), "files as sources"),
+        "model.weights": ("safetensors", recipe.model.weights, '""'),
+        "checkpoint.export_hf": ("safetensors", recipe.checkpoint.export_hf, "false"),
+        "metrics.wandb": ("wandb", recipe.metrics.wandb, "false"),
+        "metrics.tensorboard": ("tensorboard", recipe.metrics.tensorboard, "false"),
     }
-    for field, (package, needed) in asked.items():
+    for field, (package, needed, instead) in asked.items():
         if needed and find_spec(package) is None:
-            yield field, f"needs the package {package}, which {sys.executable} lacks; install it there, or do without"
+            rule = f"needs the package {package}, which {sys.executable} lacks"
+            yield field, f"{rule}; install it there, or write {instead}"
     if (file := recipe.metrics.calibrated_by) and not os.path.exists(user_path(file)):
         yield "metrics.calibrated_by", 'there is no such file; write one of --plan --calibrated-by, or ""'
 

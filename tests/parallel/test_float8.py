@@ -97,21 +97,27 @@ class Counting(WriteOperandsOnce):
         """A graph from Inductor's cache would not be counted."""
 
 
-def test_compiled_products_of_a_shared_operand_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With real float8 products, which a CPU has, too."""
-    monkeypatch.setattr(float8, "_require_float8_units", lambda *_: None)
-    model = two()
-    convert_linears(model, Float8Config(recipe="tensorwise"), device_type="cuda")
+def compared(model: nn.Module) -> tuple[Any, Any, int]:
+    """What a compiled model computes with our passes and without them, and how many operands they write."""
     counting = Counting()
     options = graph_passes() | {"post_grad_custom_post_pass": counting}
     # Else compiled code rounds to bfloat16 where it writes, and its numbers depend on what is fused. torch 2.11 and
     # 2.12 do not do that on CPUs, so the numbers are compared with code without our passes, not with eager operators.
     with torch._inductor.config.patch(emulate_precision_casts=True):
-        expected = results(model, torch.compile(model, fullgraph=True))
+        without = results(model, torch.compile(model, fullgraph=True))
         model.zero_grad()
         torch._dynamo.reset()
-        assert equal(results(model, torch.compile(model, fullgraph=True, options=options)), expected)
-    assert counting.written == 2  # the input for the outputs, and its transposed form for the gradients of both weights
+        return results(model, torch.compile(model, fullgraph=True, options=options)), without, counting.written
+
+
+def test_compiled_products_of_a_shared_operand_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real float8 products, which a CPU has, too."""
+    monkeypatch.setattr(float8, "_require_float8_units", lambda *_: None)
+    model = two()
+    convert_linears(model, Float8Config(recipe="tensorwise"), device_type="cuda")
+    computed, expected, written = compared(model)
+    assert equal(computed, expected)
+    assert written == 2  # the input for the outputs, and its transposed form for the gradients of both weights
 
 
 class Waves(Two):
@@ -126,18 +132,12 @@ def test_compiled_row_wise_scales_and_gradients_are_written_once_and_change_no_b
     torch.manual_seed(0)
     model = Waves().to(torch.bfloat16)
     convert_linears(model, Float8Config(recipe="rowwise", emulate=True), device_type="cpu")
-    counting = Counting()
-    options = graph_passes() | {"post_grad_custom_post_pass": counting}
-    with torch._inductor.config.patch(emulate_precision_casts=True):
-        expected = results(model, torch.compile(model, fullgraph=True))
-        model.zero_grad()
-        torch._dynamo.reset()
-        computed = results(model, torch.compile(model, fullgraph=True, options=options))
+    computed, expected, written = compared(model)
     if torch.__version__ >= "2.13":  # before, what is written is rounded on CPUs, and what is not written is not
         assert equal(computed, expected)
     # Forward: scales of the input and two weights. Backward: of the input, and for each linear of the weight, of the
     # gradient by rows and by columns, and that gradient itself.
-    assert counting.written == 3 + 1 + 2 * 4
+    assert written == 3 + 1 + 2 * 4
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
