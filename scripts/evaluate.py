@@ -232,7 +232,7 @@ def _data(options: argparse.Namespace, weights: "Weights") -> "DataConfig":
     from models.config import FROM_WEIGHTS
     from recipes.data.config import DataConfig
     from recipes.recipe.fields import complaint
-    from recipes.training.run_folder import data_of_run
+    from recipes.training.same_run import data_of_run
 
     given = {name: value for name in PAIR_OPTIONS if (value := getattr(options, name)) is not None}
     for name, value in given.items():

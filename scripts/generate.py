@@ -114,7 +114,7 @@ def _generate(options: argparse.Namespace) -> int:
     from recipes.evaluation.conversation import converse, read_message
     from recipes.evaluation.generate import choose_device, continue_text, open_model
     from recipes.training.console import CONTROLS
-    from recipes.training.run_folder import data_of_run
+    from recipes.training.same_run import data_of_run
     from recipes.weights.locate import find_weights
 
     search = {"beams": options.beams, "outputs": options.outputs}

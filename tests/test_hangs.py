@@ -27,9 +27,26 @@ TIMEOUT = 5.0
 SHORT = ("--run.hang_timeout", str(TIMEOUT))
 
 
-@pytest.mark.parametrize(("ill", "axis"), [(0, "shard"), (1, "tensor")])
-def test_a_frozen_process_is_named_and_ended(ill: int, axis: str, start: Callable[..., Started]) -> None:
-    run = start(*SHORT, "--run.steps", "100000", f"--mesh.{axis}", "2")
+PIPELINE = ("--mesh.pipeline", "2", "--checkpoint.every", "0")
+MUON = ("--optimizer.name", "muon", "--optimizer.ns_steps", "99")
+"""Most of a step is Newton-Schulz, and what owners of matrices send each other."""
+
+
+@pytest.mark.parametrize(
+    ("ill", "options"),
+    [
+        (0, ("--mesh.shard", "2")),
+        (1, ("--mesh.tensor", "2")),
+        (1, (*MUON, "--mesh.shard", "2")),
+        (1, (*MUON, "--mesh.tensor", "2")),
+        (1, ("--mesh.context", "2", "--mesh.context_by", "gather")),
+        (0, PIPELINE),
+        (1, PIPELINE),
+    ],
+    ids=str,
+)
+def test_a_frozen_process_is_named_and_ended(ill: int, options: tuple[str, ...], start: Callable[..., Started]) -> None:
+    run = start(*SHORT, "--run.steps", "100000", *options)
     run.read_until("step      2/")
     family = [run.process.pid, *descendants(run.process.pid)]
     [frozen] = [process for process in run.workers() if rank_of_fork(process) == ill]
@@ -37,46 +54,17 @@ def test_a_frozen_process_is_named_and_ended(ill: int, axis: str, start: Callabl
     code, _, err = run.end()
     assert code == HUNG, err
     assert "does not answer; the process is frozen or its node is gone:\n" in err
-    assert f"  rank {ill} on {platform.node()}: last seen in phase " in err
-    assert f"  1 of 2 processes wait for it, rank {1 - ill} on {platform.node()} in phase " in err
+    places = [f" (place {rank + 1} of 2 in its pipeline)" if options == PIPELINE else "" for rank in (0, 1)]
+    seen = f"  rank {ill} on {platform.node()}{places[ill]}: last seen in phase "
+    assert seen in err
+    assert f"  1 of 2 processes wait for it, rank {1 - ill} on {platform.node()}{places[1 - ill]} in phase " in err
     assert "Traceback" not in err and "launch: a worker did not stop in time and was killed\n" in err
     log = (run.folder / "log.txt").read_text()
-    assert log.count("HUNG: no progress for ") == 1 and f"  rank {ill} on {platform.node()}: last seen" in log
+    assert log.count("HUNG: no progress for ") == 1 and seen in log
     [stacks] = (run.folder / "hang").iterdir()  # the frozen process writes none
     assert stacks.name == f"rank-{1 - ill}.txt"
     assert "most recent call first" in stacks.read_text() and "in _loop\n" in stacks.read_text()
     assert not [pid for pid in family if words(pid)]
-
-
-MUON = ("--optimizer.name", "muon", "--optimizer.ns_steps", "99")
-"""Most of a step is Newton-Schulz, and what owners of matrices send each other."""
-GATHER = ("--mesh.context_by", "gather")
-
-
-@pytest.mark.parametrize(
-    ("axis", "options"),
-    [
-        ("shard", MUON),
-        ("replicate", (*MUON, "--mesh.shard", "1")),
-        ("tensor", MUON),
-        ("context", MUON),
-        ("context", ()),
-        ("context", GATHER),
-    ],
-    ids=str,
-)
-def test_a_process_frozen_in_muon_or_beside_its_context_group_is_named(
-    axis: str, options: tuple[str, ...], start: Callable[..., Started]
-) -> None:
-    run = start(*SHORT, "--run.steps", "100000", f"--mesh.{axis}", "2", *options)
-    run.read_until("step      2/")
-    [frozen] = [process for process in run.workers() if rank_of_fork(process) == 1]
-    os.kill(frozen, signal.SIGSTOP)
-    code, _, err = run.end()
-    assert code == HUNG, err
-    assert "does not answer; the process is frozen or its node is gone:\n" in err
-    assert f"  rank 1 on {platform.node()}: last seen in phase " in err
-    assert f"  1 of 2 processes wait for it, rank 0 on {platform.node()} in phase step of step " in err
 
 
 def test_a_run_continues_after_all_its_processes_were_stopped_and_continued(start: Callable[..., Started]) -> None:
@@ -127,22 +115,6 @@ def test_a_process_stuck_inside_the_model_is_named_and_not_its_neighbour(tmp_pat
     assert (
         f"  1 of 2 processes wait for it, rank 0 on {platform.node()} in phase step of step 6, at parallel/ten" in err
     )
-
-
-PIPELINE = ("--mesh.pipeline", "2", "--checkpoint.every", "0")
-
-
-@pytest.mark.parametrize("ill", [0, 1])
-def test_a_frozen_stage_is_named_with_its_place_in_the_pipeline(ill: int, start: Callable[..., Started]) -> None:
-    run = start(*SHORT, *PIPELINE, "--run.steps", "100000")
-    run.read_until("step      2/")
-    [frozen] = [process for process in run.workers() if rank_of_fork(process) == ill]
-    os.kill(frozen, signal.SIGSTOP)
-    code, _, err = run.end()
-    assert code == HUNG, err
-    assert "does not answer; the process is frozen or its node is gone:\n" in err
-    assert f"  rank {ill} on {platform.node()} (place {ill + 1} of 2 in its pipeline): last seen in phase " in err
-    assert f"wait for it, rank {1 - ill} on {platform.node()} (place {2 - ill} of 2 in its pipeline) in phase " in err
 
 
 @pytest.mark.parametrize("ill", [0, 1])

@@ -9,15 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
 
-from recipes.files.exit_codes import PREEMPTED
 from recipes.weights.convert import export_checkpoint
 from tests.commands import Command
 from tests.processes import untimed
@@ -154,11 +151,6 @@ def test_the_log_holds_what_was_on_the_screen(whole: str, folder: Path) -> None:
     assert untimed((folder / "runs/whole/log.txt").read_text()).expandtabs() == whole.expandtabs()
 
 
-def test_the_loss_of_a_run_falls(whole: str, folder: Path) -> None:
-    found = losses(folder / "runs/whole")
-    assert found[STEPS] < 0.95 * found[1]
-
-
 def test_the_recipe_of_a_pipeline_follows_the_same_curve(whole: str, folder: Path, corpus: Path) -> None:
     script, _, *options = command(corpus, "--run.name", "stages")
     code, out, err = run(folder, [script, "configs/smollm3_debug_pipeline.toml", *options])
@@ -204,62 +196,6 @@ def test_repeating_a_finished_run_changes_no_result(whole: str, folder: Path, co
     assert changed <= {"log.txt", "environment.json"}
 
 
-@dataclass(frozen=True)
-class Interrupted:
-    """A run in runs/interrupted that Ctrl-C stopped after its second step, before anything resumed it."""
-
-    code: int
-    out: str
-    err: str
-    checkpoints: list[str]
-    last_step: int
-    """In metrics.jsonl."""
-
-    @property
-    def stopped_after(self) -> int:
-        """The step after which the run says that it stopped."""
-        line = r"^SIGINT: interrupted after step (\d+); the same command resumes from there$"
-        match = re.search(line, self.out, re.MULTILINE)
-        assert match, self.out
-        return int(match[1])
-
-
-@pytest.fixture(scope="module")
-def interrupted(folder: Path, corpus: Path) -> Interrupted:
-    process = start_here(folder, command(corpus, "--run.name", "interrupted"))
-    try:
-        seen = next(line for line in process.stdout if line.startswith("step      2/"))
-        assert "loss" in seen
-        process.send_signal(signal.SIGINT)  # the workers are in sessions of their own
-        out, err = process.communicate()  # also waits for every process to end
-    finally:
-        process.kill()
-    saved = [path.name for path in (folder / "runs/interrupted/checkpoints").iterdir()]
-    return Interrupted(process.returncode, out, err, saved, rows(folder / "runs/interrupted")[-1]["step"])
-
-
-def test_ctrl_c_saves_the_current_step(interrupted: Interrupted) -> None:
-    assert interrupted.code == PREEMPTED, interrupted.err
-    assert 2 <= interrupted.stopped_after < STEPS
-    assert interrupted.checkpoints == [f"step-{interrupted.stopped_after:08d}"]
-    assert interrupted.last_step == interrupted.stopped_after
-
-
-def test_ctrl_c_prints_one_line_and_no_traceback(interrupted: Interrupted) -> None:
-    assert len(interrupted.err.splitlines()) == 1 and interrupted.err.startswith("launch: SIGINT: ")
-
-
-def test_an_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(
-    whole: str, interrupted: Interrupted, folder: Path, corpus: Path
-) -> None:
-    stopped = interrupted.stopped_after
-    code, out, err = run_here(folder, command(corpus, "--run.name", "interrupted"))
-    assert (code, err) == (0, "")
-    assert f"resumed from runs/interrupted/checkpoints/step-{stopped:08d}\n" in out
-    assert f"done: {STEPS - stopped} steps" in out
-    assert losses(folder / "runs/interrupted") == losses(folder / "runs/whole")
-
-
 @pytest.mark.parametrize("module", ["torch", "pydantic"], ids=["of the trainer", "of the recipe"])
 def test_ctrl_c_during_an_import_prints_nothing(module: str, tmp_path: Path) -> None:
     (tmp_path / f"{module}.py").write_text("import time; print('importing', flush=True); time.sleep(600)")
@@ -295,14 +231,6 @@ def test_float8_on_cpu_is_refused_before_a_process_starts(tmp_path: Path, corpus
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine whose device is a CPU")
-def test_float8_on_a_device_found_to_be_a_cpu_is_refused_once(tmp_path: Path, corpus: Path) -> None:
-    message = refused(tmp_path, command(corpus, "--float8.recipe", "tensorwise", "--run.device", "auto"), run_here)
-    assert message.count("\n") == 1
-    assert "a cpu device has no float8 matrix units; write float8.emulate = true" in message
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_refusal_by_the_processes_always_has_exit_code_2(tmp_path: Path) -> None:
     """Blank text is noticed only by reading it. Normal interpreter shutdown beside gloo's threads may abort instead."""
     blank = tmp_path / "blank.txt"
@@ -312,40 +240,6 @@ def test_a_refusal_by_the_processes_always_has_exit_code_2(tmp_path: Path) -> No
         assert code == 2
         assert err.startswith("data.source") and len(err.splitlines()) == 1
         assert not (tmp_path / "runs").exists()
-
-
-def test_a_run_whose_text_has_changed_is_refused(whole: str, folder: Path, corpus: Path) -> None:
-    grown = folder / "grown.txt"
-    grown.write_text(corpus.read_text())
-    arguments = command(grown, "--run.name", "grown", *FEW, "--run.steps", "2")
-    assert run_here(folder, arguments)[0] == 0
-    with grown.open("a") as file:
-        file.write("\n\nOne more line, and both the tokenizer and the tokens are others." * 50)
-    code, _, err = run_here(folder, [*arguments, "--run.steps", "4"])
-    assert code == 2
-    assert "runs/grown/checkpoints/step-00000002 was trained on other text behind " in err
-    assert "another tokenizer" not in err  # that of the checkpoint is used, though it was trained on the text
-    assert [row["step"] for row in rows(folder / "runs/grown") if "loss" in row] == [1, 2]
-
-
-def test_results_without_a_checkpoint_are_set_aside(whole: str, folder: Path, corpus: Path) -> None:
-    arguments = command(corpus, "--run.name", "again", *FEW, "--run.steps", "4", "--checkpoint.every", "0")
-    assert run_here(folder, arguments)[0] == 0
-    first = contents(folder / "runs/again")
-    code, out, _ = run_here(folder, arguments)
-    assert code == 0
-    assert "runs/again held results but no checkpoint to resume from; they are in runs/again.1 now" in out
-    assert contents(folder / "runs/again.1") == first
-    curves = [[row["loss"] for row in rows(folder / "runs" / name) if "loss" in row] for name in ("again", "again.1")]
-    assert len(curves[0]) == 4 and curves[0] == curves[1]
-
-
-def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.txt"
-    empty.touch()
-    message = refused(tmp_path, command(empty))
-    assert "data.source" in message and "is empty (0 bytes)" in " ".join(message.split())  # it is wrapped
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt"]
 
 
 def test_a_folder_of_another_recipe_is_refused_with_the_fields_that_differ(

@@ -214,25 +214,3 @@ def test_a_signal_with_checkpoints_off_says_that_nothing_is_saved(start: Callabl
     assert code == ended_by(signal.SIGTERM)
     assert "; not saved, as checkpoint.every = 0\n" in out
     assert not (run.folder / "checkpoints").exists()
-
-
-PIPELINE = ("--mesh.pipeline", "2", "--checkpoint.every", "0", "--run.steps", "100000")
-
-
-def test_a_signal_to_all_stages_of_a_pipeline_ends_it_after_the_same_step(start: Callable[..., Started]) -> None:
-    run = start(*PIPELINE)
-    run.read_until("step      2/")
-    run.send(signal.SIGUSR1, "all")
-    code, out, err = run.end()
-    assert code == ended_by(signal.SIGUSR1) and "Traceback" not in err, err
-    assert "SIGUSR1" in out
-
-
-@pytest.mark.parametrize("ill", [0, 1])
-def test_a_pipeline_ends_with_a_stage_that_is_killed(ill: int, start: Callable[..., Started]) -> None:
-    run = start(*PIPELINE)
-    run.read_until("step      2/")
-    [killed] = [process for process in run.workers() if rank_of_fork(process) == ill]
-    os.kill(killed, signal.SIGKILL)
-    code, _, err = run.end()
-    assert code == 128 + signal.SIGKILL and "HUNG" not in err, err

@@ -12,9 +12,9 @@ from parallel.dist import World, start, stop
 from recipes.metrics.clock import RunClock
 from recipes.recipe.load import LoadedRecipe, load
 from recipes.recipe.schema import Recipe
-from recipes.training.border import Process
 from recipes.training.build_run import build_run
 from recipes.training.console import Console
+from recipes.training.process import Process
 from recipes.training.trainer import Trainer
 from recipes.weights.locate import Weights, initial_weights
 

@@ -27,7 +27,7 @@ from recipes.recipe.rules_mesh import advice, batch_divides, fitted_mesh, micro_
 from recipes.recipe.rules_pipeline import stages_in
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage, stages_of, tokens_of
-from recipes.training.run_folder import check_output_folder
+from recipes.training.run_folder import check_output_folder, step_of
 
 NAMED = 5
 """Sources named that were not opened."""
@@ -123,8 +123,8 @@ def _trunk(recipe: Recipe, origins: Mapping[str, str] | None) -> list[str]:
         return []
     from recipes.training.fork import find_trunk
 
-    step, checkpoint = find_trunk(recipe, log=lambda line: print(line, file=sys.stderr), origins=origins)
-    return [f"continues from {checkpoint}, after {step:,} of the steps"]
+    checkpoint = find_trunk(recipe, log=lambda line: print(line, file=sys.stderr), origins=origins)
+    return [f"continues from {checkpoint}, after {step_of(checkpoint):,} of the steps"]
 
 
 def _refuse_what_cannot_fit(peak: int, hardware: Hardware | None) -> None:

@@ -19,7 +19,7 @@ from recipes.files.lock import FolderLock, begun_meanwhile
 from recipes.files.reading import named_faults
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
-from recipes.training.run_folder import require_resumable, require_same_run
+from recipes.training.same_run import require_resumable, require_same_run
 
 
 def remote_folder(recipe: Recipe) -> RemoteFolder:

@@ -18,7 +18,8 @@ from recipes.recipe.fields import COMMAND_LINE, field_types, toml, value_of
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of
-from recipes.training.run_folder import read_data_state
+from recipes.training.run_folder import step_of
+from recipes.training.same_run import read_data_state
 from recipes.weights.description import differences as model_differences
 from recipes.weights.description import read_description
 
@@ -33,10 +34,8 @@ CONTINUED = ("step", "sequences", "tokens", "history", "trained_on", "skipped_in
 """What a fork takes over of the trunk's progress. Its goodput and its page at Weights & Biases begin anew."""
 
 
-def find_trunk(
-    recipe: Recipe, *, log: Callable[[str], None], origins: Mapping[str, str] | None = None
-) -> tuple[int, Path]:
-    """The checkpoint that run.continue_from names, with its step: the same at every start of the fork until it has its
+def find_trunk(recipe: Recipe, *, log: Callable[[str], None], origins: Mapping[str, str] | None = None) -> Path:
+    """The checkpoint that run.continue_from names: the same at every start of the fork until it has its
     own. origins: of the fields of the recipe, see LoadedRecipe.
 
     Raises UserError if there is none that is whole, or if the recipe cannot continue from it.
@@ -63,7 +62,7 @@ def find_trunk(
     if problems:
         lines = "".join(f"\n  {line}" for line in problems)
         raise UserError(f"{SETTING}: this recipe cannot continue from {begun}:{lines}")
-    return _step(begun), begun
+    return begun
 
 
 def _begun_from(recipe: Recipe) -> Path | None:
@@ -105,7 +104,7 @@ def _checkpoints_in(name: str, recipe: Recipe) -> list[Path]:
 def _of_step(checkpoints: list[Path], step: int) -> Path:
     found = [path for path in checkpoints if path == step_folder(path.parent, step)]
     if not found:
-        steps = [_step(path) for path in checkpoints]
+        steps = [step_of(path) for path in checkpoints]
         kept = ", ".join(map(str, steps[:20])) + (f" ... {steps[-1]}" if len(steps) > 20 else "")
         raise UserError(
             f"{SETTING}: {checkpoints[0].parent} has no checkpoint of step {step}; it has those of {kept}"
@@ -120,7 +119,7 @@ def _newest(checkpoints: list[Path], log: Callable[[str], None]) -> Path:
     problems = []
     for path in reversed(checkpoints):
         try:
-            check(path.parent, _step(path))
+            check(path.parent, step_of(path))
         except Damage as damage:
             problems.append(str(damage))
         else:
@@ -132,7 +131,7 @@ def _newest(checkpoints: list[Path], log: Callable[[str], None]) -> Path:
 
 def _require_whole(path: Path) -> None:
     try:
-        check(path.parent, _step(path))
+        check(path.parent, step_of(path))
     except Damage as damage:
         raise UserError(f"{SETTING}: {damage}; name another one with @STEP") from None
 
@@ -148,13 +147,9 @@ def trunk_recipe(checkpoint: Path) -> Recipe:
         raise UserError(f"{SETTING}: the recipe of the run that made {checkpoint} cannot be read: {error}") from None
 
 
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
-
-
 def differences(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
     """Why a recipe cannot continue from a checkpoint of another run, one line each."""
-    done = _step(checkpoint)
+    done = step_of(checkpoint)
     trunk, recipe = stage_of(trunk_recipe(checkpoint), done).recipe, stage_of(recipe, done).recipe
     reasons = {"run.seed": "the data order follows it"}
     reasons |= {key: "the weights are of that model" for key in field_types() if key.startswith("model.")}
@@ -181,7 +176,7 @@ def changed_computation(
     It may use what it writes itself: on the command line, in its stage, or in a file unless the trunk's recipe has the
     same value outside of its stages. origins: None = every field is written in a file.
     """
-    stage, usual = stage_of(recipe, _step(checkpoint)), trunk_recipe(checkpoint).model
+    stage, usual = stage_of(recipe, step_of(checkpoint)), trunk_recipe(checkpoint).model
     model, in_stage = stage.recipe.model, recipe.stages[stage.number].changes if recipe.stages else {}
     for name, theirs in model_differences(model, read_description(checkpoint)[0]):
         if model.by_transformers:  # its config.json says it
@@ -206,7 +201,7 @@ def taken_over(progress: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """What the fork takes over of the progress in this checkpoint."""
     found = {key: progress[key] for key in CONTINUED if key in progress}
     if "history" not in found:  # of an older version, which had neither stages nor forks
-        trunk = stage_of(trunk_recipe(checkpoint), _step(checkpoint)).recipe
+        trunk = stage_of(trunk_recipe(checkpoint), step_of(checkpoint)).recipe
         entries = read_data_state(checkpoint)["sources"]
         length, sources = trunk.batch.sequence_length, trunk.data.sources
         window = Window(max(1, trunk.data.shuffle_tokens // length) * length, False)
@@ -224,7 +219,7 @@ def note_origin(recipe: Recipe, checkpoint: Path) -> None:
         "continue_from": recipe.run.continue_from,
         "checkpoint": str(checkpoint.resolve()),
         "run_folder": str(checkpoint.resolve().parents[1]),
-        "step": _step(checkpoint),
+        "step": step_of(checkpoint),
         "tokens": progress.get("tokens"),
         "wandb_id": progress.get("wandb_id"),
     }

@@ -61,28 +61,36 @@ class Agreement:
 
 
 class Interruption:
-    """Records signals from its construction on, and lets the ranks agree on the step after which they stop.
+    """Records signals from begin() on, and lets the ranks agree on the step after which they stop.
 
     A separate thread reads the signals from a pipe: the main thread may be inside C++ code for minutes, and an
     exception raised there could surface as a different error.
     """
 
     def __init__(self) -> None:
-        """Returns once all ranks record signals: from then on none stops without the others."""
         self.noted = 0
         """The signal that asked this process to stop, or 0."""
         self._noted_at = 0.0
-        self._ending = False
+        self._listens = self._ending = False
         self.can_wait = True
         """Whether the run goes on until the ranks agree on a step; false where nothing is lost by ending at once."""
         self._agreement = Agreement()
+
+    def begin(self) -> None:
+        """Record signals from now on. Returns once all ranks do: from then on none stops without the others."""
+        self.can_wait = True
+        if not self._listens:
+            self._listens = True
+            self._catch_signals()
+        self.agreed_now()
+
+    def _catch_signals(self) -> None:
         ours, pythons = os.pipe()
         os.set_blocking(pythons, False)
         signal.set_wakeup_fd(pythons)
         for number in SIGNALS:
             signal.signal(number, lambda number, frame: None)  # without a handler Python writes nothing to the pipe
         threading.Thread(target=self._listen, args=(ours,), daemon=True, name="signals").start()
-        self.agreed_now()
 
     def agreed(self) -> int:
         """The signal that any rank had received by the previous call, or 0. Every rank calls it once per step."""

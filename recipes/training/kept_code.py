@@ -27,7 +27,7 @@ from recipes.files import atomic
 from recipes.files.reading import user_path
 from recipes.metrics.clock import SAVE
 from recipes.recipe.schema import Recipe
-from recipes.training.border import Process
+from recipes.training.process import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("models", "parallel", "recipes/optimization")  # what is compiled

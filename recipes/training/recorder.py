@@ -22,7 +22,10 @@ from recipes.metrics.throughput import AttentionLength, HostMemory, Throughput
 from recipes.metrics.writer import MetricsWriter
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.schema import Recipe
+from recipes.recipe.stages import Stage
+from recipes.training.build import Built
 from recipes.training.console import Console, step_line
+from recipes.training.process import Process
 from recipes.training.run_folder import draw_curves
 
 if TYPE_CHECKING:
@@ -31,8 +34,6 @@ if TYPE_CHECKING:
     from recipes.metrics.ladder import Beside
     from recipes.metrics.memory import GpuMemory
     from recipes.metrics.pair_lengths import PairLengths
-    from recipes.training.border import Kept, Process
-    from recipes.training.build import Built
     from recipes.training.foresight import Foresight
     from recipes.training.step import Found
 
@@ -42,20 +43,17 @@ class Recorder:
 
     def __init__(
         self,
-        recipe: Recipe,
-        process: "Process",
-        built: "Built",
+        stage: Stage,
+        process: Process,
+        built: Built,
         loader: DataLoader,
         *,
         guard: StepGuard,
         throughput: Throughput,
         progress: Mapping[str, Any],
-        after: "Kept | None" = None,
     ) -> None:
-        """progress: state() of the run so far, from the checkpoint it continues from; empty for a new run.
-
-        after: what the stage before this one left, in the same process.
-        """
+        """progress: state() of the run so far, from the checkpoint it continues from; empty for a new run."""
+        recipe = stage.recipe
         mesh, model, world, clock, console = built.mesh, built.model, process.world, process.clock, process.console
         self._world, self._mesh, self._clock, self._console = world, mesh, clock, console
         self._loader, self._guard, self._throughput = loader, guard, throughput
@@ -77,7 +75,7 @@ class Recorder:
         self._averaged: Sequence[int] = ()  # the steps whose average was validated last
         self._keep_best = recipe.checkpoint.keep_best
         self._matrix_share = recipe.optimizer.matrix_share if recipe.optimizer.name == "muon" else None
-        self.goodput = after.goodput if after else Goodput(clock, before=progress)
+        self.goodput = process.goodput or Goodput(clock, before=progress)
         self._compute: ComputeTime | None = None
         self._stragglers: Stragglers | None = None
         if world.size > 1:
@@ -99,7 +97,8 @@ class Recorder:
 
             self._foresight = foresight(recipe, mesh.degrees, device=throughput.device_name, nodes=len(world.nodes))
         self._beside = _beside(recipe, tokens=self.tokens(self._steps), log=console.log)
-        self.metrics = after.metrics if after else _writer(recipe, world, progress, console)
+        self.metrics = process.metrics or _writer(recipe, world, progress, console)
+        self.metrics.stage = stage.name
 
     def tokens(self, step: int) -> int:
         """Tokens of so many steps."""

@@ -1,8 +1,9 @@
 """Finds the checkpoint that a run begins from, its newest or one of its trunk, and continues from it."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.errors import UserError
@@ -14,27 +15,28 @@ from recipes.files.layout import CHECKPOINTS, DATA, SAVED
 from recipes.files.reading import read_text
 from recipes.recipe.load import LoadedRecipe
 from recipes.recipe.schema import Recipe
-from recipes.training.border import Beginning
 from recipes.training.console import Console
-from recipes.training.run_folder import require_same_data
+from recipes.training.run_folder import is_of_trunk, own_checkpoint, step_of
+from recipes.training.same_run import require_same_data
 from recipes.weights.description import Description, checkpoint_files
 
 if TYPE_CHECKING:
     from recipes.training.build import Built
 
 
-def find_beginning(loaded: LoadedRecipe, names: Collection[str], console: Console) -> Beginning:
-    """The newest checkpoint of this run; if it has none, the one of the run that it forks; if it forks none, its
-    weights. names: of what is in the run's folder. Raises what newest_checkpoint() and find_trunk() do."""
+def find_checkpoint(loaded: LoadedRecipe, names: Collection[str], console: Console) -> Path | None:
+    """The newest checkpoint of this run; if it has none, the one of the run that it forks; if it forks none, None.
+
+    names: of what is in the run's folder. Raises what newest_checkpoint() and find_trunk() do.
+    """
     recipe = loaded.recipe
     if (step := newest_checkpoint(recipe, names, console)) is not None:
-        return Beginning.own(recipe, step)
+        return own_checkpoint(recipe, step)
     if not recipe.run.continue_from:
-        return Beginning()
+        return None
     from recipes.training.fork import find_trunk
 
-    step, checkpoint = find_trunk(recipe, log=console.log, origins=loaded.origins)
-    return Beginning(step, checkpoint, of_trunk=True)
+    return find_trunk(recipe, log=console.log, origins=loaded.origins)
 
 
 def newest_checkpoint(recipe: Recipe, names: Collection[str], console: Console) -> int | None:
@@ -56,52 +58,51 @@ def newest_checkpoint(recipe: Recipe, names: Collection[str], console: Console) 
     return step
 
 
-def open_checkpoints(recipe: Recipe, loader: DataLoader, description: Description, console: Console) -> Checkpoints:
-    """The checkpoints of the run, with what accompanies their tensors."""
+def resume(
+    recipe: Recipe,
+    built: "Built",
+    loader: DataLoader,
+    checkpoint: Path | None,
+    description: Description,
+    *,
+    log: Callable[[str], None],
+) -> tuple[Checkpoints, Mapping[str, Any]]:
+    """The checkpoints of the run, and what the one that it begins from, which is loaded, records of the run so far.
+
+    description: what accompanies the tensors. log: receives one line of text per message.
+    """
     remote = None
     if recipe.checkpoint.remote:
         from recipes.training.fetch import remote_folder
 
         remote = remote_folder(recipe)
-    return Checkpoints(
+    checkpoints = Checkpoints(
         recipe.run.folder / CHECKPOINTS,
         recipe.checkpoint,
-        log=console.log,
+        log=log,
         files=checkpoint_files(description) | {DATA: json.dumps(loader.data_state, indent=2) + "\n"},
         mark=recipe.run.folder / SAVED,
         remote=remote,
         pipeline=recipe.mesh.pipeline,
     )
-
-
-def resume(
-    recipe: Recipe,
-    built: "Built",
-    loader: DataLoader,
-    checkpoints: Checkpoints,
-    begin: Beginning,
-    console: Console,
-) -> Mapping[str, Any]:
-    """Load the checkpoint that the run begins from, if there is one. Returns what it records of the run so far."""
-    if begin.checkpoint is None:
-        return {}
-    check = partial(require_same_data, data_state=loader.data_state)
-    if begin.of_trunk:
+    if checkpoint is None:
+        return checkpoints, {}
+    model, optimizer, check = built.model, built.optimizer, partial(require_same_data, data_state=loader.data_state)
+    if is_of_trunk(checkpoint, recipe):
         from recipes.training.fork import taken_over
 
-        progress = checkpoints.fork(built.model, built.optimizer, checkpoint=begin.checkpoint, check=check)
-        progress = taken_over(progress, begin.checkpoint)
+        progress = taken_over(checkpoints.fork(model, optimizer, checkpoint=checkpoint, check=check), checkpoint)
     else:
-        progress = checkpoints.resume(built.model, built.optimizer, step=begin.step, check=check)
+        progress = checkpoints.resume(model, optimizer, step=step_of(checkpoint), check=check)
     history = from_json(progress.get("history", []))  # older versions had one segment
     if not loader.continue_after(history, first_batch=progress["step"] if history else 0):
         progress.pop("loss_window", None)  # losses on other text say nothing of spikes
         for line in loader.consumed(progress["step"]):
-            console.log(line)
+            log(line)
     if progress["step"] < recipe.run.steps:  # a finished run reads nothing more
         loader.require_trained_on(progress.get("trained_on", {}), batches=progress["step"])
     if built.float8_all_gather:
         from parallel.float8 import precompute_scales
 
-        precompute_scales(built.model)
-    return progress
+        precompute_scales(model)
+    return checkpoints, progress

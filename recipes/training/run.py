@@ -1,10 +1,14 @@
 """One run in one process: what the launcher starts, and how it ends."""
 
+import gc
+import sys
 import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+
+import torch
 
 from parallel.dist import World, lost_a_peer, start, stop
 from parallel.errors import UserError
@@ -18,10 +22,10 @@ from recipes.metrics.clock import START, RunClock
 from recipes.recipe.load import LoadedRecipe, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of, stages_of
-from recipes.training.border import Process, free_memory
 from recipes.training.build_run import build_run
 from recipes.training.console import Console
 from recipes.training.interruption import forget_signals
+from recipes.training.process import Process
 from recipes.training.trainer import Trainer
 
 WITHOUT_PEER = 15.0
@@ -112,16 +116,24 @@ def train_stages(loaded: LoadedRecipe, process: Process) -> int:
     """Train stage after stage, each from the checkpoint at the end of the one before. Returns the exit code."""
     run = build_run(loaded, process)
     while (code := Trainer(run).run()) is None:
-        after = run.kept
+        process, step = run.process, run.stage.last
         if run.checkpoints:
             run.checkpoints.finish_copies()
         del run
-        free_memory()
-        run = build_run(loaded, process, after=after)
-        after.interruption.can_wait = True
+        _free_memory()
+        run = build_run(loaded, process, after=step)
     if run.checkpoints and not run.checkpoints.finish_copies(soon=code == PREEMPTED) and code == FINISHED:
         return CANNOT_WRITE
     return code
+
+
+def _free_memory() -> None:
+    """Free what the stage that has ended held: its model and moments, and the code compiled for them."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _preflight(recipe: Recipe, world: World, console: Console) -> None:
@@ -129,7 +141,7 @@ def _preflight(recipe: Recipe, world: World, console: Console) -> None:
     from recipes.cluster.preflight import preflight
 
     recipes = [stage.recipe for stage in stages_of(recipe)]
-    texts = [text for one in recipes for text in (*one.data.sources, *filter(None, one.validation.texts.values()))]
+    texts = [text for each in recipes for text in (*each.data.sources, *filter(None, each.validation.texts.values()))]
     tokenizes = not all(map(is_prepared, texts))
     cache = Path(recipe.data.cache) if tokenizes else None
     mesh = recipe.mesh

@@ -18,12 +18,11 @@ class Trainer:
     """Trains a run to its last step, or to whatever ends it earlier."""
 
     def __init__(self, run: Run) -> None:
-        self.built_run, self.recipe, process = run, run.recipe, run.process
+        self.built_run, self.recipe, process = run, run.stage.recipe, run.process
         self.world, self.console, self.clock = process.world, process.console, process.clock
         self.built, self.loader, self.checkpoints = run.built, run.loader, run.checkpoints
-        self.guard, self.recorder, self.interruption = run.guard, run.recorder, run.interruption
-        self.observers, self.tasks = run.observers, run.tasks
-        self.stage, self.start, self.first_step = run.stage, run.start, process.clock.step
+        self.guard, self.recorder, self.interruption = run.guard, run.recorder, process.interruption
+        self.stage, self.first_step = run.stage, process.clock.step
         has_copies = self.built.mesh.degrees.have_copies(tied=self.recipe.model.tied_embeddings)
         self.check_replicas_every = self.recipe.run.check_replicas_every if has_copies else 0
         self.validation_loss: dict[str, float] = {}
@@ -60,10 +59,10 @@ class Trainer:
     def _loop(self) -> int:
         """Train to the last step of the stage, or until a signal, which is returned."""
         while self.step < self.stage.last:
-            found = self._train_step()
+            measured = self._train_step()
             self.clock.count_step()
             if self._due(self.recipe.metrics.every) or self.step == self.first_step + 1:
-                self.recorder.log_step(self.step, found, learning_rate=self.stage.learning_rate(self.step - 1))
+                self.recorder.log_step(self.step, measured, learning_rate=self.stage.learning_rate(self.step - 1))
             if self._due(self.check_replicas_every):
                 require_sound_state(self.built, self.world)
             if self._due(self.recipe.validation.every):
@@ -80,7 +79,7 @@ class Trainer:
     def _train_step(self) -> Found:
         """Take the next step."""
         with ExitStack() as stack:
-            for observer in self.observers:
+            for observer in self.built_run.observers:
                 stack.enter_context(observer.step(self.step + 1))
             with self.clock(LOADING):
                 batches = self.loader.batch(self.step)
@@ -105,7 +104,7 @@ class Trainer:
 
         with self.clock.synchronized(VALIDATION):
             self.validation_loss = validate(self.built_run)
-            self.recorder.end_validation(self.step, self.tasks(), loss=fmean(self.validation_loss.values()))
+            self.recorder.end_validation(self.step, self.built_run.tasks(), loss=fmean(self.validation_loss.values()))
 
     def _save(self) -> None:
         assert self.checkpoints is not None
@@ -149,8 +148,9 @@ class Trainer:
     def _finish(self) -> int | None:
         """End the run after its last step: log the results and where they are. After another stage, hand over."""
         self.recorder.log_skipped()
-        recipe, done, saved = self.recipe, self.step - self.start.step, self._save_last()
-        seconds = time.perf_counter() - self.start.seconds
+        recipe, process = self.recipe, self.built_run.process
+        done, saved = self.step - process.first_step, self._save_last()
+        seconds = time.perf_counter() - process.trains_since
         if not self.stage.ends_run:
             return self._hand_over(saved=saved)
         if done == 0:
@@ -158,12 +158,12 @@ class Trainer:
             if recipe.validation.every:
                 self._validate()
         if recipe.validation.sample_tokens or recipe.checkpoint.export_hf:
-            from recipes.training.results import write_results
+            from recipes.training.validation import write_results
 
-            write_results(recipe, self.built.model, self.loader, saved=saved, world=self.world, log=self.console.log)
+            write_results(self.built_run, saved=saved)
         self.recorder.log_consumed(self.step)
         if done:
-            tokens = self.recorder.tokens(self.step) - self.start.tokens
+            tokens = self.recorder.tokens(self.step) - self.recorder.tokens(process.first_step)
             self.console.log(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
             self.recorder.log_plan(self.step)
             if not recipe.checkpoint.every:

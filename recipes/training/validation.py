@@ -1,9 +1,12 @@
-"""The losses of a validation: of the weights, and of their average with the checkpoints before."""
+"""What a run makes of its model: losses on held-out text, also of averaged weights; at its end, a sample and files."""
 
 from collections.abc import Sequence
 
+from parallel.dist import on_main
 from recipes.evaluation.losses import mean_loss
+from recipes.files.layout import EXPORT
 from recipes.training.build_run import Run
+from recipes.training.run_folder import own_checkpoint
 
 
 def validate(run: Run) -> dict[str, float]:
@@ -11,8 +14,8 @@ def validate(run: Run) -> dict[str, float]:
 
     Returns those of its own weights, by the names of the texts.
     """
-    losses, built, step = _losses(run), run.built, run.process.clock.step
-    every, count = run.recipe.checkpoint.every, run.recipe.validation.average
+    losses, built, step, recipe = _losses(run), run.built, run.process.clock.step, run.stage.recipe
+    every, count = recipe.checkpoint.every, recipe.validation.average
     others = [other for other in range(every, step, every)[1 - count :] if other > run.stage.first] if count else []
     if run.checkpoints and len(others) == count - 1:
         from recipes.checkpoint.average import averaged
@@ -29,7 +32,25 @@ def validate(run: Run) -> dict[str, float]:
 
 def _losses(run: Run, averaged: Sequence[int] = ()) -> dict[str, float]:
     losses, clock = dict[str, float](), run.process.clock
-    for name, text in run.loader.validation_batches(run.recipe.validation.batches).items():
+    for name, text in run.loader.validation_batches(run.stage.recipe.validation.batches).items():
         losses[name] = mean_loss(run.built.model, clock.with_progress(text), mesh=run.built.mesh)
         run.recorder.log_validation(clock.step, name, losses[name], averaged=averaged)
     return losses
+
+
+def write_results(run: Run, *, saved: bool) -> None:
+    """Write a sample to the log and the weights to files, if the recipe asks for them. All processes must call it.
+
+    saved: whether the last checkpoint is, of which weights are exported.
+    """
+    recipe, world = run.stage.recipe, run.process.world
+    if count := recipe.validation.sample_tokens:
+        from recipes.evaluation.evaluate import show_sample
+
+        seeded = {"seed": recipe.run.seed, "device": world.device, "log": run.process.console.log}
+        show_sample(run.built.model, run.loader, recipe.batch, count, **seeded)
+    if recipe.checkpoint.export_hf and saved:
+        from recipes.weights.convert import export_checkpoint
+
+        checkpoint = own_checkpoint(recipe, recipe.run.steps)
+        on_main(world, lambda: export_checkpoint(checkpoint, recipe.run.folder / EXPORT, replace=True))

@@ -37,7 +37,7 @@ from recipes.metrics.breakdown import ATTENTION_NAMES
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from recipes.plan.time import update_bytes
-from recipes.training.surroundings import environment
+from recipes.training.process import environment
 
 Measurement = dict[str, Any]
 FORWARD, INPUT, WEIGHT = "forward", "gradient of the input", "gradient of the weight"

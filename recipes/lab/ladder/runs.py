@@ -20,7 +20,7 @@ from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.rules_ladder import conditions_of
 from recipes.recipe.schema import Recipe
-from recipes.training.run_folder import identity_differences
+from recipes.training.same_run import identity_differences
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 7 * 86_400.0

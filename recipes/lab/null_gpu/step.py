@@ -41,8 +41,8 @@ from recipes.plan.memory import predict
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
+from recipes.training.process import NO_RECORD
 from recipes.training.step import train_step
-from recipes.training.surroundings import NO_RECORD
 
 ROOT = str(Path(__file__).resolve().parents[3])
 STEPS = 4

@@ -15,7 +15,7 @@ from recipes.lab.sweep.grid import Row, Sweep, windows
 from recipes.lab.sweep.runner import Ended
 from recipes.metrics.hardware import bf16_peak
 from recipes.recipe.fields import toml
-from recipes.training.run_folder import identity_differences
+from recipes.training.same_run import identity_differences
 
 LEAST_STEPS = 100
 """Steps of a run below which differences between losses are not judged: most of them are warm-up."""

@@ -28,7 +28,7 @@ from recipes.plan.stages import parts
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import at_several_lengths, stages_of
-from recipes.training.run_folder import identity_differences
+from recipes.training.same_run import identity_differences
 
 ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = sorted((ROOT / "configs/benchmarks").glob("*.toml"))

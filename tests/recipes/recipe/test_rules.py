@@ -34,12 +34,8 @@ from recipes.recipe.load import load, to_toml
 from recipes.recipe.rules import violations
 from recipes.recipe.rules_mesh import Violation, advice, require_fits_world
 from recipes.recipe.schema import Recipe, RunConfig
-from recipes.training.run_folder import (
-    check_output_folder,
-    claim_run_folder,
-    identity_differences,
-    require_same_data,
-)
+from recipes.training.run_folder import check_output_folder, claim_run_folder
+from recipes.training.same_run import identity_differences, require_same_data
 from recipes.weights.locate import InitialWeights
 
 

@@ -10,7 +10,7 @@ from recipes.recipe.load import load, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stage_tables import FIELDS, REASONS, SECTIONS
 from recipes.recipe.stages import stage_of, stages_of
-from recipes.training.run_folder import identity_differences
+from recipes.training.same_run import identity_differences
 
 DEBUG = Path(__file__).parents[3] / "configs" / "smollm3_debug.toml"
 THREE = """

@@ -16,7 +16,7 @@ from recipes.recipe.schema import Recipe
 from tests.commands import run_command
 from tests.processes import run_processes
 from tests.scripts.nodes import ROOT, arguments, environment, losses
-from tests.training import change, curve, largest_gap, run_all, training
+from tests.training import change, run_all, training
 
 pytestmark = pytest.mark.slow
 
@@ -72,17 +72,6 @@ def test_nan_in_an_expert_of_one_rank_skips_steps_on_all_and_is_named(recipe: Re
         assert not moved
         name = "model.blocks.1.feed_forward.experts.down_proj"
         assert f"{name} has NaN or infinite values on rank 1 on {platform.node()}" in line
-
-
-def test_a_run_with_divided_experts_goes_on_on_one_process(recipe: Recipe) -> None:
-    whole = change(recipe, run={"name": "whole"}, mesh={"expert": 1})
-    half = change(recipe, run={"name": "moved", "steps": STEPS // 2})
-    rest = change(recipe, run={"name": "moved"}, mesh={"expert": 1})
-    assert run_processes(1, run_all, [whole]) == [[FINISHED]]
-    assert run_processes(2, run_all, [half]) == [[FINISHED]] * 2
-    assert run_processes(1, run_all, [rest]) == [[FINISHED]]
-    assert len(curve(rest)) == STEPS
-    assert largest_gap(curve(rest), curve(whole)) < 1e-5
 
 
 def test_a_killed_run_with_experts_restarts_and_ends_with_the_same_bytes(tmp_path: Path, corpus: Path) -> None:

@@ -216,14 +216,14 @@ def test_a_damaged_checkpoint_is_refused_and_a_newer_damaged_one_passed_over(for
     (copy / "checkpoints" / "step-00000008" / "data.json").write_text("{}")
     assert "name another one with @STEP" in refusal(fork, run={"continue_from": f"{copy}@8"})
     said: list[str] = []
-    step, _ = find_trunk(change(fork, run={"continue_from": str(copy)}), log=said.append)
-    assert step == 4 and said[0].endswith("; an older one is used")
+    trunk = find_trunk(change(fork, run={"continue_from": str(copy)}), log=said.append)
+    assert trunk.name == "step-00000004" and said[0].endswith("; an older one is used")
     assert (copy / "checkpoints" / "step-00000008").exists()  # setting it aside is for the trunk to do
 
 
 def test_a_checkpoint_of_its_own_folder_can_be_named(fork: Recipe, copy: Path) -> None:
     for name in (copy / "checkpoints" / "step-00000004", f"{copy / 'checkpoints'}@4", f"{copy}@4"):
-        assert find_trunk(change(fork, run={"continue_from": str(name)}), log=print)[0] == 4
+        assert find_trunk(change(fork, run={"continue_from": str(name)}), log=print).name == "step-00000004"
 
 
 def test_every_difference_that_a_fork_must_not_have_is_listed(fork: Recipe) -> None:

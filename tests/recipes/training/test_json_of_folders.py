@@ -12,7 +12,7 @@ from recipes.data.tokens.shards import read_index, read_shard
 from recipes.plan.calibration import _environment
 from recipes.recipe.schema import Recipe, RunConfig
 from recipes.training.fork import find_trunk
-from recipes.training.run_folder import read_data_state
+from recipes.training.same_run import read_data_state
 from recipes.weights.description import read_description
 
 DEEP = "[" * 9999

@@ -16,8 +16,8 @@ from parallel.config import CompileConfig, MeshDegrees
 from recipes.metrics.clock import RunClock
 from recipes.recipe.load import to_toml
 from recipes.recipe.schema import Recipe
+from recipes.training.build_run import observers_of
 from recipes.training.kept_code import KeptCode
-from recipes.training.surroundings import code_of
 from tests.training import change, rows
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -173,7 +173,7 @@ def test_without_cache_or_without_compilation_nothing_is_kept(tmp_path: Path, mo
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     nothing: Any = None
     for config in (CompileConfig(enabled=True, cache=""), CompileConfig()):
-        assert code_of(replace(Recipe(), compile=config), nothing, nothing) is None
+        assert observers_of(replace(Recipe(), compile=config), nothing, nothing) == ()
     assert written() == tmp_path
 
 

@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[3]
 MOST_MODULES = 79
 MOST_LINES = 9_870
 """Lines of code."""
+WITH_CHECKPOINTS = {"modules": 95, "lines": 11_900}
+"""The same of a run that saves checkpoints."""
 MOST_FILES_OF_A_STEP = 15
 NOT_ASKED_FOR = {
     "models.documents",
@@ -32,6 +34,7 @@ NOT_ASKED_FOR = {
     "recipes.metrics.float8_samples",
     "recipes.metrics.profile",
     "recipes.training.resume",
+    "recipes.training.same_run",
     "recipes.weights.convert",
     "recipes.weights.hf_folder",
     "recipes.weights.locate",
@@ -76,12 +79,10 @@ RUN = """if True:
 """
 
 
-@pytest.fixture(scope="module")
-def plain_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def short_run(corpus: Path, folder: Path, *overrides: str) -> dict[str, Any]:
     """What train.py loaded and called in a short run of the debug recipe on one file of text."""
-    folder = tmp_path_factory.mktemp("lazy")
     result = folder / "result.json"
-    recipe = [str(ROOT / "configs" / "smollm3_debug.toml"), *PLAIN, f"--data.source={corpus}"]
+    recipe = [str(ROOT / "configs" / "smollm3_debug.toml"), *PLAIN, f"--data.source={corpus}", *overrides]
     folders = [f"--run.output={folder / 'runs'}", f"--data.cache={folder / 'cache'}"]
     run = subprocess.run(
         [sys.executable, "-c", RUN, str(ROOT), str(result), *recipe, *folders],
@@ -90,9 +91,14 @@ def plain_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(result.read_text())
-    assert (found["code"], found["steps"]) == (0, 4), run.stdout + run.stderr
-    return found
+    seen: dict[str, Any] = json.loads(result.read_text())
+    assert (seen["code"], seen["steps"]) == (0, 4), run.stdout + run.stderr
+    return seen
+
+
+@pytest.fixture(scope="module")
+def plain_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return short_run(corpus, tmp_path_factory.mktemp("lazy"))
 
 
 def our_modules(run: dict[str, Any]) -> dict[str, int]:
@@ -120,6 +126,13 @@ def test_plain_run_loads_few_lines(plain_run: dict[str, Any]) -> None:
     modules = our_modules(plain_run)
     lines = sum(modules.values())
     assert lines <= MOST_LINES, f"{lines} lines\n{listed(modules)}"
+
+
+def test_run_with_checkpoints_loads_few_modules_and_lines(corpus: Path, tmp_path: Path) -> None:
+    modules = our_modules(short_run(corpus, tmp_path, "--checkpoint.every=2"))
+    assert len(modules) <= WITH_CHECKPOINTS["modules"], f"{len(modules)} modules\n{listed(modules)}"
+    lines = sum(modules.values())
+    assert lines <= WITH_CHECKPOINTS["lines"], f"{lines} lines\n{listed(modules)}"
 
 
 def test_plain_run_loads_nothing_that_its_recipe_does_not_ask_for(plain_run: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import cast
 
 from recipes.recipe.load import load, to_toml
-from recipes.training.run_folder import data_of_run
+from recipes.training.same_run import data_of_run
 from recipes.weights.locate import Weights
 
 ROOT = Path(__file__).resolve().parents[3]

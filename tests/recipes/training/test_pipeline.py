@@ -11,7 +11,6 @@ from torch import Tensor
 from parallel.dist import start, stop
 from recipes.evaluation.sampling import Sampling
 from recipes.evaluation.scoring import Prompt, Scored, continuations, log_likelihoods
-from recipes.optimization.skip_steps import NonFiniteRun
 from recipes.recipe.schema import Recipe
 from tests.meshes import mesh_degrees
 from tests.processes import run_processes
@@ -178,21 +177,3 @@ def test_all_stages_and_replicas_skip_a_step_that_is_bad_on_one_process_alone(re
     assert len({str(norms) for _, _, norms in answers}) == 1  # to the bit
     for skipped, changed, _ in answers:
         assert (skipped, changed) == ([2, 4, 6, 8], [True, False] * len(KINDS))
-
-
-def poisoned(recipe: Recipe) -> str:
-    """What ends a run whose last stage has a bad gradient in every step."""
-    world = start("cpu", seed=0)
-    with training(recipe, world) as trainer, pytest.raises(NonFiniteRun) as ended:
-        spoil(trainer, "gradient", world.size - 1)
-        while True:
-            trainer._train_step()
-            trainer.clock.count_step()
-            [*trainer.guard.skipped()]
-    stop()
-    return str(ended.value)
-
-
-def test_all_stages_end_after_too_many_bad_steps_of_one(recipe: Recipe) -> None:
-    few = change(named(recipe, "2.1.1.1.1", name="poisoned"), run={"max_skipped_steps": 3})
-    assert run_processes(2, poisoned, few) == ["steps 1 to 3 were all skipped"] * 2

@@ -20,8 +20,8 @@ from recipes.files.layout import CHECKPOINTS, LOG_FILE, METRICS, checkpoint_step
 from recipes.metrics.clock import RunClock
 from recipes.recipe.load import load_run
 from recipes.training import run
-from recipes.training.border import Process
 from recipes.training.console import Console
+from recipes.training.process import Process
 from recipes.training.recorder import Recorder
 from tests.processes import process_context, run_processes, untimed
 
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 12
 BORDER = 4
-CONTEXT = ("--stages.third.mesh.context", "2")
 RECIPE = """
 base = "{root}/configs/smollm3_debug.toml"
 [run]
@@ -206,24 +205,28 @@ def test_a_run_killed_in_each_stage_is_the_same_to_the_bit(runs: Runs) -> None:
     assert runs.consumed("killed") == runs.consumed("whole")
 
 
-def test_a_run_killed_in_each_stage_goes_on_with_other_numbers_of_processes_and_another_mesh(runs: Runs) -> None:
-    runs.kill_after(2, "elastic")
-    runs.kill_after(6, "elastic", *CONTEXT, processes=2)
-    runs.kill_after(10, "elastic", *CONTEXT, processes=2)  # begins in the second stage, and changes its mesh
-    runs.finish("elastic", *CONTEXT, processes=4)
-    ours, whole = runs.curve("elastic"), runs.curve("whole")
-    assert [ours[step] for step in ours] == pytest.approx([whole[step] for step in whole], rel=1e-5)
-    assert runs.consumed("elastic") == runs.consumed("whole")
+CONTEXT = ("--stages.third.mesh.context", "2")
+PIPELINES = ("--mesh.pipeline", "2", "--stages.second.mesh.pipeline", "1", "--stages.third.mesh.shard", "1")
 
 
-def test_a_run_killed_in_each_stage_goes_on_where_each_stage_has_another_pipeline(runs: Runs) -> None:
-    pipelines = ("--mesh.pipeline", "2", "--stages.second.mesh.pipeline", "1", "--stages.third.mesh.shard", "1")
-    runs.kill_after(2, "pipelines", *pipelines, processes=2)
-    runs.kill_after(10, "pipelines", *pipelines, processes=2)
-    runs.finish("pipelines")
-    ours, whole = runs.curve("pipelines"), runs.curve("whole")
+@pytest.mark.parametrize(
+    ("overrides", "starts", "last"),
+    [
+        (CONTEXT, {2: 1, 6: 2, 10: 2}, 4),  # the third start begins in the second stage, and changes its mesh
+        (PIPELINES, {2: 2, 10: 2}, 1),
+    ],
+    ids=["numbers of processes", "pipelines"],
+)
+def test_a_run_killed_in_each_stage_goes_on_on_other_meshes(
+    overrides: tuple[str, ...], starts: dict[int, int], last: int, runs: Runs
+) -> None:
+    name = f"meshes-{last}"
+    for step, processes in starts.items():
+        runs.kill_after(step, name, *(overrides if processes > 1 else ()), processes=processes)
+    runs.finish(name, *(overrides if last > 1 else ()), processes=last)
+    ours, whole = runs.curve(name), runs.curve("whole")
     assert [ours[step] for step in ours] == pytest.approx([whole[step] for step in whole], rel=1e-5)
-    assert runs.consumed("pipelines") == runs.consumed("whole")
+    assert runs.consumed(name) == runs.consumed("whole")
 
 
 def test_a_single_stage_is_the_same_to_the_bit_as_none(runs: Runs, alone: World) -> None:

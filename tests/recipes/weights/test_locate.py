@@ -17,7 +17,7 @@ from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.manifest import MANIFEST, encode
 from recipes.recipe.load import LoadedRecipe, load, load_run, to_toml
 from recipes.recipe.schema import Recipe
-from recipes.training.run_folder import identity_differences
+from recipes.training.same_run import identity_differences
 from recipes.weights.convert import export_checkpoint, import_folder
 from recipes.weights.locate import find_weights, initial_weights
 from tests.recipes.weights.test_hf_folder import SMALL, edit_config, files, truncate, write_random

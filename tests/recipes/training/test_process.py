@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from recipes.training.surroundings import PACKAGES, environment
+from recipes.training.process import PACKAGES, environment
 
 pytestmark = pytest.mark.slow
 
