@@ -62,13 +62,13 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     """
     mesh = _whole_mesh(recipe, world, mesh)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
-    stages = own = None
+    stages = layers = None
     if mesh.pipeline is not None:
         from recipes.recipe.rules_pipeline import stages_in
 
         stages = stages_in(recipe, degree=mesh.pipeline.size())
-        own = stages.layers_of(mesh.pipeline.get_local_rank())
-    model = _plain_model(recipe, own, device_type=world.device.type)
+        layers = stages.layers_of(mesh.pipeline.get_local_rank())
+    model = _plain_model(recipe, layers, device_type=world.device.type)
     report = [f"blocks: {model.about}"] if recipe.model.by_transformers else []
     report += placement(mesh.degrees, world.nodes)
     cut = f"pipeline parallelism: {recipe.pipeline.schedule}, {stages}; the counts below are rank 0's"
@@ -181,12 +181,12 @@ def _roles(model: nn.Module, whole: ModelConfig | None) -> dict[str, tuple[nn.Pa
     """As of Built.roles. whole: the model that this one is a part of; every process has all of its roles, in order."""
     from models.roles import parameters_by_role
 
-    own = parameters_by_role(model)
+    roles = parameters_by_role(model)
     if whole is None:
-        return own
+        return roles
     with torch.device("meta"):
         one_block = build_model(replace(whole, layers=1, dense_layers=0))
-    return {role: own.get(role, ()) for role in parameters_by_role(one_block)}
+    return {role: roles.get(role, ()) for role in parameters_by_role(one_block)}
 
 
 def _plain_model(recipe: Recipe, layers: Collection[int] | None, *, device_type: str) -> nn.Module:

@@ -101,7 +101,7 @@ def _find_checkpoint(loaded: LoadedRecipe, process: Process) -> Path | None:
         return None
     from recipes.training.resume import find_checkpoint
 
-    return find_checkpoint(loaded, names, process.console)
+    return find_checkpoint(loaded, names, log=process.console.log)
 
 
 def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None) -> Run | None:

@@ -86,10 +86,10 @@ class Console:
         self.end_progress()
 
 
-def run_header(stage: Stage, degrees: MeshDegrees, throughput: Throughput, parts: Sequence[str]) -> list[str]:
+def run_header(stage: Stage, degrees: MeshDegrees, throughput: Throughput, report: Sequence[str]) -> list[str]:
     """The lines that open a stage: a headline, and indented below it the mesh, the parallelization, batch and FLOPs.
 
-    parts: what each part of parallel/ did, one line each.
+    report: what each part of parallel/ did, one line each.
     """
     recipe = stage.recipe
     model, data, batch = recipe.model, recipe.data, recipe.batch
@@ -104,7 +104,7 @@ def run_header(stage: Stage, degrees: MeshDegrees, throughput: Throughput, parts
         *([f"model: {model.computed_by}"] if model.name.startswith("from_") else []),
         f"mesh: {degrees} = {degrees.processes} {'process' if degrees.processes == 1 else 'processes'}"
         f" on {throughput.device_name}",
-        *parts,
+        *report,
         f"batch: {batch.global_batch_size}"
         f" {sequences if encoder_decoder else f'sequences of {batch.sequence_length} tokens'}"
         f" = {micro_batches(batch, degrees)}",
@@ -159,13 +159,13 @@ def interrupted_message(signal: str, step: int, *, saved: bool, every: int) -> s
 def notes(recipe: Recipe, *, entries: int) -> list[str]:
     """What a user should know before the first step. entries: those of the tokenizer."""
     vocabulary = recipe.model.vocabulary
-    found = [] if recipe.checkpoint.every else [NOT_SAVED]
+    lines = [] if recipe.checkpoint.every else [NOT_SAVED]
     if (unused := 1 - entries / vocabulary) > 0.01:  # vocabularies are rounded up to suit the kernels
-        found.append(
+        lines.append(
             f"the tokenizer has {entries:,} entries, the model's vocabulary {vocabulary:,}:"
             f" {unused:.0%} of the embedding is never trained"
         )
-    return found
+    return lines
 
 
 NOT_SAVED = "nothing is saved: checkpoint.every = 0; the weights are gone when the run ends"

@@ -17,15 +17,13 @@ from recipes.files.atomic import sync_folder, write_whole
 from recipes.files.layout import CHECKPOINTS, RECIPE, SAVED, checkpoint_steps
 from recipes.files.lock import FolderLock, begun_meanwhile
 from recipes.files.reading import named_faults
-from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
-from recipes.training.same_run import require_resumable, require_same_run
+from recipes.training.same_run import require_resumes
 
 
 def remote_folder(recipe: Recipe) -> RemoteFolder:
     """The folder at the server that the run's checkpoints are copied to."""
-    place = f"{recipe.checkpoint.remote.rstrip('/')}/{recipe.run.name}"
-    return RemoteFolder(place, recipe.checkpoint)
+    return RemoteFolder(f"{recipe.checkpoint.remote.rstrip('/')}/{recipe.run.name}", recipe.checkpoint)
 
 
 def fetch_newest(recipe: Recipe, world: World, *, log: Callable[[str], None]) -> None:
@@ -62,12 +60,11 @@ def _newer(recipe: Recipe, there: RemoteFolder) -> list[int]:
     newest = max(checkpoint_steps(folder / CHECKPOINTS), default=-1)
     steps = [step for step in reversed(there.steps()) if step > newest]
     if steps:
-        require_resumable(recipe, there.place)
-    if steps and (text := remote.read(f"{there.place}/{RECIPE}")):
-        with tempfile.TemporaryDirectory() as place:
-            file = Path(place, RECIPE)
-            file.write_bytes(text)
-            require_same_run(load(file, rules=False), recipe, there.place)
+        with tempfile.TemporaryDirectory() as folder_of_copy:
+            file = Path(folder_of_copy, RECIPE)
+            if text := remote.read(f"{there.place}/{RECIPE}"):
+                file.write_bytes(text)
+            require_resumes(recipe, file if text else None, where=there.place)
     return steps
 
 
@@ -111,8 +108,8 @@ def _complete(folder: Path, step: int) -> None:
     """Give the checkpoint its name, as a save does."""
     with named_faults(folder):
         part = folders.partial_folder(folder / CHECKPOINTS, step)
-        for place in [*part.glob("shards-*/"), part]:
-            sync_folder(place)
+        for written in [*part.glob("shards-*/"), part]:
+            sync_folder(written)
         folders.commit(folder / CHECKPOINTS, step)
         sync_folder(folder / CHECKPOINTS)
         write_whole(folder / SAVED, str(step))

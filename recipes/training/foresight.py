@@ -41,10 +41,10 @@ class Foresight:
 
 def line(row: dict[str, Any]) -> str:
     """The row as a line for people."""
-    found = row["plan"]
+    plan = row["plan"]
     return (
-        f"plan: {found['measured_seconds']:.3g} s per step, {found['predicted_seconds']:.3g} predicted"
-        f" ({found['ratio']:.2f} times as long; {found['calibrated'] or 'not calibrated'})"
+        f"plan: {plan['measured_seconds']:.3g} s per step, {plan['predicted_seconds']:.3g} predicted"
+        f" ({plan['ratio']:.2f} times as long; {plan['calibrated'] or 'not calibrated'})"
     )
 
 
@@ -63,7 +63,7 @@ def foresight(recipe: Recipe, degrees: MeshDegrees, *, device: str, nodes: int) 
     if gpu is None or isinstance(recipe.model, TransformersConfig):
         return None
     try:
-        found = step_time(recipe, degrees, gpu=replace(gpu, per_node=processes // nodes), rates=rates)
+        predicted = step_time(recipe, degrees, gpu=replace(gpu, per_node=processes // nodes), rates=rates)
     except UserError:  # no reason to end a run
         return None
-    return Foresight(found.step_seconds, rates.calibrated)
+    return Foresight(predicted.step_seconds, rates.calibrated)

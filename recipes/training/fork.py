@@ -49,11 +49,11 @@ def find_trunk(recipe: Recipe, *, log: Callable[[str], None], origins: Mapping[s
             )
         _require_whole(begun)
     elif named.rpartition("@")[2].isdecimal() and not user_path(named).exists():
-        place, _, step = named.rpartition("@")
-        begun = _of_step(_checkpoints_in(place, recipe), int(step))
+        trunk, _, step = named.rpartition("@")
+        begun = _of_step(_checkpoints_in(trunk, recipe), int(step))
     else:
         begun = _newest(_checkpoints_in(named, recipe), log)
-    problems = [*differences(recipe, begun)]
+    problems = [*trunk_differences(recipe, begun)]
     for line, is_own in changed_computation(recipe, begun, origins):
         if is_own:
             log(line)
@@ -94,24 +94,24 @@ def _checkpoints_in(name: str, recipe: Recipe) -> list[Path]:
         )
     if folder in (step_folder(folder.parent, step) for step in checkpoint_steps(folder.parent)):
         return [folder]
-    place = folder / CHECKPOINTS if CHECKPOINTS in names_in(folder) else folder
-    if steps := checkpoint_steps(place):
-        return [step_folder(place, step) for step in steps]
-    writing = f"; {left_overs(place)[0].name} is still being written" if left_overs(place) else ""
+    inner = folder / CHECKPOINTS if CHECKPOINTS in names_in(folder) else folder
+    if steps := checkpoint_steps(inner):
+        return [step_folder(inner, step) for step in steps]
+    writing = f"; {left_overs(inner)[0].name} is still being written" if left_overs(inner) else ""
     raise UserError(f"{SETTING}: {folder} holds no complete checkpoint{writing}")
 
 
 def _of_step(checkpoints: list[Path], step: int) -> Path:
-    found = [path for path in checkpoints if path == step_folder(path.parent, step)]
-    if not found:
+    path = step_folder(checkpoints[0].parent, step)
+    if path not in checkpoints:
         steps = [step_of(path) for path in checkpoints]
         kept = ", ".join(map(str, steps[:20])) + (f" ... {steps[-1]}" if len(steps) > 20 else "")
         raise UserError(
             f"{SETTING}: {checkpoints[0].parent} has no checkpoint of step {step}; it has those of {kept}"
             " (checkpoint.keep_every keeps more)"
         )
-    _require_whole(found[0])
-    return found[0]
+    _require_whole(path)
+    return path
 
 
 def _newest(checkpoints: list[Path], log: Callable[[str], None]) -> Path:
@@ -147,7 +147,7 @@ def trunk_recipe(checkpoint: Path) -> Recipe:
         raise UserError(f"{SETTING}: the recipe of the run that made {checkpoint} cannot be read: {error}") from None
 
 
-def differences(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
+def trunk_differences(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
     """Why a recipe cannot continue from a checkpoint of another run, one line each."""
     done = step_of(checkpoint)
     trunk, recipe = stage_of(trunk_recipe(checkpoint), done).recipe, stage_of(recipe, done).recipe
@@ -188,7 +188,7 @@ def changed_computation(
             is_own = key in in_stage or origin == COMMAND_LINE
             is_own |= (origins is None or origin is not None) and now != getattr(usual, name)
             remedy = f", or --{key} {toml(now)} to change it"
-        else:  # differences() has it
+        else:  # trunk_differences() has it
             continue
         if is_own:
             yield f"{key} is {toml(now)} from here on; {checkpoint} was trained with {toml(theirs)}", True
@@ -199,8 +199,8 @@ def changed_computation(
 
 def taken_over(progress: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """What the fork takes over of the progress in this checkpoint."""
-    found = {key: progress[key] for key in CONTINUED if key in progress}
-    if "history" not in found:  # of an older version, which had neither stages nor forks
+    taken = {key: progress[key] for key in CONTINUED if key in progress}
+    if "history" not in taken:  # of an older version, which had neither stages nor forks
         trunk = stage_of(trunk_recipe(checkpoint), step_of(checkpoint)).recipe
         entries = read_data_state(checkpoint)["sources"]
         length, sources = trunk.batch.sequence_length, trunk.data.sources
@@ -208,8 +208,8 @@ def taken_over(progress: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
         raw = () if trunk.data.has_pairs else sources
         windows = {name: window for name in raw if not entries.get(name, {}).get("prepared", is_prepared(name))}
         sequences = progress["step"] * trunk.batch.global_batch_size
-        found["history"] = to_json((Segment(sources, length, sequences, windows),))
-    return found
+        taken["history"] = to_json((Segment(sources, length, sequences, windows),))
+    return taken
 
 
 def note_origin(recipe: Recipe, checkpoint: Path) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from recipes.metrics.memory import GpuMemory
     from recipes.metrics.pair_lengths import PairLengths
     from recipes.training.foresight import Foresight
-    from recipes.training.step import Found
+    from recipes.training.step import Measured
 
 
 class Recorder:
@@ -121,12 +121,12 @@ class Recorder:
         attention_length = self._attention_length.take()
         return self._throughput.row(step_seconds, attention_length=attention_length, tokens=tokens / steps)
 
-    def log_step(self, step: int, found: "Found", *, learning_rate: float) -> None:
+    def log_step(self, step: int, measured: "Measured", *, learning_rate: float) -> None:
         """Record a step: one row of metrics.jsonl, one line on the screen. The host waits for the device here.
 
         Raises NonFiniteRun after too many skipped steps in a row.
         """
-        mean_loss, times, memory_numbers = self._reduce(found.loss)
+        mean_loss, times, memory_numbers = self._reduce(measured.loss)
         step_seconds, data_seconds = self._clock.seconds_per_step()
         with self._clock(LOG):
             # Waiting for another process's data is counted as waiting for data here, too.
@@ -139,8 +139,8 @@ class Recorder:
                 "step": step,
                 "tokens": self.tokens(step),
                 "loss": mean_loss,
-                "grad_norm": found.norm.item(),
-                **{column: value.item() for column, value in found.columns.items()},
+                "grad_norm": measured.norm.item(),
+                **{column: value.item() for column, value in measured.columns.items()},
                 "lr": learning_rate,
                 **({"matrix_lr": learning_rate * self._matrix_share} if self._matrix_share else {}),
                 "step_seconds": step_seconds,
@@ -178,13 +178,12 @@ class Recorder:
             return loss.item(), [], self._memory.summary(alone).tolist()
         compute = self._compute.seconds()  # first: on CUDA it waits, and the step is complete only then
         times = self._stragglers.counts(*self._clock.seconds_per_step(), compute)
-        own = [*times, *self._memory.counts()]
-        mean_loss, rows = gather_loss_and_numbers(loss, own, loss_group=self._mesh.loss_group)
-        of_times, of_memory = (part for part in rows.tensor_split([len(times)], dim=1))
-        parts = [mean_loss.view(1), self._stragglers.summary(of_times), self._memory.summary(of_memory)]
-        found = torch.cat(parts).tolist()
-        end = 1 + len(parts[1])
-        return found[0], found[1:end], found[end:]
+        numbers = [*times, *self._memory.counts()]
+        mean_loss, rows = gather_loss_and_numbers(loss, numbers, loss_group=self._mesh.loss_group)
+        of_times, of_memory = (columns for columns in rows.tensor_split([len(times)], dim=1))
+        both = [self._stragglers.summary(of_times), self._memory.summary(of_memory)]
+        mean, *summaries = torch.cat([mean_loss.view(1), *both]).tolist()  # read at once
+        return mean, summaries[: len(both[0])], summaries[len(both[0]) :]
 
     def log_skipped(self) -> None:
         """Record the steps skipped since the last call. Raises NonFiniteRun after too many in a row."""
@@ -243,10 +242,10 @@ class Recorder:
 
     def state(self, *, finished: bool) -> dict[str, Any]:
         """What a checkpoint of this step keeps, as plain JSON. finished: the run has no steps left."""
-        found = self.metrics.state() | self.goodput.state(finished=finished)
+        state = self.metrics.state() | self.goodput.state(finished=finished)
         if self._validated_at == self._clock.step:
-            found |= {VALIDATION: self._validated} | ({AVERAGED: [*self._averaged]} if self._averaged else {})
-        return found | ({KEEP_BEST: self._keep_best} if self._keep_best else {})
+            state |= {VALIDATION: self._validated} | ({AVERAGED: [*self._averaged]} if self._averaged else {})
+        return state | ({KEEP_BEST: self._keep_best} if self._keep_best else {})
 
     def close(self, *, in_a_hurry: bool = False) -> None:
         """Finish writing, which may wait for the network, and draw what was written, unless it is in a hurry."""
@@ -273,7 +272,7 @@ def _beside(recipe: Recipe, *, tokens: int, log: Callable[[str], None]) -> "Besi
         return None
     from recipes.metrics import ladder
 
-    found = ladder.read_ladder(user_path(recipe.validation.ladder))
-    if len(found.fits) == 1:
+    compared = ladder.read_ladder(user_path(recipe.validation.ladder))
+    if len(compared.fits) == 1:
         log(f"{recipe.validation.ladder} has a law of the last losses only: nothing is compared before the end")
-    return ladder.Beside(found, recipe.model.non_embedding_params(), tokens)
+    return ladder.Beside(compared, recipe.model.non_embedding_params(), tokens)

@@ -15,7 +15,6 @@ from recipes.files.layout import CHECKPOINTS, DATA, SAVED
 from recipes.files.reading import read_text
 from recipes.recipe.load import LoadedRecipe
 from recipes.recipe.schema import Recipe
-from recipes.training.console import Console
 from recipes.training.run_folder import is_of_trunk, own_checkpoint, step_of
 from recipes.training.same_run import require_same_data
 from recipes.weights.description import Description, checkpoint_files
@@ -24,38 +23,31 @@ if TYPE_CHECKING:
     from recipes.training.build import Built
 
 
-def find_checkpoint(loaded: LoadedRecipe, names: Collection[str], console: Console) -> Path | None:
-    """The newest checkpoint of this run; if it has none, the one of the run that it forks; if it forks none, None.
+def find_checkpoint(loaded: LoadedRecipe, names: Collection[str], *, log: Callable[[str], None]) -> Path | None:
+    """The newest whole checkpoint of this run; if it never had one, that of the run that it forks; if it forks none,
+    None. Sets damaged ones aside. names: of what is in the run's folder.
 
-    names: of what is in the run's folder. Raises what newest_checkpoint() and find_trunk() do.
+    Raises UserError if there were some but none is whole, TemporaryError if this cannot be determined now; and what
+    find_trunk() raises.
     """
-    recipe = loaded.recipe
-    if (step := newest_checkpoint(recipe, names, console)) is not None:
-        return own_checkpoint(recipe, step)
-    if not recipe.run.continue_from:
-        return None
-    from recipes.training.fork import find_trunk
-
-    return find_trunk(recipe, log=console.log, origins=loaded.origins)
-
-
-def newest_checkpoint(recipe: Recipe, names: Collection[str], console: Console) -> int | None:
-    """The step of the newest whole checkpoint of this run, None if there never was one. Sets damaged ones aside.
-
-    Raises UserError if there were some but none is whole, TemporaryError if this cannot be determined now.
-    """
+    recipe, step = loaded.recipe, None
     folder = recipe.run.folder / CHECKPOINTS
-    if not {CHECKPOINTS, SAVED} & {*names}:
-        return None
-    step = newest_whole(folder, log=console.log)
+    if {CHECKPOINTS, SAVED} & {*names}:
+        step = newest_whole(folder, log=log)
     if SAVED in names:
         saved = read_text(recipe.run.folder / SAVED, errors="replace")
         if step is None:
             known = saved if saved.isdecimal() else "unknown, as .saved is damaged"
             raise UserError(none_left(folder, [f"the newest was of step {known}"]))
         if saved.isdecimal() and int(saved) > step:  # a kill between the two leaves an older one
-            console.log(f"the newest checkpoint was of step {saved}; the newest intact one now is of step {step}")
-    return step
+            log(f"the newest checkpoint was of step {saved}; the newest intact one now is of step {step}")
+    if step is not None:
+        return own_checkpoint(recipe, step)
+    if not recipe.run.continue_from:
+        return None
+    from recipes.training.fork import find_trunk
+
+    return find_trunk(recipe, log=log, origins=loaded.origins)
 
 
 def resume(

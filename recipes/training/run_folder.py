@@ -44,10 +44,10 @@ def check_output_folder(recipe: Recipe) -> None:
     if not is_folder(folder):
         if folder.is_file():
             raise UserError(f"{folder} is a file, but the run's files go there; {ANOTHER_NAME}")
-        place = next(parent for parent in folder.absolute().parents if parent.exists())
-        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            what = "may not be written to" if place.is_dir() else "is no folder"
-            raise UserError(f"run.output = {toml(recipe.run.output)}: {place} {what}; write another run.output")
+        above = next(parent for parent in folder.absolute().parents if parent.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            what = "may not be written to" if above.is_dir() else "is no folder"
+            raise UserError(f"run.output = {toml(recipe.run.output)}: {above} {what}; write another run.output")
         return
     # Empty, or left by a killed start.
     names = [name for name in names_in(folder) if name != LOCK and not name.startswith((PART, SILLY))]
@@ -66,18 +66,18 @@ def check_output_folder(recipe: Recipe) -> None:
         return
     from recipes.training.same_run import require_resumes
 
-    require_resumes(recipe, folder)
+    require_resumes(recipe, folder / RECIPE, where=folder)
 
 
 def _require_writable(folder: Path, names: Sequence[str]) -> None:
     """Raises UserError if this user may not write in the folder, or what a run changes in it."""
-    for place in (folder, *(folder / name for name in (CHECKPOINTS, METRICS, LOG_FILE) if name in names)):
-        if os.access(place, os.W_OK) or (place.is_symlink() and not place.exists()):  # that is refused below
+    for path in (folder, *(folder / name for name in (CHECKPOINTS, METRICS, LOG_FILE) if name in names)):
+        if os.access(path, os.W_OK) or (path.is_symlink() and not path.exists()):  # that is refused below
             continue
-        with named_faults(place):
-            os.stat(place)
+        with named_faults(path):
+            os.stat(path)
         raise UserError(
-            f"{place} may not be written to by this user. If another one began the run, chmod -R g+rwX {folder} lets"
+            f"{path} may not be written to by this user. If another one began the run, chmod -R g+rwX {folder} lets"
             f" the group go on with it (and umask 002 in what starts it); or {ANOTHER_NAME}"
         )
 
@@ -123,8 +123,7 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
         for name in (METRICS, FLOAT8_SHARES):
             cut_back(folder / name, done)
     except OSError as error:
-        place = error.filename or folder
-        raise fault(f"{place} cannot be written", error, "; write another run.output") from None
+        raise fault(f"{error.filename or folder} cannot be written", error, "; write another run.output") from None
     return notes
 
 

@@ -52,17 +52,17 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
     if not old.stages and not new.stages:
         return _differences(old, new, old.run.steps)
     done = max([1, *checkpoint_steps(new.run.folder / CHECKPOINTS)])
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for was in stages_of(old):
         for now in stages_of(new):
             first, last = max(was.first, now.first), min(was.last, now.last, done)
             if first >= last:
                 continue
-            lines = _differences(was.recipe, now.recipe, was.schedule_span[1])
+            changed = _differences(was.recipe, now.recipe, was.schedule_span[1])
             if was.own_schedule != now.own_schedule or (was.own_schedule and was.first != now.first):
-                lines.append("schedule: it begins with another step")
-            found |= dict.fromkeys(f"steps {first + 1} to {last}, done already: {line}" for line in lines)
-    return list(found)
+                changed.append("schedule: it begins with another step")
+            lines |= dict.fromkeys(f"steps {first + 1} to {last}, done already: {line}" for line in changed)
+    return list(lines)
 
 
 def _differences(old: Recipe, new: Recipe, steps: int) -> list[str]:
@@ -84,33 +84,25 @@ def _differences(old: Recipe, new: Recipe, steps: int) -> list[str]:
     return differences
 
 
-def require_resumable(recipe: Recipe, place: Path | str) -> None:
-    """Raises UserError if the recipe may not resume the run that this place holds."""
+def require_resumes(recipe: Recipe, file: Path | None, *, where: Path | str) -> None:
+    """Raises UserError if a recipe may not go on with the run that this place holds. file: its recipe.toml, if any."""
     if recipe.checkpoint.resume == "never":
         raise UserError(
-            f'{place} already holds this run, and checkpoint.resume = "never"; {ANOTHER_NAME}'
+            f'{where} already holds this run, and checkpoint.resume = "never"; {ANOTHER_NAME}'
             ', or continue the run with checkpoint.resume = "auto"'
         )
-
-
-def require_same_run(old: Recipe, new: Recipe, place: Path | str) -> None:
-    """Raises UserError if `new` cannot continue the run of `old` that this place holds."""
-    if differences := identity_differences(old, new):
-        lines = "".join(f"\n  {line}" for line in differences)
-        raise UserError(f"{place} belongs to a different recipe:{lines}\n{ANOTHER_NAME}, or put these keys back")
-
-
-def require_resumes(recipe: Recipe, folder: Path) -> None:
-    """Raises UserError if the recipe cannot go on with the run in this folder."""
-    require_resumable(recipe, folder)
+    if file is None:
+        return
     try:
-        old = load(folder / RECIPE, rules=False)
+        old = load(file, rules=False)
     except TemporaryError:
         raise
     except UserError as error:
         reason = "was written with another version of the recipe schema, or its model is gone"
-        raise UserError(f"{folder} {reason}; {ANOTHER_NAME}\n{error}") from None
-    require_same_run(old, recipe, folder)
+        raise UserError(f"{where} {reason}; {ANOTHER_NAME}\n{error}") from None
+    if differences := identity_differences(old, recipe):
+        lines = "".join(f"\n  {line}" for line in differences)
+        raise UserError(f"{where} belongs to a different recipe:{lines}\n{ANOTHER_NAME}, or put these keys back")
 
 
 def read_data_state(checkpoint: Path) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from recipes.optimization.skip_steps import StepGuard
 from recipes.training.build import Built
 
 
-class Found(NamedTuple):
-    """What a step found, on the device: the host does not wait for it."""
+class Measured(NamedTuple):
+    """What a step measured, on the device: the host does not wait for it."""
 
     loss: Tensor
     """This process's part of the mean cross-entropy."""
@@ -39,7 +39,7 @@ def train_step(
     guard: StepGuard,
     clock: RunClock,
     is_logged: bool = False,
-) -> Found:
+) -> Measured:
     """Take one optimizer step.
 
     Args:
@@ -77,7 +77,7 @@ def train_step(
         from parallel.float8 import precompute_scales
 
         precompute_scales(built.model)
-    return Found(loss, norm, columns)
+    return Measured(loss, norm, columns)
 
 
 def further_columns(built: Built, losses: Tensor) -> dict[str, Tensor]:

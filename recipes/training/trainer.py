@@ -11,7 +11,7 @@ from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
 from recipes.optimization.skip_steps import NonFiniteRun
 from recipes.training.build_run import Run
 from recipes.training.console import BORDER_UNSAVED, NOT_SAVED, UNSAVED, interrupted_message, results, summary
-from recipes.training.step import Found, corruption, require_sound_state, train_step, without_garbage_collection
+from recipes.training.step import Measured, corruption, require_sound_state, train_step, without_garbage_collection
 
 
 class Trainer:
@@ -76,7 +76,7 @@ class Trainer:
                 return number
         return self.interruption.agreed_now()
 
-    def _train_step(self) -> Found:
+    def _train_step(self) -> Measured:
         """Take the next step."""
         with ExitStack() as stack:
             for observer in self.built_run.observers:
@@ -136,13 +136,13 @@ class Trainer:
         self.console.end_progress()
         if isinstance(error, NonFiniteRun):  # NaN in a weight skips all steps, too
             error = corruption(self.built, self.world) or error
-        place = "no checkpoint was saved"
+        safe = "no checkpoint was saved"
         if self.checkpoints and (saved := self.checkpoints.finish()) is not None:
-            place = f"{self.checkpoints.path(saved)} is as it was"
+            safe = f"{self.checkpoints.path(saved)} is as it was"
         if isinstance(error, CorruptState):
-            self._end(f"CORRUPTED after step {self.step}: {error}; {place}; run the same command again")
+            self._end(f"CORRUPTED after step {self.step}: {error}; {safe}; run the same command again")
             return CORRUPTED
-        self._end(f"stopped: {error}; metrics.jsonl names their documents; {place}")
+        self._end(f"stopped: {error}; metrics.jsonl names their documents; {safe}")
         return POISONED
 
     def _finish(self) -> int | None:

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from recipes.files.exit_codes import CANNOT_WRITE
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from tests.processes import run_processes, untimed
-from tests.training import DEBUG, SMALL_MODEL, change, curve, rows, training
+from tests.training import DEBUG, SMALL_MODEL, change, rows, training
 
 pytestmark = pytest.mark.slow
 
@@ -127,22 +126,3 @@ def test_training_continues_while_its_files_cannot_be_written(
         assert lost(output, folder / "log.txt") > 0
     log = untimed((folder / "log.txt").read_text()).splitlines()
     assert all(line in output.splitlines() for line in log)
-
-
-def test_disk_that_stays_full_ends_with_code_74_and_the_same_command_continues(
-    corpus: Path, disk: Path, tmp_path: Path
-) -> None:
-    screen = tmp_path / "screen"
-    recipe, reference = (
-        change(recipe_of(corpus, tmp_path, output, name), float8={"sample_every": 0})
-        for output, name in ((disk, "full"), (tmp_path / "runs", "reference"))
-    )
-    [(code, _)] = run_processes(1, run, recipe, screen, disk, "full")
-    said = screen.read_text()
-    assert code == CANNOT_WRITE == 74
-    assert "\nall steps are done, but the last checkpoint is not saved; the same command tries again\n" in said
-    assert f"step {STEPS:>6}/{STEPS}" in said
-    (disk / "filler").unlink()
-    for again in (recipe, reference):
-        assert run_processes(1, run, again, screen, disk, "")[0][0] == 0
-    assert curve(recipe) == curve(reference)

@@ -45,9 +45,3 @@ def test_a_run_without_checkpoints_says_so_before_its_first_step_and_at_its_end(
 def test_a_tokenizer_smaller_than_the_vocabulary_is_told(careless: list[str]) -> None:
     line = "the tokenizer has 512 entries, the model's vocabulary 1,024: 50% of the embedding is never trained"
     assert line in careless
-
-
-def test_a_run_that_saves_with_a_tokenizer_that_fits_says_neither(small: Recipe) -> None:
-    log = "\n".join(log_of(change(small, run={"name": "careful", "steps": 2}, model={"vocabulary": 512})))
-    assert "nothing is saved" not in log
-    assert "never trained" not in log

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.slow
 ALONE = "1.1.1.1.1"
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "zbv": 2}
 """pipeline.schedule -> its stages on each process."""
-ON_FOUR = ("2.1.1.1.2", "2.1.1.2.1")
 EQUAL = ("loss", "grad_norm", "z_loss", "validation_loss", "tokens", "lr", "attention_length")
 """Columns that do not depend on the mesh; so do norms of roles."""
 
@@ -102,10 +101,6 @@ def assert_same(recipes: Sequence[Recipe], processes: int, whole: tuple[list[dic
 
 def test_every_schedule_logs_validates_and_samples_as_one_process(recipe: Recipe, whole: Any) -> None:
     assert_same([named(recipe, "2.1.1.1.1", schedule) for schedule in SCHEDULES], 2, whole)
-
-
-def test_stages_on_several_processes_log_validate_and_sample_as_one_process(recipe: Recipe, whole: Any) -> None:
-    assert_same([named(recipe, mesh) for mesh in ON_FOUR], 4, whole)
 
 
 def progress_of_a_step(recipe: Recipe) -> int:

@@ -116,16 +116,6 @@ def test_two_processes_repeat_the_curve_of_one(reference: dict[str, list[float]]
         assert largest_gap(losses, reference["plain"]) < 1e-5, name
 
 
-def test_four_processes_repeat_the_curve_of_one(reference: dict[str, list[float]], debug_run: Recipe) -> None:
-    hybrid = change(
-        debug_run,
-        mesh={"replicate": 2, "shard": 2},
-        fsdp={"reshard_after_forward": False},
-        batch={"micro_batch_size": 1},
-    )
-    assert largest_gap(curves(4, {"HSDP with ZeRO-2": hybrid})["HSDP with ZeRO-2"], reference["plain"]) < 1e-5
-
-
 def count_collectives(recipe: Recipe) -> dict[str, int]:
     """Collectives of one training step of two micro-batches, by name."""
     from torch.utils._python_dispatch import TorchDispatchMode

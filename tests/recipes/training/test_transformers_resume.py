@@ -11,7 +11,6 @@ from parallel.errors import UserError
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.training.run_folder import check_output_folder
-from recipes.weights.convert import export_checkpoint
 from tests.families import FAMILIES
 from tests.processes import run_processes
 from tests.recipes.training.test_resume import RESHARDING_TOLERANCE, folder_of, run_and_copy
@@ -76,21 +75,6 @@ def test_a_run_continued_on_two_processes_repeats_the_rest_of_the_curve(
     model: str, continued: dict[str, Recipe]
 ) -> None:
     assert largest_gap(curve(continued[f"{model}-two"]), curve(continued[model])) < RESHARDING_TOLERANCE
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_transformers_generates_from_the_export_of_a_run(
-    model: str, continued: dict[str, Recipe], tmp_path: Path
-) -> None:
-    import transformers
-
-    export_checkpoint(continued[model].run.folder, tmp_path / "hf")
-    auto = transformers.AutoModelForSeq2SeqLM if model == "t5" else transformers.AutoModelForCausalLM
-    read, about = auto.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert not any(about.values())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    found = read.generate(**tokenizer("spell: 12", return_tensors="pt"), max_new_tokens=4, do_sample=False)
-    assert found.shape[1] > 1
 
 
 def test_a_run_resumes_without_its_config_json_and_refuses_another(
