@@ -4,7 +4,6 @@ from functools import partial
 
 from torch import nn
 
-from parallel.activation_checkpoint import checkpoint_blocks
 from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
 from parallel.fsdp import shard_blocks_and_root, shards_of
 from parallel.kernels import compile_blocks
@@ -47,6 +46,15 @@ def split_experts(model: nn.Module, mesh: Mesh) -> list[str]:
     return [split_over(model, mesh.experts)]
 
 
+def recompute_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -> str:
+    """Activation checkpointing, where the recipe asks for it."""
+    if config.mode == "none":
+        return "activation checkpointing: off"
+    from parallel.activation_checkpoint import checkpoint_blocks
+
+    return checkpoint_blocks(model, config)
+
+
 def parallelize(
     model: nn.Module,
     mesh: Mesh,
@@ -62,7 +70,7 @@ def parallelize(
     A process of a pipeline has the blocks of its stages only (parallel/stages.py), and the same order holds for these.
     The optimizer must be built afterwards: sharding replaces the parameters. layout: how the axes of the mesh are used.
     """
-    checkpointed = partial(checkpoint_blocks, model, activation_checkpointing)
+    checkpointed = partial(recompute_blocks, model, activation_checkpointing)
     overlapped = mesh.tensor.get_group() if layout.overlap_tensor and mesh.tensor is not None else None
     compiled = partial(compile_blocks, model, compile, device_type=mesh.devices.device_type, overlapped=overlapped)
     # Before compile, so that the recomputation is traced and fused with the rest of the block. The exception: traced

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,29 +122,37 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     throughput = _throughput(recipe, process)
     _log_header(stage, process, built, throughput, starts_from)
     loader = _open_data(recipe, process, built.mesh, weights, checkpoint, several=at_several_lengths(loaded.recipe))
-    describe = cache(partial(_describe, recipe, loader, weights, checkpoint, console.log))
     tasks: Callable[[], Mapping[str, float]] = dict
-    if recipe.validation.tasks:
-        tasks = _validation_tasks(recipe, process, built, describe())
-    checkpoints, progress = None, {}
-    if recipe.checkpoint.every or checkpoint is not None:
-        from recipes.training.resume import resume
+    checkpoints: Checkpoints | None = None
+    progress: Mapping[str, Any] = {}
+    saves = recipe.checkpoint.every > 0 or checkpoint is not None
+    if saves or recipe.validation.tasks:
+        from recipes.training.resume import describe, resume
 
-        checkpoints, progress = resume(recipe, built, loader, checkpoint, describe(), log=console.log)
+        description = describe(recipe, loader, weights, checkpoint, log=console.log)
+        if recipe.validation.tasks:
+            tasks = _validation_tasks(recipe, process, built, description)
+        if saves:
+            checkpoints, progress = resume(recipe, built, loader, checkpoint, description, log=console.log)
     clock.step = progress.get("step", 0)
     if stage_of(loaded.recipe, clock.step).number != stage.number:
         loader.close()
         return None
     if checkpoints and recipe.checkpoint.every and clock.step < recipe.run.steps:
-        _require_space(checkpoints, recipe, built)
+        moments, matrices = getattr(torch, recipe.optimizer.state_dtype), matrices_of(built.optimizer)
+        checkpoints.require_space(built.passes.counted(built.parameters), moments=moments, matrices=matrices)
     # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
     process.interruption.begin()
     if process.mesh is None:
         _claim_folder(loaded.recipe, process, built, checkpoint)
     if clock.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
         loader.list_bad_rows_in(recipe.run.folder)
-    skipping = {"max_skipped_steps": recipe.run.max_skipped_steps, "loss_spike_z": recipe.run.loss_spike_z}
-    guard = StepGuard(built.mesh, device=world.device, **skipping)
+    guard = StepGuard(
+        built.mesh,
+        device=world.device,
+        max_skipped_steps=recipe.run.max_skipped_steps,
+        loss_spike_z=recipe.run.loss_spike_z,
+    )
     guard.restore(progress)
     recorder = Recorder(stage, process, built, loader, guard=guard, throughput=throughput, progress=progress)
     observers = observers_of(recipe, process, built)
@@ -200,11 +207,6 @@ def _throughput(recipe: Recipe, process: Process) -> Throughput:
     return Throughput(recipe.model, **sizes, device=world.device)
 
 
-def _require_space(checkpoints: "Checkpoints", recipe: Recipe, built: Built) -> None:
-    moments, matrices = getattr(torch, recipe.optimizer.state_dtype), matrices_of(built.optimizer)
-    checkpoints.require_space(built.passes.counted(built.parameters), moments=moments, matrices=matrices)
-
-
 def _claim_folder(recipe: Recipe, process: Process, built: Built, checkpoint: Path | None) -> None:
     world, console, done = process.world, process.console, process.clock.step
     about = process.environment(built.mesh, attention=built.attention)
@@ -215,23 +217,6 @@ def _claim_folder(recipe: Recipe, process: Process, built: Built, checkpoint: Pa
         from recipes.training.fork import note_origin
 
         on_main(world, lambda: note_origin(recipe, checkpoint))
-
-
-def _describe(
-    recipe: Recipe, loader: DataLoader, weights: "Weights | None", checkpoint: Path | None, log: Callable[[str], None]
-) -> "Description":
-    from recipes.weights.locate import find_weights, trained_description
-
-    start = weights if recipe.model.weights else None
-    if start is None and checkpoint is not None:  # weights that an earlier start named, perhaps
-        start = find_weights(checkpoint)
-    length = recipe.batch.sequence_length
-    description = trained_description(recipe.model, loader.tokenizer, start, length=length, log=log)
-    if loader.pairing is None or not loader.pairing.format.template:
-        return description
-    from recipes.data.text.chat import TEMPLATE
-
-    return replace(description, companions={**description.companions, TEMPLATE: loader.pairing.format.template})
 
 
 def _open_data(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from recipes.recipe.schema import Recipe
 from recipes.training.run_folder import is_of_trunk, own_checkpoint, step_of
 from recipes.training.same_run import require_same_data
 from recipes.weights.description import Description, checkpoint_files
+from recipes.weights.locate import Weights, find_weights, trained_description
 
 if TYPE_CHECKING:
     from recipes.training.build import Built
@@ -48,6 +50,22 @@ def find_checkpoint(loaded: LoadedRecipe, names: Collection[str], *, log: Callab
     from recipes.training.fork import find_trunk
 
     return find_trunk(recipe, log=log, origins=loaded.origins)
+
+
+def describe(
+    recipe: Recipe, loader: DataLoader, weights: Weights | None, checkpoint: Path | None, *, log: Callable[[str], None]
+) -> Description:
+    """What accompanies the weights of a run, wherever they are written. log: receives one line of text per message."""
+    start = weights if recipe.model.weights else None
+    if start is None and checkpoint is not None:  # weights that an earlier start named, perhaps
+        start = find_weights(checkpoint)
+    length = recipe.batch.sequence_length
+    description = trained_description(recipe.model, loader.tokenizer, start, length=length, log=log)
+    if loader.pairing is None or not loader.pairing.format.template:
+        return description
+    from recipes.data.text.chat import TEMPLATE
+
+    return replace(description, companions={**description.companions, TEMPLATE: loader.pairing.format.template})
 
 
 def resume(

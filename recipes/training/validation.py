@@ -47,8 +47,8 @@ def write_results(run: Run, *, saved: bool) -> None:
     if count := recipe.validation.sample_tokens:
         from recipes.evaluation.evaluate import show_sample
 
-        seeded = {"seed": recipe.run.seed, "device": world.device, "log": run.process.console.log}
-        show_sample(run.built.model, run.loader, recipe.batch, count, **seeded)
+        model, seed, log = run.built.model, recipe.run.seed, run.process.console.log
+        show_sample(model, run.loader, recipe.batch, count, device=world.device, seed=seed, log=log)
     if recipe.checkpoint.export_hf and saved:
         from recipes.weights.convert import export_checkpoint
 
