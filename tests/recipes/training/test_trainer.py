@@ -66,12 +66,6 @@ def reference(debug_run: Recipe) -> dict[str, list[float]]:
             "tensorwise": change(
                 debug_run, fsdp={"param_dtype": "bfloat16"}, float8={"recipe": "tensorwise", "emulate": True}
             ),
-            "rowwise": change(
-                debug_run, fsdp={"param_dtype": "bfloat16"}, float8={"recipe": "rowwise", "emulate": True}
-            ),
-            "rowwise_with_gw_hp": change(
-                debug_run, fsdp={"param_dtype": "bfloat16"}, float8={"recipe": "rowwise_with_gw_hp", "emulate": True}
-            ),
         },
     )
 
@@ -97,9 +91,8 @@ def test_bfloat16_stays_close_to_float32(variant: str, reference: dict[str, list
     assert 0 < largest_gap(reference[variant], reference["plain"]) < BFLOAT16_TOLERANCE
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_float8_stays_close_to_bfloat16(recipe: str, reference: dict[str, list[float]]) -> None:
-    assert 0 < largest_gap(reference[recipe], reference["bfloat16"]) < FLOAT8_TOLERANCE
+def test_float8_stays_close_to_bfloat16(reference: dict[str, list[float]]) -> None:
+    assert 0 < largest_gap(reference["tensorwise"], reference["bfloat16"]) < FLOAT8_TOLERANCE
 
 
 def test_two_processes_repeat_the_curve_of_one(reference: dict[str, list[float]], debug_run: Recipe) -> None:
