@@ -62,13 +62,13 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     """
     mesh = _whole_mesh(recipe, world, mesh)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
-    stages = layers = None
+    stages = own = None
     if mesh.pipeline is not None:
         from recipes.recipe.rules_pipeline import stages_in
 
         stages = stages_in(recipe, degree=mesh.pipeline.size())
-        layers = stages.layers_of(mesh.pipeline.get_local_rank())
-    model = _plain_model(recipe, layers, device_type=world.device.type)
+        own = stages.layers_of(mesh.pipeline.get_local_rank())
+    model = _plain_model(recipe, own, device_type=world.device.type)
     report = [f"blocks: {model.about}"] if recipe.model.by_transformers else []
     report += placement(mesh.degrees, world.nodes)
     cut = f"pipeline parallelism: {recipe.pipeline.schedule}, {stages}; the counts below are rank 0's"

@@ -244,3 +244,20 @@ def test_a_batch_is_divided_among_data_ranks_and_shared_by_tensor_and_context_ra
     assert micro_batches(batch, MeshDegrees(replicate=2, shard=2)) == "4 x 2 micro-batches of 2"
     shared = "2 x 4 micro-batches of 2, each shared by 4 processes"
     assert micro_batches(batch, MeshDegrees(replicate=1, shard=2, context=2, tensor=2)) == shared
+
+
+@pytest.mark.slow
+def test_an_empty_line_on_a_full_screen_is_logged_with_the_reason(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from recipes.training.console import Console
+with Console(silent=False) as console:
+    console.open_log(Path(sys.argv[1]))
+    console.log()
+"""
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", code, tmp_path / "log.txt"]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert untimed((tmp_path / "log.txt").read_text()) == f"\n{SCREEN_LOST.format('No space left on device')}\n"
