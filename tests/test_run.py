@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 30
-FEW = ("--schedule.warmup_steps", "0", "--schedule.decay_steps", "0", "--validation.sample_tokens", "0")
-"""For a run of few steps."""
 
 
 def command(corpus: Path, *overrides: str) -> list[str]:
@@ -214,7 +211,7 @@ def test_ctrl_c_during_an_import_prints_nothing(module: str, tmp_path: Path) -> 
     assert process.returncode == -signal.SIGINT  # 130 in a shell
 
 
-def refused(folder: Path, arguments: list[str], run: Callable[..., tuple[int, str, str]] = run) -> str:
+def refused(folder: Path, arguments: list[str]) -> str:
     """The message of a command that must be refused and write nothing."""
     before = contents(folder / "runs") if (folder / "runs").exists() else None
     code, out, err = run(folder, arguments)

@@ -67,7 +67,7 @@ def run(recipe: Recipe, screen: Path, disk: Path, kind: str) -> tuple[int, list[
     with screen.open("w") as out, redirect_stdout(out), training(recipe, world, silent=False) as trainer:
 
         def harm(*_: Any) -> None:
-            if trainer.step + 1 == BAD and kind in ("full", "gap"):
+            if trainer.step + 1 == BAD and kind == "gap":
                 fill(disk)
             if trainer.step + 1 == GOOD and kind == "gap":
                 (disk / "filler").unlink()
