@@ -222,12 +222,6 @@ def refused(folder: Path, arguments: list[str]) -> str:
     return err
 
 
-def test_float8_on_cpu_is_refused_before_a_process_starts(tmp_path: Path, corpus: Path) -> None:
-    message = refused(tmp_path, command(corpus, "--float8.recipe", "tensorwise"))
-    assert "no float8 matrix units; write emulate = true" in message
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_refusal_by_the_processes_always_has_exit_code_2(tmp_path: Path) -> None:
     """Blank text is noticed only by reading it. Normal interpreter shutdown beside gloo's threads may abort instead."""
     blank = tmp_path / "blank.txt"

@@ -132,17 +132,6 @@ def test_a_mistake_ends_with_a_message_and_exit_code_2(folder: Path, arguments: 
     assert expected in err
 
 
-def test_check_refuses_the_run_folder_of_another_recipe(folder: Path) -> None:
-    run = folder / "runs" / "smollm3_debug"
-    run.mkdir(parents=True)
-    (run / "recipe.toml").write_text(to_toml(load(DEBUG)))
-    (run / "metrics.jsonl").write_text("{}\n")
-    assert train(folder, DEBUG, "--check", "--run.steps", "300")[0] == 0
-    code, out, err = train(folder, DEBUG, "--check", "--optimizer.lr", "1")
-    assert (code, out) == (2, "")
-    assert "optimizer.lr: 0.003 in the folder's recipe.toml, 1.0 now" in err
-
-
 def test_training_imports_our_recipes_and_torch(folder: Path) -> None:
     """It gets past the foreign `recipes`, to the `torch` that fails in this folder."""
     code, _, err = train_anew(folder, DEBUG)
