@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from tests.processes import run_processes, untimed
-from tests.training import DEBUG, SMALL_MODEL, change, rows, training
+from tests.training import change, rows, small_recipe, training
 
 pytestmark = pytest.mark.slow
 
@@ -81,21 +80,6 @@ def run(recipe: Recipe, screen: Path, disk: Path, kind: str) -> tuple[int, list[
     return code, synced[:shard]
 
 
-def recipe_of(corpus: Path, folder: Path, output: Path, name: str) -> Recipe:
-    return change(
-        load(DEBUG),
-        run={"name": name, "steps": STEPS, "output": str(output)},
-        model=SMALL_MODEL | {"vocabulary": 512},
-        data={"source": str(corpus), "tokenizer": "train:512", "cache": str(folder / "cache")},
-        batch={"sequence_length": 32, "global_batch_size": 2, "micro_batch_size": 2},
-        schedule={"kind": "constant", "warmup_steps": 2, "decay_steps": 0},
-        float8={"recipe": "rowwise", "emulate": True, "sample_every": 1},
-        checkpoint={"every": 2, "keep": 2},
-        metrics={"every": 1},
-        validation={"every": 0, "sample_tokens": 0},
-    )
-
-
 def lost(screen: str, file: Path) -> int:
     """How many lines of a file were lost, as reported; begin and end are reported once."""
     begin = [line for line in screen.splitlines() if line.startswith(f"{file} cannot be written: ")]
@@ -108,7 +92,14 @@ def lost(screen: str, file: Path) -> int:
 def test_training_continues_while_its_files_cannot_be_written(
     kind: str, corpus: Path, disk: Path, tmp_path: Path
 ) -> None:
-    recipe, screen = recipe_of(corpus, tmp_path, disk, kind), tmp_path / "screen"
+    recipe, screen = small_recipe(corpus, tmp_path, steps=STEPS), tmp_path / "screen"
+    recipe = change(
+        recipe,
+        run={"name": kind, "output": str(disk)},
+        model={"vocabulary": 512},
+        batch={"global_batch_size": 2, "micro_batch_size": 2},
+        float8={"recipe": "rowwise", "emulate": True, "sample_every": 1},
+    )
     [(code, synced)] = run_processes(1, run, recipe, screen, disk, kind)
     assert code == 0
     assert {"metrics.jsonl", "float8.jsonl", "log.txt", kind} <= set(synced)  # before the first shard

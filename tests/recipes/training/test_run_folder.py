@@ -10,7 +10,9 @@ from unittest import mock
 import pytest
 
 from recipes.files.exit_codes import REFUSED
+from recipes.recipe.load import to_toml
 from tests.processes import run_processes
+from tests.training import change, small_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -99,42 +101,16 @@ def start_again(arguments: list[str]) -> tuple[int, str]:
         return train.main(arguments), said.getvalue()
 
 
-def words(corpus: Path, folder: Path) -> list[str]:
-    values = {
-        "run.name": "twice",
-        "run.output": str(folder / "runs"),
-        "run.device": "cpu",
-        "run.steps": "100000",
-        "model.layers": "1",
-        "model.width": "32",
-        "model.feed_forward_width": "48",
-        "model.heads": "2",
-        "model.key_value_heads": "1",
-        "model.head_width": "16",
-        "data.source": str(corpus),
-        "data.tokenizer": "train:512",
-        "data.cache": str(folder / "cache"),
-        "batch.sequence_length": "32",
-        "batch.global_batch_size": "4",
-        "schedule.kind": "constant",
-        "schedule.warmup_steps": "0",
-        "schedule.decay_steps": "0",
-        "checkpoint.every": "0",
-        "metrics.every": "1",
-        "validation.every": "0",
-        "validation.sample_tokens": "0",
-    }
-    options = [part for key, value in values.items() for part in (f"--{key}", value)]
-    return [str(ROOT / "configs/smollm3_debug.toml"), *options]
-
-
 def test_a_second_start_is_refused_while_the_first_runs(corpus: Path, tmp_path: Path) -> None:
     def again(*more: str) -> tuple[int, str]:
-        [answer] = run_processes(1, start_again, [*words(corpus, tmp_path), *more])
+        [answer] = run_processes(1, start_again, [str(file), *more])
         return answer
 
-    folder = tmp_path / "runs" / "twice"
-    command = [sys.executable, ROOT / "train.py", *words(corpus, tmp_path)]
+    recipe = small_recipe(corpus, tmp_path, steps=100_000)
+    recipe = change(recipe, run={"name": "twice", "device": "cpu"}, checkpoint={"every": 0})
+    file, folder = tmp_path / "twice.toml", recipe.run.folder
+    file.write_text(to_toml(recipe))
+    command = [sys.executable, ROOT / "train.py", file]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
         try:
             assert first.stdout is not None

@@ -18,55 +18,20 @@ from recipes.checkpoint.files import read_manifest
 from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, PREEMPTED
 from recipes.files.layout import CHECKPOINTS, LOG_FILE, METRICS, checkpoint_steps, step_folder
 from recipes.metrics.clock import RunClock
-from recipes.recipe.load import load_run
+from recipes.recipe.load import load, load_run, to_toml
+from recipes.recipe.schema import Recipe
 from recipes.training import run
 from recipes.training.console import Console
 from recipes.training.process import Process
 from recipes.training.recorder import Recorder
 from tests.processes import process_context, run_processes, untimed
+from tests.training import SMALL_MODEL, change
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 12
 BORDER = 4
-RECIPE = """
-base = "{root}/configs/smollm3_debug.toml"
-[run]
-name = "{name}"
-output = "{folder}"
-steps = 12
-device = "cpu"
-[model]
-name = "smollm3_debug"
-layers = 2
-width = 64
-feed_forward_width = 96
-heads = 4
-key_value_heads = 2
-head_width = 16
-vocabulary = 512
-[data]
-mixture = {{ "{one}" = 0.6, "{two}" = 0.4 }}
-tokenizer = "train:512"
-cache = "{cache}"
-shuffle_tokens = 512
-[batch]
-sequence_length = 32
-global_batch_size = 8
-micro_batch_size = 1
-[schedule]
-warmup_steps = 2
-decay_steps = 4
-[checkpoint]
-every = 3
-asynchronous = {asynchronous}
-[metrics]
-every = 1
-[validation]
-every = 0
-sample_tokens = 0
-"""
 STAGES = """
 [[stages]]
 name = "first"
@@ -127,9 +92,19 @@ class Runs:
     def recipe(self, name: str, stages: str = STAGES, *, asynchronous: bool = False) -> Path:
         one, two, three = map(str, self.sources)
         file = self.folder / f"{name}.toml"
-        names = {"root": ROOT, "name": name, "folder": self.folder / "runs", "cache": self.folder / "cache"}
-        head = RECIPE.format(**names, one=one, two=two, asynchronous=str(asynchronous).lower())
-        file.write_text(head + stages.replace("ONE", one).replace("TWO", two).replace("THREE", three))
+        recipe = change(
+            load(ROOT / "configs/smollm3_debug.toml"),
+            run={"name": name, "output": str(self.folder / "runs"), "steps": STEPS, "device": "cpu"},
+            model=SMALL_MODEL | {"vocabulary": 512},
+            data={"mixture": {one: 0.6, two: 0.4}, "source": Recipe().data.source, "tokenizer": "train:512"}
+            | {"cache": str(self.folder / "cache"), "shuffle_tokens": 512},
+            batch={"sequence_length": 32, "global_batch_size": 8, "micro_batch_size": 1},
+            schedule={"warmup_steps": 2, "decay_steps": 4},
+            checkpoint={"every": 3, "asynchronous": asynchronous},
+            metrics={"every": 1},
+            validation={"every": 0, "sample_tokens": 0},
+        )
+        file.write_text(to_toml(recipe) + stages.replace("ONE", one).replace("TWO", two).replace("THREE", three))
         return file
 
     def finish(self, name: str, *overrides: str, processes: int = 1, **options: Any) -> str:
