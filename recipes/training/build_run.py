@@ -25,7 +25,7 @@ from recipes.recipe.rules_mesh import require_fits_world
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage, at_several_lengths, stage_of, stages_of
 from recipes.training.build import Built, build
-from recipes.training.console import notes, run_header
+from recipes.training.console import early_notes, run_header
 from recipes.training.process import Process
 from recipes.training.recorder import Recorder
 from recipes.training.run_folder import check_output_folder, claim_run_folder, is_of_trunk, own_checkpoint, step_of
@@ -261,7 +261,7 @@ def _open_data(
         at_several_lengths=several,
     )
     loader = DataLoader(settings, process.world, mesh, resumed_data_state=data_state, log=process.console.log)
-    for line in notes(recipe, entries=loader.tokenizer.vocabulary):
+    for line in early_notes(recipe, entries=loader.tokenizer.vocabulary):
         process.console.log(line)
     return loader
 

@@ -138,7 +138,7 @@ def step_line(row: Mapping[str, float | None], steps: int) -> str:
     )
 
 
-def summary(steps: int, tokens: int, seconds: float, *, validation_loss: Mapping[str, float]) -> str:
+def done_line(steps: int, tokens: int, seconds: float, *, validation_loss: Mapping[str, float]) -> str:
     """The result of all steps of this start. validation_loss: by the names of texts, "" for a single one."""
     validation = "".join(f", validation loss {name} {loss:.4f}" for name, loss in validation_loss.items())
     validation = validation.replace("loss  ", "loss ")
@@ -156,7 +156,7 @@ def interrupted_message(signal: str, step: int, *, saved: bool, every: int) -> s
     return f"{signal}: interrupted after step {step}; {'the same command resumes from there' if saved else rest}"
 
 
-def notes(recipe: Recipe, *, entries: int) -> list[str]:
+def early_notes(recipe: Recipe, *, entries: int) -> list[str]:
     """What a user should know before the first step. entries: those of the tokenizer."""
     vocabulary = recipe.model.vocabulary
     lines = [] if recipe.checkpoint.every else [NOT_SAVED]
@@ -173,7 +173,7 @@ BORDER_UNSAVED = "the stage is done, but its last checkpoint is not saved; the s
 UNSAVED = "all steps are done, but the last checkpoint is not saved; the same command tries again"
 
 
-def results(folder: Path) -> list[str]:
+def last_lines(folder: Path) -> list[str]:
     """The last lines of a finished run: the files in its folder, and what can be done with its weights."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     lines = [f"written to {folder}: {' '.join(names)}"]

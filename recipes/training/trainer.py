@@ -10,7 +10,7 @@ from recipes.files.exit_codes import CANNOT_WRITE, CORRUPTED, FINISHED, POISONED
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
 from recipes.optimization.skip_steps import NonFiniteRun
 from recipes.training.build_run import Run
-from recipes.training.console import BORDER_UNSAVED, NOT_SAVED, UNSAVED, interrupted_message, results, summary
+from recipes.training.console import BORDER_UNSAVED, NOT_SAVED, UNSAVED, done_line, interrupted_message, last_lines
 from recipes.training.step import Measured, corruption, require_sound_state, train_step, without_garbage_collection
 
 
@@ -164,7 +164,7 @@ class Trainer:
         self.recorder.log_consumed(self.step)
         if done:
             tokens = self.recorder.tokens(self.step) - self.recorder.tokens(process.first_step)
-            self.console.log(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
+            self.console.log(done_line(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
             self.recorder.log_plan(self.step)
             if not recipe.checkpoint.every:
                 self.console.log(NOT_SAVED)
@@ -192,6 +192,6 @@ class Trainer:
             self.console.log(last_line)
         self.loader.close()
         self.recorder.close(in_a_hurry=bool(self.interruption.noted))
-        for line in [] if last_line else results(self.recipe.run.folder):
+        for line in [] if last_line else last_lines(self.recipe.run.folder):
             self.console.log(line)
         self.interruption.end()

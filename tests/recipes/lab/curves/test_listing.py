@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes.lab.curves.listing import listing
-from recipes.training.console import BORDER_UNSAVED, UNSAVED, interrupted_message, results, summary
+from recipes.training.console import BORDER_UNSAVED, UNSAVED, done_line, interrupted_message, last_lines
 from tests.recipes.lab.curves.runs import row, run_folder
 
 RECIPE = {"run": {"name": "a", "steps": 50}}
@@ -41,11 +41,11 @@ def test_runs_are_listed_newest_first_with_their_steps_loss_and_age(tmp_path: Pa
 
 
 def test_the_end_of_the_log_says_how_a_run_ended(folder: Path) -> None:
-    done = summary(50, 1000, 2.0, validation_loss={"": 2.0})
+    done = done_line(50, 1000, 2.0, validation_loss={"": 2.0})
     goodput = "goodput 45.2% of 12.2 s; start 27.3%, first step 6.9%"
     interrupted = interrupted_message("SIGTERM", 20, saved=True, every=10)
     (folder / "checkpoints").mkdir()
-    assert state(folder, STEP, done, goodput, *results(folder)) == "done"
+    assert state(folder, STEP, done, goodput, *last_lines(folder)) == "done"
     assert state(folder, "this run has its 50 steps already; --run.steps N makes it longer") == "done"
     assert state(folder, STEP, done, goodput, UNSAVED) == "last checkpoint not saved"
     assert state(folder, STEP, goodput, BORDER_UNSAVED) == "last checkpoint not saved"
