@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.config import ModelConfig
-from models.hf import beyond_hf
-from models.layout import Layout, Stored, key_of, layout_of
+from models.hf import beyond_hf, layout_of
+from models.layout import Layout, Stored, key_of
 from parallel.errors import UserError
 from parallel.fsdp import plain_name
 from recipes.checkpoint.parameters import StoredParameters, write_parameters

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from models.config import ModelConfig, TextFacts
-from models.hf import config_to_hf
+from models.hf import config_to_hf, layout_of
 from models.hf_config import config_to_transformers, read_model
-from models.layout import key_of, layout_of
+from models.layout import key_of
 from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.data.text.tokens_beside import TOKENIZER_CONFIG, without_mark

@@ -15,11 +15,10 @@ from torch import Tensor
 from models.cache import KeyValueCache
 from models.config import ModelConfig, TextFacts
 from models.decoder import Decoder
-from models.hf import beyond_hf, config_to_hf, parameter_shapes
+from models.hf import beyond_hf, config_to_hf, layout_of, parameter_shapes
 from models.hf_config import read_model
 from models.hf_families import FAMILIES
 from models.hf_reading import Unsupported, config_from_hf
-from models.layout import layout_of
 from models.sizes import SIZES
 from recipes.weights.convert import export_checkpoint, import_folder, load_weights
 from recipes.weights.locate import find_weights
