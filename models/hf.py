@@ -106,7 +106,7 @@ def layout_of(model: ModelConfig) -> Layout:
         return stored_layout(replace(model, name="", weights="", config="", dropout=False))  # remembered by the rest
     tensors = {}
     for name, shape in parameter_shapes(model):
-        stored, each = hf_name(name, norms=model.norms), ()
+        stored, each = hf_name(name, norms=model.norms), tuple[str, ...]()
         if ".feed_forward.experts." in name:
             before, after = stored.split("experts.")
             each = tuple(f"{before}experts.{number}.{after}.weight" for number in range(model.experts))

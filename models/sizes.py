@@ -17,7 +17,7 @@ DEBUG = (4, 128, 384, 4, 2, 32, 4096)
 
 def _sizes(shapes: dict[str, tuple[int, ...]], **shared: Any) -> dict[str, ModelConfig]:
     """Name -> the size with this SHAPE. shared: the fields that all of them have in common."""
-    return {name: ModelConfig(name, **dict(zip(SHAPE, shape, strict=True)), **shared) for name, shape in shapes.items()}
+    return {name: ModelConfig(name, **shared | dict(zip(SHAPE, shape, strict=True))) for name, shape in shapes.items()}
 
 
 _SMOLLM2 = _sizes(

@@ -26,9 +26,7 @@ class PairBatches(Batches):
         self._pairing = pairing
         self._padding = end_of_document if pairing.padding is None else pairing.padding
 
-    def _read(self, batch: int, *, available: int | None = None) -> list[MicroBatch]:
-        first = self.first_of(batch)
-        self.sequences.require(first, self._global_batch_size)
+    def _micro_batches(self, first: int, available: int | None) -> list[MicroBatch]:
         if self._pairing.format.encoder_decoder:
             return self._dealt(first, available)
         return self._packed(first + self._offset, available)

@@ -39,8 +39,6 @@ class Pairing:
     """The token that begins what the decoder of an encoder-decoder model reads."""
     padding: int | None = None
     """The token that fills up; None = the one that ends documents."""
-    run: int = 1
-    """How many pairs in a row an encoder-decoder model gets of similar length: those of a step."""
 
 
 @dataclass(frozen=True)
@@ -317,14 +315,15 @@ def pair_sequences(
     section: DataConfig,
     pairing: Pairing,
     *,
+    run: int,
     log: Callable[[str], None],
 ) -> PairSequences:
-    """The sequences of these sources, which must be complete. Raises UserError for pairs that are
-    too long."""
+    """The sequences of these sources, which must be complete. run: how many pairs in a row an encoder-decoder model
+    gets of similar length: those of a step. Raises UserError for pairs that are too long."""
     answer = section.answer_length if pairing.format.encoder_decoder else None
     length = sources[0].order.sequence_length
     limits = Limits(length, answer, section.long_pairs)
-    opened = [PairSource(one, limits, run=pairing.run, budget=section.bad_row_budget) for one in sources]
+    opened = [PairSource(one, limits, run=run, budget=section.bad_row_budget) for one in sources]
     for one in opened:
         tokens, left = sum(int(part.sum()) for part in one.tokens), one.left_out
         cut = int((one.pairs.cut > 0).sum())

@@ -73,7 +73,7 @@ def reference(case: str) -> Any:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, Path]:
     """The folder of each case, as transformers saves it, with a tokenizer."""
-    from recipes.data.text.tokenizer_loading import load_tokenizer
+    from recipes.data.text.tokenizer import load_tokenizer
 
     place = tmp_path_factory.mktemp("experts")
     options: dict[str, Any] = {"text_field": "text", "cache": place / "cache", "log": lambda line: None}

@@ -61,7 +61,7 @@ class Place(NamedTuple):
     number: int = 0
     """Number of the last row before it; 0 = the start of the file."""
     offset: int = 0
-    """Bytes before it, in formats that can seek."""
+    """Bytes of the file before it, in formats that have them; of compressed ones, about."""
 
 
 Rows = Iterator[tuple[Row, Place]]

@@ -27,8 +27,7 @@ from models.hf_reading import config_from_hf
 from models.sizes import SIZES
 from parallel.errors import UserError
 from parallel.fsdp import materialize
-from recipes.data.text.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer
-from recipes.data.text.tokenizer_loading import load_tokenizer
+from recipes.data.text.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer, load_tokenizer
 from recipes.evaluation import generate as generate_module
 from recipes.evaluation.generate import choose_device, continue_text, generate, open_model
 from recipes.evaluation.opened import stream_text

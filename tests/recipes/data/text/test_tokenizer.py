@@ -11,10 +11,16 @@ import pytest
 import tokenizers
 
 from parallel.errors import UserError
-from recipes.data.text import tokenizer_loading
+from recipes.data.text import tokenizer as tokenizer_module
 from recipes.data.text.sources import document_hash
-from recipes.data.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer, parallel_tokenizers, tokenizer_problem
-from recipes.data.text.tokenizer_loading import load_tokenizer, training_sample
+from recipes.data.text.tokenizer import (
+    SMALLEST_VOCABULARY,
+    Tokenizer,
+    load_tokenizer,
+    parallel_tokenizers,
+    tokenizer_problem,
+    training_sample,
+)
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs through the long dark forest of words\n"
 
@@ -86,14 +92,14 @@ def test_text_cannot_end_its_document_if_the_file_does_not_mark_the_token_specia
 def test_no_tokenizer_is_trained_on_a_source_that_changes_meanwhile(
     source: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], what: str
 ) -> None:
-    sample = tokenizer_loading.training_sample
+    sample = tokenizer_module.training_sample
 
     def slow(documents: Iterable[str]) -> list[str]:
         found = sample(documents)
         change(source)
         return found
 
-    monkeypatch.setattr(tokenizer_loading, "training_sample", slow)
+    monkeypatch.setattr(tokenizer_module, "training_sample", slow)
     with pytest.raises(UserError, match=f"source.txt' {what} while it was read; start again"):
         load("train:280", source)
     assert not list((source.parent / "cache").rglob("*.json"))
@@ -131,7 +137,7 @@ def test_damaged_tokenizer_in_the_cache_is_trained_again(source: Path) -> None:
 @pytest.mark.slow
 def test_training_gives_the_same_tokenizer_for_any_number_of_threads(source: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from recipes.data.text.tokenizer_loading import load_tokenizer\n"
+        "import sys; from pathlib import Path; from recipes.data.text.tokenizer import load_tokenizer\n"
         "print(load_tokenizer('train:400', sources=[sys.argv[1]], text_field='text', cache=Path(sys.argv[2]), "
         "log=lambda line: None).fingerprint)"
     )
@@ -139,7 +145,7 @@ def test_training_gives_the_same_tokenizer_for_any_number_of_threads(source: Pat
     results = {
         subprocess.run(
             [sys.executable, "-c", code, str(source), str(source.parent / f"cache{threads}")],
-            cwd=Path(tokenizer_loading.__file__).parents[3],
+            cwd=Path(tokenizer_module.__file__).parents[3],
             env=os.environ | {"RAYON_NUM_THREADS": threads},
             capture_output=True,
             text=True,
@@ -170,7 +176,7 @@ def test_training_sample_is_bounded_and_does_not_depend_on_the_order() -> None:
 @pytest.mark.slow
 def test_forked_child_can_tokenize_without_a_warning(source: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from recipes.data.text.tokenizer_loading import load_tokenizer\n"
+        "import os, sys; from pathlib import Path; from recipes.data.text.tokenizer import load_tokenizer\n"
         "tokenizer = load_tokenizer('train:300', sources=[sys.argv[1]], text_field='text', cache=Path(sys.argv[2]), "
         "log=lambda line: None)\n"
         "if os.fork() == 0:\n"
@@ -179,7 +185,7 @@ def test_forked_child_can_tokenize_without_a_warning(source: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(source), str(source.parent / "cache")],
-        cwd=Path(tokenizer_loading.__file__).parents[3],
+        cwd=Path(tokenizer_module.__file__).parents[3],
         env={name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"},
         capture_output=True,
         text=True,

@@ -16,7 +16,7 @@ import pytest
 from parallel.errors import UserError
 from recipes.data.text.rows import readable_documents
 from recipes.data.text.sources import STDLIB
-from recipes.data.text.tokenizer_loading import load_tokenizer
+from recipes.data.text.tokenizer import load_tokenizer
 from recipes.data.tokens import prepare, workspace
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import (
