@@ -270,15 +270,10 @@ class PairSequences(Mixed):
         """Sequences until every pair was read once; smaller sources repeat until then."""
         return self.mixture.available([one.sequences for one in self._own])
 
-    def require(self, first: int, count: int) -> None:
-        """Require the first sequence of every source: everything is there already."""
-        for source in self.sources:
-            source.require(0)
-
     def pairs(self, number: int) -> tuple[PairSource, np.ndarray]:
         """The source of sequence `number`, and which of its pairs it consists of."""
-        (place,), (own,) = self.mixture.place(np.array([number]))
-        return self._own[place], self._own[place].pairs_of(int(own))
+        (index,), (number_there,) = self._places(np.array([number]))
+        return self._own[index], self._own[index].pairs_of(int(number_there))
 
     def beginning(self, count: int) -> list[int]:
         """The last `count` tokens of the first prompt, which is cut where it is too long."""
@@ -295,18 +290,13 @@ class PairSequences(Mixed):
 
     def tokens(self, consumed: int) -> tuple[int, int]:
         """Input tokens without padding in the first `consumed` sequences: of an encoder, and of a decoder."""
-        each = [one.tokens_of(count) for one, count in zip(self._own, self.mixture.consumed(consumed), strict=True)]
+        each = [pairs.tokens_of(count) for pairs, count in zip(self._own, self._counts(consumed), strict=True)]
         return sum(encoder for encoder, _ in each), sum(decoder for _, decoder in each)
 
     def epochs(self, consumed: int) -> dict[str, float | None]:
         """How often each source is read in so many sequences."""
-        counts = self.mixture.consumed(consumed)
-        return {one.source.name: count / one.sequences for one, count in zip(self._own, counts, strict=True)}
-
-    def checksums(self, consumed: int) -> dict[str, str]:
-        """Source -> a checksum of its tokens, for each that the first `consumed` sequences come from."""
-        counts = self.mixture.consumed(consumed)
-        return {one.name: one.shards.checksum(None) for one, count in zip(self.sources, counts, strict=True) if count}
+        counts = zip(self._own, self._counts(consumed), strict=True)
+        return {pairs.source.name: count / pairs.sequences for pairs, count in counts}
 
 
 def pair_sequences(

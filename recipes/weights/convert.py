@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -197,7 +196,8 @@ def _write(
                 for entry in entries:
                     name, index, how = ours[entry.name]
                     values = read(name) if index is None else read(name)[index]
-                    _write_values(stream, _flipped(values, how), DTYPES[entry.dtype])
+                    for piece in _flipped(values, how).contiguous().flatten().split(PIECE):
+                        stream.write(piece.cpu().to(DTYPES[entry.dtype]).view(torch.uint8).numpy())
         hf_folder.write_index(place, files)
         dtype = str(DTYPES[widest]).removeprefix("torch.")
         hf_folder.write_description(place, description, dtype=dtype)
@@ -206,8 +206,3 @@ def _write(
 def _is_bias(name: str) -> bool:
     """Whether this is a router's, which stays in float32: in bfloat16, steps of it would be lost."""
     return name.startswith("routers.") and name.endswith(".bias")
-
-
-def _write_values(stream: BinaryIO, values: Tensor, dtype: torch.dtype) -> None:
-    for piece in values.contiguous().flatten().split(PIECE):
-        stream.write(piece.cpu().to(dtype).view(torch.uint8).numpy())

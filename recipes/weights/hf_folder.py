@@ -251,36 +251,30 @@ def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     real = Path(os.path.realpath(folder))  # a link stays a link: its target is written, on the target's disk
     partial, old = (real.parent / f".{word}-{real.name}" for word in ("partial", "old"))
-    with _failures(folder), written_alone(real):
-        if real.exists() and not (real.is_dir() and (replace or not any(real.iterdir()))):
-            raise UserError(f"{folder} already exists; give another name, or delete it")
-        if os.path.ismount(real):
-            raise UserError(f"{folder} is a mount point, which cannot be renamed; give a folder in it")
-        for left_over in (partial, old):  # of a killed process
-            if left_over.exists():
-                shutil.rmtree(left_over)
-        partial.mkdir(parents=True)
-        try:
-            yield partial
-            if replace and real.is_dir() and any(real.iterdir()):
-                os.rename(real, old)
-            try:
-                os.rename(partial, real)  # also over an empty folder
-            except OSError:
-                if old.exists():
-                    os.rename(old, real)
-                raise
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def _failures(folder: Path) -> Iterator[None]:
-    """Inside, errors of the system are raised as UserErrors."""
     try:
-        yield
+        with written_alone(real):
+            if real.exists() and not (real.is_dir() and (replace or not any(real.iterdir()))):
+                raise UserError(f"{folder} already exists; give another name, or delete it")
+            if os.path.ismount(real):
+                raise UserError(f"{folder} is a mount point, which cannot be renamed; give a folder in it")
+            for left_over in (partial, old):  # of a killed process
+                if left_over.exists():
+                    shutil.rmtree(left_over)
+            partial.mkdir(parents=True)
+            try:
+                yield partial
+                if replace and real.is_dir() and any(real.iterdir()):
+                    os.rename(real, old)
+                try:
+                    os.rename(partial, real)  # also over an empty folder
+                except OSError:
+                    if old.exists():
+                        os.rename(old, real)
+                    raise
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         kind = TemporaryError if may_pass(error) else UserError
         raise kind(f"{folder} cannot be written: {error}") from error
