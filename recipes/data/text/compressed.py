@@ -8,9 +8,8 @@ from recipes.data.text.row import File
 
 # Decompressed at once. Where a stream breaks off, up to this much text before the break is lost.
 BLOCK = 1 << 16
-# Compressed bytes that are read at once: less of a small file, which may hold much, so that it is known where in it a
-# row is.
-FINEST, PIECES = 256, 256
+# At least so many reads of a file, which may be small and hold much, so that it is known where in it a row is.
+PIECES = 256
 # What pyarrow says of zstd with a window above 128 MB: it would take up to 2 GB of memory for each open file.
 TOO_WIDE = "requires too much memory"
 
@@ -37,7 +36,7 @@ class _InPieces(io.RawIOBase):
 
     def __init__(self, path: File) -> None:
         self._file, self.place = path.open("rb"), 0
-        self._piece = max(FINEST, min(BLOCK, path.stat().st_size // PIECES))
+        self._piece = max(1, min(BLOCK, path.stat().st_size // PIECES))
 
     def readable(self) -> bool:
         return True
