@@ -97,16 +97,6 @@ def test_what_a_longer_length_joins_is_at_most_a_window() -> None:
     assert all(len(pieces) == 1 for pieces in position.pieces(np.arange(3, 500), total=10_000))
 
 
-def test_positions_in_trillions_of_tokens_are_computed_at_once() -> None:
-    window, total = Window(2**25, every_epoch=True), 11 * 10**12
-    position = beginning(4096, window, seed=0).then(32768, window, after=2_000_000_000, total=total)
-    position = position.then(65536, window, after=30_000_000, total=total)
-    first, far = position.pieces(np.array([0, 10**7]), total=total)
-    assert sum(length for _, length in first) == 65536
-    assert [length for _, length in far] == [65536]
-    assert position.fresh.origin > 2 * 10**9 * 4096 + 3 * 10**7 * 32768
-
-
 def test_an_unchanged_length_has_the_order_that_it_always_had() -> None:
     order = SequenceOrder(10, 5, 4)
     position = beginning(10, Window(40, every_epoch=False), seed=5)

@@ -104,12 +104,6 @@ def test_packing_keeps_every_pair_once_and_no_row_is_too_long(seed: int) -> None
     assert len(rows) <= max(int(sizes.sum()) / 100, (sizes > 50).sum()) * 11 / 9 + 1  # as of every best fit decreasing
 
 
-def test_packing_of_hundred_thousand_pairs_is_full_and_quick() -> None:
-    sizes = np.random.default_rng(0).lognormal(5, 0.8, size=100_000).astype(np.int64).clip(2, 2048)
-    rows = pack(sizes, capacity=2048, key=1)
-    assert sizes.sum() / (len(rows) * 2048) > 0.99
-
-
 def test_runs_of_similar_pairs_are_a_permutation_with_less_padding() -> None:
     lengths = np.random.default_rng(0).integers(1, 20, size=2003)
     shuffled = np.random.default_rng(1).permutation(2003)

@@ -108,10 +108,6 @@ def test_pairs_that_are_too_long_are_left_out_or_cut_as_in_training() -> None:
     assert (list(causal.tokens & 0xFFFF), causal.prompt) == ([6, 7, 8, 9, 10, END], 0)
 
 
-def test_texts_around_prompts_change_the_loss() -> None:
-    assert evaluated("t5").nats != evaluated("t5", prefix="w30 ").nats
-
-
 def test_a_source_without_a_usable_pair_is_refused() -> None:
     with pytest.raises(UserError, match="no pair can be evaluated: 4 are too long"):
         evaluated("gpt2", length=1)

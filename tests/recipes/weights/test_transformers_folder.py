@@ -149,23 +149,14 @@ def test_names_without_the_prefix_and_computed_buffers_are_read_as_those_of_the_
     assert tensors(round_trip(gpt2, tmp_path)) == before
 
 
-def test_what_old_gpt_neox_files_computed_beforehand_is_ignored(tmp_path: Path) -> None:
-    write_reference(tmp_path / "in", *CASES["gpt-neox, renamed"])
-    before = tensors(tmp_path / "in")
-    old = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
-    old |= {"rotary_emb.inv_freq": torch.ones(4)}
-    named = {f"gpt_neox.layers.0.attention.{name}": value for name, value in old.items()}
-    edit_tensors(tmp_path / "in", lambda found: found | named)
-    assert tensors(round_trip(tmp_path / "in", tmp_path)) == before
-
-
 @pytest.mark.parametrize(
     ("settings", "place"),
     [
         (GPTJ, "transformer.h.0.attn."),
         (GPT_NEO, "transformer.h.1.attn.attention."),
+        (NEOX, "gpt_neox.layers.0.attention."),
     ],
-    ids=["gpt-j", "gpt-neo"],
+    ids=["gpt-j", "gpt-neo", "gpt-neox"],
 )
 def test_masks_in_old_files_are_ignored_as_transformers_does(
     settings: dict[str, Any], place: str, tmp_path: Path

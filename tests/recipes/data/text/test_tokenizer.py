@@ -17,7 +17,6 @@ from recipes.data.text.tokenizer import (
     SMALLEST_VOCABULARY,
     Tokenizer,
     load_tokenizer,
-    parallel_tokenizers,
     tokenizer_problem,
     training_sample,
 )
@@ -134,28 +133,6 @@ def test_damaged_tokenizer_in_the_cache_is_trained_again(source: Path) -> None:
     assert len(reports) == 1
 
 
-@pytest.mark.slow
-def test_training_gives_the_same_tokenizer_for_any_number_of_threads(source: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from recipes.data.text.tokenizer import load_tokenizer\n"
-        "print(load_tokenizer('train:400', sources=[sys.argv[1]], text_field='text', cache=Path(sys.argv[2]), "
-        "log=lambda line: None).fingerprint)"
-    )
-    source.write_text("".join(file.read_text() for file in sorted(Path(os.__file__).parent.glob("a*.py"))))
-    results = {
-        subprocess.run(
-            [sys.executable, "-c", code, str(source), str(source.parent / f"cache{threads}")],
-            cwd=Path(tokenizer_module.__file__).parents[3],
-            env=os.environ | {"RAYON_NUM_THREADS": threads},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for threads in ("1", "2")
-    }
-    assert len(results) == 1
-
-
 def test_unwritable_cache_for_tokenizers_is_reported(source: Path) -> None:
     (source.parent / "cache").write_text("a file, not a folder")
     with pytest.raises(UserError, match=r"data\.cache: cannot write .*; give another folder"):
@@ -193,13 +170,6 @@ def test_forked_child_can_tokenize_without_a_warning(source: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_parallel_tokenizers_turns_threads_on_inside_and_off_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    with parallel_tokenizers():
-        assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
-
-
 # -------------------------------------------------------------------------------------------------------------- files
 
 
@@ -210,18 +180,6 @@ def test_tokenizer_loads_from_its_file_or_the_folder_of_the_file(tmp_path: Path,
         assert (tokenizer.vocabulary, tokenizer.end_of_document) == (4, 3)
         assert tokenizer.encode("a b a zzz") == [1, 2, 1, 0]
         assert tokenizer_problem(str(spec), 4) is None
-
-
-def test_truncation_and_padding_settings_of_a_file_are_ignored(tmp_path: Path, source: Path) -> None:
-    path = write_tokenizer(tmp_path / "tokenizer.json", ["<unk>", "a", "b"], ["</s>", "<s>"])
-    library = tokenizers.Tokenizer.from_file(str(path))
-    library.enable_truncation(2)
-    library.enable_padding(length=8)
-    library.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 4)])
-    library.save(str(path))
-    tokenizer = load(path, source)
-    assert tokenizer.encode("a b a b") == [1, 2, 1, 2]
-    assert list(tokenizer.encode_batch(["a", "a b a b"])) == [[1], [1, 2, 1, 2]]
 
 
 @pytest.mark.parametrize(
