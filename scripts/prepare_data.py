@@ -203,8 +203,8 @@ def _finish(folder: Path, fields: "PairFields", options: argparse.Namespace) -> 
 
 def _fields(options: argparse.Namespace) -> "PairFields":
     """What is read of a row. Raises UserError for options that do not fit together."""
-    from recipes.data.config import DataConfig
-    from recipes.data.pair_rules import ONLY_OF_PAIRS, pair_problems
+    from recipes.data.config import ONLY_OF_PAIRS, DataConfig
+    from recipes.data.pair_rules import pair_problems
 
     names = (
         "prompt_field",

@@ -226,15 +226,11 @@ def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
     instead = f"; the folder has {_some(others)}" if others else ""
     if others and not any(name.endswith(".safetensors") for name in others):
         instead += ". Loading such files can run code, so they are never read; let transformers write safetensors:"
-        instead += f' {_head_class(folder)}.from_pretrained("{folder}").save_pretrained("{folder.name}-safetensors")'
+        classes = _read_json(folder / HF_CONFIG).get("architectures")
+        name = classes[0] if isinstance(classes, list) and classes else "AutoModelForCausalLM"
+        instead += f' {name}.from_pretrained("{folder}").save_pretrained("{folder.name}-safetensors")'
     problems.append(f"{SINGLE} and {INDEX} are missing{instead}")
     return []
-
-
-def _head_class(folder: Path) -> str:
-    """The class of transformers that config.json names."""
-    classes = _read_json(folder / HF_CONFIG).get("architectures")
-    return str(classes[0]) if isinstance(classes, list) and classes else "AutoModelForCausalLM"
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:

@@ -26,7 +26,7 @@ from recipes.files.reading import is_remote, read_patiently, user_path, whole_te
 if TYPE_CHECKING:
     import tokenizers
 
-    from recipes.data.text.pair_format import PairFields
+    from recipes.data.text.row import Fields
 
 END_OF_DOCUMENT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 256 + 1  # every byte, and the end-of-document token
@@ -294,7 +294,7 @@ def load_tokenizer(
     spec: str,
     *,
     sources: Sequence[str],
-    text_field: "PairFields",
+    text_field: "Fields",
     text_documents: str = "auto",
     cache: Path,
     log: Callable[[str], None],

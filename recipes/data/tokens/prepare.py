@@ -132,18 +132,22 @@ def tokenized(
     batches: each with its cursor. encode: from encoder()."""
     waiting: deque[tuple[list[Row], Any, Future[tuple[list[Row], list[np.ndarray]]]]] = deque()
     most = LARGE_BATCHES * pieces.batch_characters
+
+    def first() -> Batch:
+        _, after, encoded = waiting.popleft()
+        return Batch(*encoded.result(), after, last=False)
+
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="tokenizer") as pool:
         for batch, cursor in batches:
             while waiting and sum(_characters(group) for group in (batch, *(group for group, *_ in waiting))) > most:
-                _, cursor_after, found = waiting.popleft()
-                yield Batch(*found.result(), cursor_after, last=False)
+                yield first()
             waiting.append((batch, cursor, pool.submit(encode, batch)))
             if len(waiting) > IN_FLIGHT:
-                _, cursor_after, found = waiting.popleft()
-                yield Batch(*found.result(), cursor_after, last=False)
-        while waiting:
-            _, cursor_after, found = waiting.popleft()
-            yield Batch(*found.result(), cursor_after, last=not waiting)
+                yield first()
+        while len(waiting) > 1:
+            yield first()
+        if waiting:
+            yield replace(first(), last=True)
 
 
 def encoder(work: Preparation, *, where: Callable[[Row], str]) -> Encoder:
