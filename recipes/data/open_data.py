@@ -222,7 +222,8 @@ class _Opening:
             UserError: if it is bad, or this process sees other text than the one that writes.
         """
         settings, launch, background, shards = self.settings, self.launch, None, None
-        if then.get("prepared") if not launch.looks else is_prepared(name):
+        prepared = is_prepared(name) if launch.looks else then["prepared"]
+        if prepared:
             from recipes.data.prepared import prepared_folder, prepared_index
 
             folder = prepared_folder(name, Path(settings.data.cache), log=launch.log)
@@ -239,7 +240,7 @@ class _Opening:
             folder, entry = settings.cache / then["tokens"], dict(then)
         length, several = settings.batch.sequence_length, name in settings.at_several_lengths
         # What is read at several lengths has windows, too: then what a change of the length joins is at most one.
-        windows = settings.pairing is None and (several or not entry["prepared"])
+        windows = settings.pairing is None and (several or not prepared)
         window = max(1, settings.data.shuffle_tokens // length) if windows else None
         source = Source(
             name,
@@ -247,9 +248,9 @@ class _Opening:
             SequenceOrder(length, seed, window, every_epoch=windows and several),
             bad_row_budget=settings.data.bad_row_budget,
             problem=problem_path(folder, launch.run),
-            prepared=entry["prepared"],
+            prepared=prepared,
+            background=background,
         )
-        source.background = background
         return source, entry
 
     def _cached(

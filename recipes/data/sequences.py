@@ -92,6 +92,7 @@ class Source:
         problem: Path | None = None,
         read_once: bool = False,
         prepared: bool = False,
+        background: "Background | None" = None,
     ) -> None:
         """Open a source.
 
@@ -103,6 +104,7 @@ class Source:
             problem: file that says why no more tokens will come.
             read_once: cut the row to whole sequences with their targets.
             prepared: whether its tokens were prepared before the run.
+            background: writes the shards; only on the process that started it.
         """
         self.name = name
         self.shards = shards
@@ -111,9 +113,7 @@ class Source:
         """The number of the first sequence, where it continues those of an earlier segment."""
         self._earlier: list[Reading] = []
         self._position: Continuation | None = None
-        self.background: Background | None = None
-        """Writes the shards; only on the process that started it."""
-        self.closed = False
+        self.background, self.closed = background, False
         self._problem, self._read_once = problem, read_once
         self._budget = BadRowBudget(shards.folder, source=name, budget=bad_row_budget)
         self.used_shards = 0
