@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from recipes.data.batches import Batches
 from recipes.data.history import (
     Continuation,
     History,
@@ -28,6 +26,7 @@ from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Quarantine, Sequences, Source
 from recipes.data.tokens.shards import Shards
 from tests.processes import PATIENCE
+from tests.recipes.data.test_open_data import batches
 from tests.recipes.data.texts import shards_in, work_on, write_rows
 
 
@@ -133,18 +132,6 @@ def test_a_history_survives_json() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
-
-
-def batches(sequences: Sequences, *, size: int, rank: int = 0, ranks: int = 1) -> Batches:
-    return Batches(
-        sequences,
-        global_batch_size=size,
-        micro_batch_size=1,
-        data_rank=rank,
-        data_ranks=ranks,
-        end_of_document=None,
-        device=torch.device("cpu"),
-    )
 
 
 @pytest.fixture(scope="module")

@@ -45,10 +45,12 @@ def opened(cache: Path, mixture: Mapping[str, float], **changes: Any) -> Data:
     return open_data(settings, launch, resumed_data_state=resumed)
 
 
-def batches(sequences: Sequences, *, rank: int = 0, ranks: int = 1, mask: int | None = None) -> Batches:
+def batches(
+    sequences: Sequences, *, rank: int = 0, ranks: int = 1, mask: int | None = None, size: int = BATCH
+) -> Batches:
     return Batches(
         sequences,
-        global_batch_size=BATCH,
+        global_batch_size=size,
         micro_batch_size=1,
         data_rank=rank,
         data_ranks=ranks,

@@ -20,7 +20,7 @@ from recipes.weights.locate import find_weights
 from tests.build import build_model
 from tests.families import FAMILIES
 from tests.processes import run_processes
-from tests.recipes.weights.test_hf_folder import TOKENIZER, tensors
+from tests.recipes.weights.test_hf_folder import TOKENIZER, edit_config, tensors
 from tests.whole import export_model
 
 GPTJ = {
@@ -94,11 +94,6 @@ def round_trip(folder: Path, path: Path) -> Path:
     import_folder(folder, path / "checkpoint")
     export_checkpoint(path / "checkpoint", path / "out")
     return path / "out"
-
-
-def edit_config(folder: Path, **keys: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
