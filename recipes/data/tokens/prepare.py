@@ -4,7 +4,7 @@ for any number of cores and interruptions. Interrupted work continues after the 
 
 import json
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -215,62 +215,35 @@ def _write_shard(
     read: slice,
     into: Path,
 ) -> Shard:
-    """Write the next shard, from as many batches as it takes. files: names of the source's files. read: those from
-    which it and the later ones come. into: folder for the shard's unfinished files."""
+    """Write the next shard, from as many batches as it takes. Returns the one that is there: a faster process may have
+    made it. Raises UserError if that holds other tokens.
+
+    files: names of the source's files. read: those from which it and the later ones come. into: folder for the shard's
+    unfinished files."""
     target = work.pieces.shard_tokens(number)
     with closing(ShardWriter(into, work, files)) as writer:
         for batch in batches:
-            _add(batch, writer, held_out_below=int(work.validation_fraction * HASHES))
+            writer.add(batch)
             if batch.last or writer.tokens >= target or writer.rows >= work.pieces.shard_rows:
                 break
-        shard = writer.finish(cursor=batch.cursor, last=batch.last)
+        shard = writer.finish(number, cursor=batch.cursor, last=batch.last)
     # The files that its rows came from. For a dataset in a folder that may be any; the last shard includes empty files.
     behind = read.stop if shard.last else shard.cursor["file"] + 1
     require_unchanged([*work.states] if is_hub(work.source) else files[read.start : behind], work.states)
-    return publish_shard(folder, number, shard, into, source=work.source)
-
-
-def _add(batch: Batch, writer: "ShardWriter", *, held_out_below: int) -> None:
-    train, validation, records, hashes = [], [], [], []
-    end, empty = writer.train, 0
-    documents = iter(batch.documents)
-    for row in batch.rows:
-        if row.problem:
-            writer.note(row)
-        elif not row.has_text:
-            empty += 1
-        else:
-            tokens = next(documents)
-            # A document's text alone decides whether it is held out, so its copies are treated alike.
-            hashes.append(document_hash(row.text))
-            if hashes[-1] < held_out_below:
-                validation.append(tokens)
-            else:
-                train.append(tokens)
-                end += len(tokens)
-                records.append((end, row.file, row.number))
-    arrays = {TRAIN: train, VALIDATION: validation, DOCUMENTS: [np.array(records, dtype=DOCUMENT)]}
-    writer.extend(arrays, held_out=len(validation), empty=empty, hashes=hashes)
-
-
-def publish_shard(folder: Path, number: int, shard: Shard, part: Path, *, source: str) -> Shard:
-    """Move the files of a whole shard from `part` into the folder. Returns the shard that is there: a faster process
-    may have made it. Raises UserError if that holds other tokens."""
-    shard = replace(shard, number=number)
     with alone(folder):
         if (there := read_shard(folder, number)) is not None:  # of a faster process; a run may use it
             if there.checksums != shard.checksums:
                 raise UserError(
-                    f"data.source: another process made different tokens of {source!r}: one of the two could"
+                    f"data.source: another process made different tokens of {work.source!r}: one of the two could"
                     " not read a file; start again"
                 )
             return there
         # The arrays first, and last the description, without which the shard does not exist.
         for kind in ARRAYS:
-            (part / kind).replace(array_path(folder, number, kind))
+            (into / kind).replace(array_path(folder, number, kind))
         if shard.bad:
-            (part / "bad").replace(bad_rows_path(folder, number))
-        publish(part, shard_path(folder, number), json.dumps(shard.stored))
+            (into / "bad").replace(bad_rows_path(folder, number))
+        publish(into, shard_path(folder, number), json.dumps(shard.stored))
     return shard
 
 
@@ -283,7 +256,7 @@ class ShardWriter:
         types = {TRAIN: tokens, VALIDATION: tokens, DOCUMENTS: DOCUMENT}
         self._files = {kind: ArrayWriter((part / kind).open("wb"), dtype) for kind, dtype in types.items()}
         self._bad_file: TextIO = (part / "bad").open("w", encoding="utf-8")
-        self._names = files
+        self._names, self._held_out_below = files, int(work.validation_fraction * HASHES)
         self._held_out = self._empty = self._bad = 0
         self._unread = False
         self._lowest, self._highest = 1.0, 0.0
@@ -294,38 +267,41 @@ class ShardWriter:
         self._bad_file.close()
 
     @property
-    def train(self) -> int:
-        """Tokens for training."""
-        return self._files[TRAIN].length
-
-    @property
     def tokens(self) -> int:
-        return self.train + self._files[VALIDATION].length
+        return self._files[TRAIN].length + self._files[VALIDATION].length
 
     @property
     def rows(self) -> int:
         return self._files[DOCUMENTS].length + self._held_out + self._empty + self._bad
 
-    def extend(
-        self, arrays: Mapping[str, Sequence[np.ndarray]], *, held_out: int, empty: int, hashes: Sequence[int]
-    ) -> None:
-        """Append documents. arrays: of each kind. held_out: how many of them are. empty: rows without text among them.
-        hashes: of all documents, or just the smallest and the largest."""
+    def add(self, batch: Batch) -> None:
+        """Append rows, the bad ones to the list."""
+        train, validation, records, end = [], [], [], self._files[TRAIN].length
+        documents = iter(batch.documents)
+        for row in batch.rows:
+            if row.problem:
+                self._bad += row.lost
+                self._unread |= row.kind == UNREADABLE
+                where = {"file": self._names[row.file], "row": row.number, "reason": row.problem}
+                self._bad_file.write(json.dumps(where) + "\n")
+            elif not row.has_text:
+                self._empty += 1
+            else:
+                tokens, number = next(documents), document_hash(row.text)
+                self._lowest, self._highest = min(self._lowest, number / HASHES), max(self._highest, number / HASHES)
+                # A document's text alone decides whether it is held out, so its copies are treated alike.
+                if number < self._held_out_below:
+                    validation.append(tokens)
+                else:
+                    train.append(tokens)
+                    end += len(tokens)
+                    records.append((end, row.file, row.number))
+        self._held_out += len(validation)
+        arrays = {TRAIN: train, VALIDATION: validation, DOCUMENTS: [np.array(records, dtype=DOCUMENT)]}
         for kind, of_kind in arrays.items():
             self._files[kind].extend(of_kind)
-        self._held_out += held_out
-        self._empty += empty
-        for number in hashes:
-            self._lowest, self._highest = min(self._lowest, number / HASHES), max(self._highest, number / HASHES)
 
-    def note(self, row: Row) -> None:
-        """Append a bad row to the list."""
-        self._bad += row.lost
-        self._unread |= row.kind == UNREADABLE
-        place = {"file": self._names[row.file], "row": row.number, "reason": row.problem}
-        self._bad_file.write(json.dumps(place) + "\n")
-
-    def finish(self, *, cursor: Any, last: bool) -> Shard:
+    def finish(self, number: int, *, cursor: Any, last: bool) -> Shard:
         """Finish the files. Returns what the shard holds. cursor, last: where the source continues, if it does."""
         checksums = {kind: file.finish() for kind, file in self._files.items()}
         return Shard(
@@ -341,6 +317,7 @@ class ShardWriter:
             last=last,
             unread=self._unread,
             checksums=checksums,
+            number=number,
         )
 
 

@@ -125,8 +125,8 @@ def test_killed_preparation_leaves_no_shard_that_looks_whole(tmp_path: Path) -> 
     code = (
         "import sys, time; sys.path.insert(0, '.'); from pathlib import Path; from recipes.data.tokens import prepare\n"
         "from tests.recipes.data.texts import *\n"
-        "add = prepare._add\n"
-        "prepare._add = lambda *a, **k: (time.sleep(0.02), add(*a, **k))\n"
+        "add = prepare.ShardWriter.add\n"
+        "prepare.ShardWriter.add = lambda *a: (time.sleep(0.02), add(*a))\n"
         "shards_in(Path(sys.argv[2]), work_on(Path(sys.argv[1])))"
     )
     folder = tmp_path / "killed"
