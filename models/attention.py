@@ -24,15 +24,15 @@ class InnerAttention(nn.Module):
         """window, scale: as of attend()."""
         super().__init__()
         # attention.backend, chosen before a model is built; a compiled block cannot ask.
-        self.reach: dict[str, Any] = {"window": window, "scale": scale, "flash": _flash_is_on()}
+        self.reach: dict[str, Any] = {
+            "window": window,
+            "scale": scale,
+            "flash": torch.backends.cuda.flash_sdp_enabled(),
+        }
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: "Restriction | None" = None) -> Tensor:
         """query: (B, N, T, H); key, value: (B, K, S, H). Returns (B, N, T, H)."""
         return attend(query, key, value, documents, **self.reach)
-
-
-def _flash_is_on() -> bool:
-    return torch.backends.cuda.flash_sdp_enabled()
 
 
 def attend(

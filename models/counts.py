@@ -13,10 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.config import AttentionFlops
+from models.config import AttentionFlops, ModelConfig
 from models.decoder import build_model
 from models.encoder_decoder import EncoderDecoderInputs
-from models.transformers_config import TransformersConfig
 
 STEP = 8
 """Tokens between the lengths at which products are counted; no model's longest text is shorter than three of them."""
@@ -45,12 +44,12 @@ class Lengths:
 
 
 @cache
-def parameters(config: TransformersConfig) -> int:
+def parameters(config: ModelConfig) -> int:
     """Number of parameters; a tied weight counts once. Raises ValueError for a model that transformers cannot build."""
     return sum(parameter.numel() for parameter in _model(config).parameters())
 
 
-def step_flops(config: TransformersConfig, lengths: Lengths, attention: AttentionFlops) -> float:
+def step_flops(config: ModelConfig, lengths: Lengths, attention: AttentionFlops) -> float:
     """FLOPs of a training step on texts of these lengths, without recomputation. Raises ValueError as forward_flops().
 
     "causal" halves the attention of the decoder to itself; that of an encoder, and to it, has no causal mask. A layer
@@ -64,7 +63,7 @@ def step_flops(config: TransformersConfig, lengths: Lengths, attention: Attentio
 
 
 @cache
-def forward_flops(config: TransformersConfig) -> Lengths:
+def forward_flops(config: ModelConfig) -> Lengths:
     """FLOPs of the forward pass with full attention, for each of these sums.
 
     Raises ValueError for a model that transformers cannot build, and for one whose products do not follow from lengths
@@ -89,7 +88,7 @@ def forward_flops(config: TransformersConfig) -> Lengths:
     return found
 
 
-def _model(config: TransformersConfig) -> nn.Module:
+def _model(config: ModelConfig) -> nn.Module:
     """The model, on the meta device."""
     with torch.device("meta"):
         return build_model(config)

@@ -223,7 +223,6 @@ class Decoder(nn.Module):
             from models.experts import Routers
 
             self.routers = Routers(config, sparse)
-        self.blocks = nn.ModuleList()
         for layer in self.layers:
             self.blocks.add_module(str(layer), (SparseBlock if layer in sparse else Block)(config, layer))
         self.norm = _norm(config) if ends else None

@@ -5,87 +5,114 @@ models/hf_reading.py reads a config.json; models/hf_families.py is what both kno
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from models.config import ModelConfig, TextFacts
-from models.hf_families import FAMILIES, Family, family_of, unsaid
+from models.hf_families import FAMILIES, KEYS, LLAMA3_KEYS, YARN_KEYS, Family, family_of, unsaid
+from models.layout import Copy, Layout, Stored
 
 OUTSIDE = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
+PROJECTIONS = ("gate", "up", "down")
 IN_BLOCK = {
-    "attention_norm.weight": "input_layernorm.weight",
-    **{f"attention.{part}_proj.weight": f"self_attn.{part}_proj.weight" for part in "qkvo"},
-    **{f"attention.{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"},
-    "feed_forward_norm.weight": "post_attention_layernorm.weight",
-    **{f"feed_forward.{part}_proj.weight": f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
+    "attention_norm.weight": ("input_layernorm.weight", "b"),
+    "attention.q_proj.weight": ("self_attn.q_proj.weight", "QD"),
+    "attention.k_proj.weight": ("self_attn.k_proj.weight", "KD"),
+    "attention.v_proj.weight": ("self_attn.v_proj.weight", "KD"),
+    "attention.o_proj.weight": ("self_attn.o_proj.weight", "DQ"),
+    "attention.q_norm.weight": ("self_attn.q_norm.weight", "q"),
+    "attention.k_norm.weight": ("self_attn.k_norm.weight", "k"),
+    "attention_post_norm.weight": ("post_attention_layernorm.weight", "a"),
+    "feed_forward_norm.weight": ("post_attention_layernorm.weight", "b"),
+    **{f"feed_forward.{part}_proj.weight": (f"mlp.{part}_proj.weight", "FD") for part in PROJECTIONS[:2]},
+    "feed_forward.down_proj.weight": ("mlp.down_proj.weight", "DF"),
+    **{f"feed_forward.experts.{part}_proj": (f"mlp.experts.{part}_proj", "EXD") for part in PROJECTIONS[:2]},
+    "feed_forward.experts.down_proj": ("mlp.experts.down_proj", "EDX"),
+    **{
+        f"feed_forward.shared_experts.{part}_proj.weight": (f"mlp.shared_experts.{part}_proj.weight", axes)
+        for part, axes in zip(PROJECTIONS, ("SD", "SD", "DS"), strict=True)
+    },
+    "feed_forward_post_norm.weight": ("post_feedforward_layernorm.weight", "a"),
 }
-POST_NORMS = {
-    "attention_post_norm.weight": "post_attention_layernorm.weight",
-    "feed_forward_norm.weight": "pre_feedforward_layernorm.weight",
-    "feed_forward_post_norm.weight": "post_feedforward_layernorm.weight",
-}
-"""Where attention has a norm after it, which is then the one of that name."""
+"""Our name inside a block -> its name in files, and its axes (_axes()); a block without one of these axes lacks it.
+
+Files have a tensor for each expert; ours are all experts of a layer together."""
+PRE_NORM = "pre_feedforward_layernorm.weight"
+"""The norm before the feed-forward where attention has one after it, which then has its name."""
+OF_ROUTER = {"weight": "mlp.gate.weight", "bias": "mlp.gate.e_score_correction_bias"}
 
 
 def hf_name(name: str, *, norms: str = "before") -> str:
-    """blocks.3.attention.q_proj.weight -> model.layers.3.self_attn.q_proj.weight. norms: as in ModelConfig. Raises
-    KeyError."""
-    if "experts." in name or name.startswith("routers."):
-        from models.hf_experts import name_in_files
-
-        return name_in_files(name)
-    if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
-        inside = IN_BLOCK if norms == "before" else IN_BLOCK | POST_NORMS
-        return f"model.layers.{match[1]}.{inside[match[2]]}"
-    return OUTSIDE[name]
+    """blocks.3.attention.q_proj.weight -> model.layers.3.self_attn.q_proj.weight; of routed experts, without their
+    numbers. norms: as in ModelConfig. Raises KeyError."""
+    match = re.fullmatch(r"(blocks|routers)\.(\d+)\.(.+)", name)
+    if match is None:
+        return OUTSIDE[name]
+    if match[1] == "routers":
+        inside = OF_ROUTER[match[3]]
+    else:
+        inside, _ = IN_BLOCK[match[3]]
+        inside = PRE_NORM if match[3] == "feed_forward_norm.weight" and norms != "before" else inside
+    return f"model.layers.{match[2]}.{inside}"
 
 
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(our name, shape) of every parameter of models.decoder.Decoder and of every buffer that is saved, in the order
     of the model."""
-    width, inner = config.width, config.feed_forward_width
-    query, key_value = config.heads * config.head_width, config.key_value_heads * config.head_width
-    before, after = (config.norms in (place, "both") for place in ("before", "after"))
-    of_heads = {"none": None, "head": (config.head_width,) * 2, "all": (query, key_value)}[config.qk_norm]
-    shapes: dict[str, tuple[int, ...]] = {
-        **({"attention_norm": (width,)} if before else {}),
-        "attention.q_proj": (query, width),
-        "attention.k_proj": (key_value, width),
-        "attention.v_proj": (key_value, width),
-        "attention.o_proj": (width, query),
-        **({"attention.q_norm": of_heads[:1], "attention.k_norm": of_heads[1:]} if of_heads else {}),
-        **({"attention_post_norm": (width,)} if after else {}),
-        **({"feed_forward_norm": (width,)} if before else {}),
-        "feed_forward.gate_proj": (inner, width),
-        "feed_forward.up_proj": (inner, width),
-        "feed_forward.down_proj": (width, inner),
-        **({"feed_forward_post_norm": (width,)} if after else {}),
-    }
-    yield "embedding.weight", (config.vocabulary, width)
-    dense = {f"{part}.weight": shape for part, shape in shapes.items()}
-    sparse = _with_experts(dense, config) if config.experts else dense
+    yield "embedding.weight", (config.vocabulary, config.width)
     for layer in range(config.layers):
-        for part, shape in (sparse if config.is_sparse(layer) else dense).items():
-            yield f"blocks.{layer}.{part}", shape
-    if config.experts:
-        from models.hf_experts import router_shapes
-
-        yield from router_shapes(config)
-    yield "norm.weight", (width,)
+        axes = _axes(config, layer)
+        for name, (_, letters) in IN_BLOCK.items():
+            if all(shape := tuple(axes[letter] for letter in letters)):
+                yield f"blocks.{layer}.{name}", shape
+    for layer in filter(config.is_sparse, range(config.layers)):
+        yield f"routers.{layer}.weight", (config.experts, config.width)
+        if config.router_bias:
+            yield f"routers.{layer}.bias", (config.experts,)
+    yield "norm.weight", (config.width,)
     if not config.tied_embeddings:
-        yield "lm_head.weight", (config.vocabulary, width)
+        yield "lm_head.weight", (config.vocabulary, config.width)
 
 
-def _with_experts(dense: dict[str, tuple[int, ...]], config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The parameters of a block whose feed-forward has routed experts, from those of a dense one."""
-    from models.hf_experts import feed_forward_shapes
+def _axes(config: ModelConfig, layer: int) -> dict[str, int]:
+    """The letter of an axis -> its length in this layer; 0 = there is none."""
+    query, key_value = config.heads * config.head_width, config.key_value_heads * config.head_width
+    of_heads = {"none": (0, 0), "head": (config.head_width,) * 2, "all": (query, key_value)}[config.qk_norm]
+    sparse = config.is_sparse(layer)
+    return {
+        "D": config.width,
+        "Q": query,
+        "K": key_value,
+        "q": of_heads[0],
+        "k": of_heads[1],
+        "b": config.width * (config.norms != "after"),  # of norms before, and after
+        "a": config.width * (config.norms != "before"),
+        "F": config.feed_forward_width * (not sparse),
+        "E": config.experts * sparse,
+        "X": config.expert_width,
+        "S": config.shared_experts * config.expert_width * sparse,
+    }
 
-    after = {name: shape for name, shape in dense.items() if name.startswith("feed_forward_post_norm")}
-    kept = {name: shape for name, shape in dense.items() if not name.startswith("feed_forward.") and name not in after}
-    return kept | dict(feed_forward_shapes(config)) | after
+
+def layout_of(model: ModelConfig) -> Layout:
+    """The layout of our decoder's files, or of those of transformers."""
+    if model.by_transformers:
+        from models.transformers import stored_layout
+
+        return stored_layout(replace(model, name="", weights="", config="", dropout=False))  # remembered by the rest
+    tensors = {}
+    for name, shape in parameter_shapes(model):
+        stored, each = hf_name(name, norms=model.norms), tuple[str, ...]()
+        if ".feed_forward.experts." in name:
+            before, after = stored.split("experts.")
+            each = tuple(f"{before}experts.{number}.{after}.weight" for number in range(model.experts))
+        tensors[name] = Stored(stored, shape, parts=each)
+    copies = {"lm_head.weight": Copy(hf_name("lm_head.weight"), of="embedding.weight")}
+    return Layout(tensors, copies if model.tied_embeddings else {})
 
 
 def beyond_hf(model: ModelConfig) -> str | None:
@@ -114,28 +141,17 @@ def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32"
         raise ValueError(beyond_hf(model))
     family = FAMILIES[name]
     ends = facts.eos_token_id
-    of_experts = {}
-    if model.experts:
-        from models.hf_experts import keys_of_experts
-
-        of_experts = keys_of_experts(model)
     return {
         "architectures": [family.head],
         "model_type": name,
         "torch_dtype": dtype,
-        "vocab_size": model.vocabulary,
-        "hidden_size": model.width,
-        "intermediate_size": model.feed_forward_width,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.key_value_heads,
-        "head_dim": model.head_width,
+        **{key: getattr(model, field) for field, key in KEYS.items()},
         **_of_gate(model),
         "rms_norm_eps": model.norm_eps,
         "max_position_embeddings": facts.context_length,
         **_rope(model, family),
         **_windows(model, family),
-        **of_experts,
+        **_of_experts(model),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
@@ -161,6 +177,29 @@ def _of_gate(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _of_experts(model: ModelConfig) -> dict[str, Any]:
+    """The keys of experts: Qwen3-MoE's, or those of dots1, DeepSeek-V3's feed-forwards beside attention like ours."""
+    if not model.experts:
+        return {}
+    keys = {
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.expert_width,
+        "norm_topk_prob": model.normalize_scores,
+    }
+    if model.router == "softmax":
+        dense = [*range(model.dense_layers)]
+        return keys | {"num_experts": model.experts, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return keys | {
+        "n_routed_experts": model.experts,
+        "n_shared_experts": model.shared_experts,
+        "first_k_dense_replace": model.dense_layers,
+        "routed_scaling_factor": model.router_scale,
+        "n_group": model.expert_groups,
+        "topk_group": model.groups_per_token,
+        "sliding_window": None,
+    }
+
+
 def _windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The keys of windows."""
     layers = [model.window_of(layer) for layer in range(model.layers)]
@@ -180,11 +219,9 @@ def _rope(model: ModelConfig, family: Family) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": kind, "factor": model.rope_factor}
     if kind in ("llama3", "yarn"):
         scaling["original_max_position_embeddings"] = model.rope_original_length
-    if kind == "llama3":
-        scaling["low_freq_factor"] = model.rope_low_frequency_factor
-        scaling["high_freq_factor"] = model.rope_high_frequency_factor
+        fields = LLAMA3_KEYS if kind == "llama3" else YARN_KEYS
+        scaling |= {key: getattr(model, field) for field, key in fields.items()}
     if kind == "yarn":
-        scaling |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
         scaling["attention_factor"] = model.rope_attention_factor or None
     keys: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": None if kind == "none" else scaling}
     if "no_rope_every" in family.says:

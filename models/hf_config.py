@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 from models.config import LARGEST, ModelConfig, TextFacts
+from models.hf import layout_of
 from models.hf_families import FAMILIES
 from models.hf_reading import Unsupported, config_from_hf, facts_of, text_facts
-from models.layout import layout_of
 from models.transformers_config import TransformersConfig
 
 INSTALL = 'transformers 5 or later is not installed; pip install "transformers>=5"'

@@ -17,6 +17,18 @@ PARTS: dict[str, Any] = {
     "activation": "silu",
 }
 """Field -> its value in most families: which parts a block has. A family has them all, or is another one."""
+# Our field -> its key.
+KEYS = {
+    "vocabulary": "vocab_size",
+    "width": "hidden_size",
+    "feed_forward_width": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "head_width": "head_dim",
+}
+LLAMA3_KEYS = {"rope_low_frequency_factor": "low_freq_factor", "rope_high_frequency_factor": "high_freq_factor"}
+YARN_KEYS = {"rope_beta_fast": "beta_fast", "rope_beta_slow": "beta_slow", "rope_attention_factor": "attention_factor"}
 # Key -> its default in transformers.LlamaConfig.
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,

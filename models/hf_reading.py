@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.config import ModelConfig, TextFacts
-from models.hf_families import DEFAULTS, FAMILIES, Family
+from models.hf_families import DEFAULTS, FAMILIES, KEYS, LLAMA3_KEYS, YARN_KEYS, Family
 
 
 class Unsupported(ValueError):
@@ -37,14 +37,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 KINDS = "full_attention", "sliding_attention"
 # Our field -> its key, where they differ.
-SPELLED = {
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "feed_forward_width": "intermediate_size",
-    "heads": "num_attention_heads",
-    "key_value_heads": "num_key_value_heads",
-    "head_width": "head_dim",
-    "vocabulary": "vocab_size",
+SPELLED = KEYS | {
     "experts_per_token": "num_experts_per_tok",
     "dense_layers": "first_k_dense_replace",
     "expert_groups": "n_group",
@@ -67,17 +60,13 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         raise Unsupported(f"model_type = {name!r}: only {known} is supported")
     given, family = Reader(_with_defaults(config)), FAMILIES[name]
     _note_unsupported(given, config, family)
-    width, heads = given.integer("hidden_size"), given.integer("num_attention_heads")
-    layers = given.integer("num_hidden_layers")
+    shape = {field: given.integer(key) for field, key in KEYS.items() if field not in ("key_value_heads", "head_width")}
+    heads, layers = shape["heads"], shape["layers"]
     given.integer("max_position_embeddings", null=CONTEXT_LENGTH)  # read by text_facts
     values: dict[str, Any] = {
-        "layers": layers,
-        "width": width,
-        "feed_forward_width": given.integer("intermediate_size"),
-        "heads": heads,
+        **shape,
         "key_value_heads": given.integer("num_key_value_heads", null=heads),
-        "head_width": given.integer("head_dim", null=width // heads),
-        "vocabulary": given.integer("vocab_size"),
+        "head_width": given.integer("head_dim", null=shape["width"] // heads),
         "tied_embeddings": given.boolean("tie_word_embeddings"),
         "norm_eps": given.number("rms_norm_eps"),
         "init_std": given.number("initializer_range"),
@@ -302,17 +291,14 @@ def _scaling(given: Reader, inside: Reader) -> dict[str, Any]:
             inside.values[original] = given.values[original]
         values["rope_original_length"] = inside.integer(original)
     if kind == "llama3":
-        values["rope_low_frequency_factor"] = inside.number("low_freq_factor")
-        values["rope_high_frequency_factor"] = inside.number("high_freq_factor")
+        values |= {field: inside.number(key) for field, key in LLAMA3_KEYS.items()}
     if kind == "yarn":
         for key in ("mscale", "mscale_all_dim"):
             if parameters.get(key):
                 inside.decline(key, "only attention_factor is supported")
         if parameters.get("truncate") is False:
             inside.decline("truncate", "only true is supported")
-        of_keys = {"beta_fast": "rope_beta_fast", "beta_slow": "rope_beta_slow"}
-        of_keys["attention_factor"] = "rope_attention_factor"
-        values |= {field: inside.number(key) for key, field in of_keys.items() if parameters.get(key) is not None}
+        values |= {field: inside.number(key) for field, key in YARN_KEYS.items() if parameters.get(key) is not None}
     return values
 
 

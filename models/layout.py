@@ -5,12 +5,8 @@ Imports no torch.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
-
-from models.config import ModelConfig
-from models.hf import hf_name, parameter_shapes
-from models.transformers_config import TransformersConfig
 
 FREQUENCIES = r"rotary_emb\.inv_freq$"
 """Old files hold the rotary frequencies, which follow from config.json."""
@@ -77,18 +73,3 @@ class Layout:
         if self.prefix:
             dotted = f"{self.prefix}."
             yield name.removeprefix(dotted) if name.startswith(dotted) else dotted + name
-
-
-def layout_of(model: ModelConfig) -> Layout:
-    """The layout of our decoder's files, or of those of transformers."""
-    if isinstance(model, TransformersConfig):
-        from models.transformers import stored_layout
-
-        return stored_layout(replace(model, name="", weights="", config="", dropout=False))  # remembered by the rest
-    tensors = {name: Stored(hf_name(name, norms=model.norms), shape) for name, shape in parameter_shapes(model)}
-    if model.experts:
-        from models.hf_experts import names_of_each
-
-        tensors = {name: how._replace(parts=names_of_each(name, model.experts)) for name, how in tensors.items()}
-    copies = {"lm_head.weight": Copy(hf_name("lm_head.weight"), of="embedding.weight")}
-    return Layout(tensors, copies if model.tied_embeddings else {})

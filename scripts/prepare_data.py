@@ -117,7 +117,7 @@ def prepare(options: argparse.Namespace) -> None:
     """Tokenize the source or a part of it, and print what the folder holds if it is complete then."""
     from recipes.data.text.beginning import with_beginning
     from recipes.data.text.sources import is_hub, is_prepared, notes, pinned, source_problem
-    from recipes.data.text.tokenizer_loading import load_tokenizer
+    from recipes.data.text.tokenizer import load_tokenizer
     from recipes.data.tokens.parts import missing_parts
     from recipes.data.tokens.shards import read_index
     from recipes.data.tokens.workspace import preparation, unclaim, would_read_itself
@@ -203,8 +203,8 @@ def _finish(folder: Path, fields: "PairFields", options: argparse.Namespace) -> 
 
 def _fields(options: argparse.Namespace) -> "PairFields":
     """What is read of a row. Raises UserError for options that do not fit together."""
-    from recipes.data.config import DataConfig
-    from recipes.data.pair_rules import ONLY_OF_PAIRS, pair_problems
+    from recipes.data.config import ONLY_OF_PAIRS, DataConfig
+    from recipes.data.pair_rules import pair_problems
 
     names = (
         "prompt_field",

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from recipes.data.text.tokenizer_loading import load_tokenizer
+from recipes.data.text.tokenizer import load_tokenizer
 
 
 def save_tiny_llama(folder: Path, text: Path, **config: Any) -> Path:

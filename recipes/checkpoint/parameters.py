@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from models.config import ModelConfig
-from models.layout import layout_of
+from models.hf import layout_of
 from parallel.errors import UserError
 from parallel.fsdp import without_wrapper
 from recipes.checkpoint.files import complete, read_manifest, write_shard

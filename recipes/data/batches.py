@@ -82,6 +82,10 @@ class Batches:
         first = self.first_of(batch)
         # The whole batch, not this process's share, so that all processes stop at the same step if there is a problem.
         self.sequences.require(first, self._global_batch_size)
+        return self._micro_batches(first, available)
+
+    def _micro_batches(self, first: int, available: int | None) -> list[MicroBatch]:
+        """This process's share of the batch that begins with sequence `first`. available: later ones are ignored."""
         first += self._offset
         rows = torch.from_numpy(cast(Sequences, self.sequences).rows(first, self._share))  # (b, T + 1)
         self._require_rows([int(rows.max())])
@@ -91,7 +95,7 @@ class Batches:
             targets[max(0, available - first) :] = IGNORED
         size = self._micro_batch_size
         pairs = zip(inputs.split(size), targets.split(size), strict=True)
-        return [self._micro_batch(own_inputs, own_targets) for own_inputs, own_targets in pairs]
+        return [self._micro_batch(*pair) for pair in pairs]
 
     def begin(self, batch: int, sequence: int) -> None:
         """Let this batch begin with this sequence, and the others follow."""

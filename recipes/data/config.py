@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval, MinLen
 
+PAIR_FIELDS = ("prompt_field", "answer_field", "messages_field")
+ONLY_OF_PAIRS = ("prompt_prefix", "prompt_suffix", "chat_template", "chat_date", "long_pairs", "answer_length")
+"""Settings that mean nothing without pairs."""
 HELD_OUT = ""
 """The validation source that is the held-out documents of the training sources."""
 
@@ -62,9 +65,7 @@ class DataConfig:
     @property
     def has_pairs(self) -> bool:
         """Whether rows are pairs of prompt and answer, or messages; also true with settings that only pairs have."""
-        fields = (self.prompt_field, self.answer_field, self.messages_field, self.prompt_prefix, self.prompt_suffix)
-        others = (self.long_pairs, self.answer_length) != (DataConfig.long_pairs, DataConfig.answer_length)
-        return any((*fields, self.chat_template, self.chat_date, others))
+        return any(getattr(self, name) != getattr(DataConfig, name) for name in (*PAIR_FIELDS, *ONLY_OF_PAIRS))
 
 
 @dataclass(frozen=True)

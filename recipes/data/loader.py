@@ -6,45 +6,20 @@ b sequences of this process in a step, B of a micro-batch, T sequence length.
 import platform
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallel.dist import World, on_all, on_main
 from parallel.errors import UserError
 from parallel.mesh import Mesh
 from recipes.data.batches import Batches, MicroBatch
-from recipes.data.config import BatchConfig, DataConfig
 from recipes.data.history import History, consumed_tokens, to_json
-from recipes.data.open_data import Data, Launch, open_data
+from recipes.data.open_data import Data, DataSettings, Launch, open_data
 from recipes.data.sequences import Quarantine, Source
-from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.layout import QUARANTINE
 from recipes.files.units import counted
-
-if TYPE_CHECKING:
-    from recipes.data.pair_sequences import Pairing
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    """What a run reads: the recipe's sections, and what follows from others."""
-
-    data: DataConfig
-    batch: BatchConfig
-    seed: int
-    """Of the data order."""
-    tokenizer: Callable[[], str | Tokenizer]
-    """Returns data.tokenizer, or a tokenizer that is loaded already."""
-    vocabulary: int
-    """Entries in the model's embedding."""
-    validation: Mapping[str, str]
-    """As for open_data()."""
-    pairing: "Pairing | None" = None
-    """How rows become pairs; None = they are text."""
-    at_several_lengths: frozenset[str] = frozenset()
-    """Names of the sources that the run reads at several sequence lengths."""
 
 
 class DataLoader:
@@ -69,34 +44,28 @@ class DataLoader:
             resumed_data_state: called on rank 0; returns the data_state of the checkpoint to resume from, or {}.
             log: receives one line of text per message.
         """
-        data, batch, pairing = settings.data, settings.batch, settings.pairing
-
-        def opened_from(state: Mapping[str, Any], launch: Launch) -> Data:
-            of_step = pairing and replace(pairing, run=batch.global_batch_size)
-            return open_data(
-                data,
-                replace(launch, pairing=of_step),
-                tokenizer=settings.tokenizer(),
-                sequence_length=batch.sequence_length,
-                seed=settings.seed,
-                resumed_data_state=state,
-                validation=settings.validation,
-            )
-
+        batch, self.pairing = settings.batch, settings.pairing
         self._looks = world.leads_node
-        several = settings.at_several_lengths
-        launch = Launch(run="", writes=world.is_main, log=log, looks=self._looks, at_several_lengths=several)
-        launch = replace(launch, vocabulary=settings.vocabulary)
-        opened = _open_on_all(world, opened_from, resumed_data_state=resumed_data_state, launch=launch)
-        self.tokenizer, self.data_state, self.pairing = opened.tokenizer, opened.data_state, pairing
-        end, masked = self.tokenizer.end_of_document, data.document_mask and pairing is None
+        launch = Launch(run="", writes=world.is_main, log=log, looks=self._looks)
+        opened = _open_on_all(world, settings, launch, resumed_data_state=resumed_data_state)
+        self.tokenizer, self.data_state = opened.tokenizer, opened.data_state
+        end, masked = self.tokenizer.end_of_document, settings.data.document_mask and self.pairing is None
         self.document_boundary = end if masked else None
         """The token that attention does not look past, if the recipe asks for that."""
-        reader = _reader_of_batches(pairing, end_of_document=end, boundary=self.document_boundary)
-        share: dict[str, Any] = {"data_rank": mesh.data_rank, "data_ranks": mesh.data_ranks, "device": world.device}
-        share["require_rows"] = self.tokenizer.require_rows
-        sizes = {"global_batch_size": batch.global_batch_size, "micro_batch_size": batch.micro_batch_size}
-        batches = partial(reader, **sizes, **share)
+        reader: Callable[..., Batches] = partial(Batches, end_of_document=self.document_boundary)
+        if self.pairing is not None:
+            from recipes.data.pair_batches import PairBatches
+
+            reader = partial(PairBatches, end_of_document=end, pairing=self.pairing)
+        batches = partial(
+            reader,
+            global_batch_size=batch.global_batch_size,
+            micro_batch_size=batch.micro_batch_size,
+            data_rank=mesh.data_rank,
+            data_ranks=mesh.data_ranks,
+            device=world.device,
+            require_rows=self.tokenizer.require_rows,
+        )
         self.training = batches(opened.training)
         self.validation = {name: batches(sequences) for name, sequences in opened.validation.items()}
         """Name -> batches of a text to validate on; "" is the name of a single text."""
@@ -163,20 +132,20 @@ class DataLoader:
         """The contents of global batch number `batch`, on rank 0: source -> [file, row, first token, last + 1] of each
         piece. Every process must call this: it looks up its own share, which may lie in as many files as it has
         sequences."""
-        own = self.training.share_of(batch)
-        pieces = [piece for number in own for piece in self.training.sequences.pieces(number)]
-        # A share that several processes read is found in one node, most likely, and leaves it once.
-        shares = self._world.messages.reduce({own.start: pieces}, lambda some, others: some | others)
-        found: dict[str, list[list[int]]] = {}
+        share = self.training.share_of(batch)
+        pieces = [piece for number in share for piece in self.training.sequences.pieces(number)]
+        # A share that several processes read is looked up in one node, most likely, and leaves it once.
+        shares = self._world.messages.reduce({share.start: pieces}, lambda some, others: some | others)
+        by_source: dict[str, list[list[int]]] = {}
         for first in sorted(shares):
             for piece in shares[first]:
-                found.setdefault(piece.source, []).append([piece.file, piece.row, piece.begin, piece.end])
-        return found
+                by_source.setdefault(piece.source, []).append([piece.file, piece.row, piece.begin, piece.end])
+        return by_source
 
     def epochs(self, batches: int) -> dict[str, float | None]:
         """How often each source is read in so many batches; None while its length is unknown."""
-        found = self.training.sequences.epochs(self.training.first_of(batches))
-        return {name: None if times is None else round(times, 4) for name, times in found.items()}
+        epochs = self.training.sequences.epochs(self.training.first_of(batches))
+        return {name: None if times is None else round(times, 4) for name, times in epochs.items()}
 
     def consumed(self, batches: int) -> Iterator[str]:
         """What the first `batches` global batches consumed of each source that was ever read, one line each."""
@@ -231,43 +200,29 @@ class DataLoader:
 
 
 def _open_on_all(
-    world: World,
-    opened_from: Callable[[Mapping[str, Any], Launch], Data],
-    *,
-    resumed_data_state: Callable[[], Mapping[str, Any]],
-    launch: Launch,
+    world: World, settings: DataSettings, launch: Launch, *, resumed_data_state: Callable[[], Mapping[str, Any]]
 ) -> Data:
-    """Open the data on rank 0, then on the other processes from what it found. Raises UserError if they differ.
+    """Open the data on rank 0, then on the other processes from what it has opened. Raises UserError if they differ.
 
     launch: without the id of this start.
     """
     # The id is for this start of the run: processes that tokenize for other runs may share the cache.
     resumed, run = on_main(world, lambda: (resumed_data_state(), uuid.uuid4().hex))
     launch = replace(launch, run=run)
-    opened: list[Data] = []
+    on_rank_0: list[Data] = []
 
     def open_first() -> dict[str, Any]:
-        opened.append(opened_from(resumed, launch))
-        return opened[0].data_state
+        on_rank_0.append(open_data(settings, launch, resumed_data_state=resumed))
+        return on_rank_0[0].data_state
 
     data_state = on_main(world, open_first)
-    found = opened[0] if world.is_main else opened_from(data_state, launch)
-    if found.data_state != data_state:
+    opened = on_rank_0[0] if world.is_main else open_data(settings, launch, resumed_data_state=data_state)
+    if opened.data_state != data_state:
         raise UserError(
-            f"data: {platform.node()} sees different text or another tokenizer than rank 0 ({found.data_state} and"
+            f"data: {platform.node()} sees different text or another tokenizer than rank 0 ({opened.data_state} and"
             f" {data_state}); all nodes need the same files and the same Python"
         )
-    return found
-
-
-def _reader_of_batches(
-    pairing: "Pairing | None", *, end_of_document: int, boundary: int | None
-) -> "Callable[..., Batches]":
-    if pairing is None:
-        return partial(Batches, end_of_document=boundary)
-    from recipes.data.pair_batches import PairBatches
-
-    return partial(PairBatches, pairing=pairing, end_of_document=end_of_document)
+    return opened
 
 
 def _remedy(source: Source) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from models.documents import Documents
 from models.encoder_decoder import EncoderDecoderInputs
@@ -13,6 +14,9 @@ from models.loss import IGNORED
 from recipes.data.batches import Batches, MicroBatch
 from recipes.data.pair_sequences import PADDED_TO, Pairing, PairSequences, PairSource
 from recipes.data.text.pair_format import ID, LEARNED
+
+PairOfIds = tuple[np.ndarray, np.ndarray, bool]
+"""The ids of a prompt and of its answer, (n,) int64 each, and whether the answer is a target."""
 
 
 class PairBatches(Batches):
@@ -26,83 +30,92 @@ class PairBatches(Batches):
         self._pairing = pairing
         self._padding = end_of_document if pairing.padding is None else pairing.padding
 
-    def _read(self, batch: int, *, available: int | None = None) -> list[MicroBatch]:
-        first = self.first_of(batch)
-        self.sequences.require(first, self._global_batch_size)
+    def _micro_batches(self, first: int, available: int | None) -> list[MicroBatch]:
         if self._pairing.format.encoder_decoder:
             return self._dealt(first, available)
         return self._packed(first + self._offset, available)
 
     def _packed(self, first: int, available: int | None) -> list[MicroBatch]:
-        """Rows of whole pairs, each a document of its own; what is left of a row is padding, which has no targets."""
-        shape = self._share, self.sequences.sequence_length
-        inputs = np.full(shape, self._padding, dtype=np.int64)  # (b, T)
-        targets = np.full(shape, IGNORED, dtype=np.int64)
-        starts = np.zeros(shape, dtype=bool)
-        starts[:, 0] = True
-        for row in range(self._share):
-            used = self._fill(first + row, inputs[row], targets[row], starts[row])
-            if used < shape[1]:
-                starts[row, used] = True
-            if available is not None and first + row >= available:
-                targets[row] = IGNORED
-        parts = (torch.from_numpy(one).split(self._micro_batch_size) for one in (inputs, targets, starts))
-        return [
-            self._pinned(own, their, Documents.from_starts(begin)) for own, their, begin in zip(*parts, strict=True)
-        ]
-
-    def _fill(self, number: int, inputs: np.ndarray, targets: np.ndarray, starts: np.ndarray) -> int:
-        """Write sequence `number` into a row, (T,) each. Returns how many of its tokens are used."""
-        source, pairs = self.sequences.pairs(number)
-        used = 0
-        for pair in pairs.tolist():
-            tokens = source.shortened(pair)
-            end = used + len(tokens) - 1
-            ids = (tokens & ID).astype(np.int64)
-            self._require_rows([int(ids.max())])
-            starts[used], inputs[used:end] = True, ids[:-1]
-            targets[used:end] = np.where(tokens[1:] & LEARNED, ids[1:], IGNORED)
-            used = end
-        return used
+        rows = []
+        for number in range(first, first + self._share):
+            source, pairs = self.sequences.pairs(number)
+            rows.append([source.shortened(pair) for pair in pairs.tolist()])
+            self._require_rows([int((tokens & ID).max()) for tokens in rows[-1]])
+        inputs, targets, starts = packed(rows, length=self.sequences.sequence_length, padding=self._padding)
+        if available is not None:
+            targets[max(0, available - first) :] = IGNORED
+        parts = (tensor.split(self._micro_batch_size) for tensor in (inputs, targets, starts))
+        batches = zip(*parts, strict=True)
+        return [self._pinned(ids, own, Documents.from_starts(begins)) for ids, own, begins in batches]
 
     def _dealt(self, first: int, available: int | None) -> list[MicroBatch]:
         """Pairs padded to the longest of their micro-batch. Those of a step are dealt by length: in each micro-batch,
         the processes get similarly long ones. Which pairs a step has does not depend on how they are dealt."""
-        size, found = self._micro_batch_size, []
+        size, pairs = self._micro_batch_size, []
         for number in range(first, first + self._global_batch_size):
             source, (pair,) = self.sequences.pairs(number)
-            found.append((source, int(pair), available is None or number < available))
-        found.sort(key=_lengths, reverse=True)  # the longest first: memory that fits them fits the others
+            pairs.append((source, int(pair), available is None or number < available))
+        pairs.sort(key=_lengths, reverse=True)  # the longest first: memory that fits them fits the others
         ranks = self._global_batch_size // self._share
         mine: list[MicroBatch] = []
         for done in range(0, self._share, size):
-            own = min(size, self._share - done)
-            begin = done * ranks + self._offset // self._share * own
-            mine.append(self._padded(found[begin : begin + own]))
+            count = min(size, self._share - done)
+            begin = done * ranks + self._offset // self._share * count
+            texts = [(*source.prompt_and_answer(pair), counts) for source, pair, counts in pairs[begin : begin + count]]
+            self._require_rows([int(ids.max()) for prompt, answer, _ in texts for ids in (prompt, answer)])
+            limits = self.sequences.limits
+            prompts, answers = (len(prompt) for prompt, _, _ in texts), (len(answer) for _, answer, _ in texts)
+            shape = _room(prompts, limits.prompt), _room(answers, limits.answer)
+            start = self._pairing.decoder_start
+            mine.append(self._pinned(*padded(texts, shape=shape, start=start, padding=self._padding), None))
         return mine
 
-    def _padded(self, pairs: Sequence[tuple[PairSource, int, bool]]) -> MicroBatch:
-        limits = self.sequences.limits
-        parts = [source.prompt_and_answer(pair) for source, pair, _ in pairs]
-        shape = len(parts), _room((len(prompt) for prompt, _ in parts), limits.prompt)
-        encoder = np.full(shape, self._padding, dtype=np.int64)  # (B, S)
-        mask = np.zeros(shape, dtype=bool)
-        shape = len(parts), _room((len(answer) for _, answer in parts), limits.answer)
-        decoder = np.full(shape, self._padding, dtype=np.int64)  # (B, T)
-        targets = np.full(shape, IGNORED, dtype=np.int64)
-        decoder[:, 0] = self._pairing.decoder_start
-        for row, ((prompt, answer), (_, _, counts)) in enumerate(zip(parts, pairs, strict=True)):
-            self._require_rows([int(max(prompt.max(), answer.max()))])
-            encoder[row, : len(prompt)], mask[row, : len(prompt)] = prompt, True
-            decoder[row, 1 : len(answer) + 1] = answer[: shape[1] - 1]  # as transformers shifts labels
-            if counts:
-                targets[row, : len(answer)] = answer
-        inputs = EncoderDecoderInputs(*map(torch.from_numpy, (encoder, mask, decoder)))
-        return self._pinned(inputs, torch.from_numpy(targets), None)
+
+def packed(rows: Sequence[Sequence[np.ndarray]], *, length: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets and where documents begin, (b, T) each, of rows of stored pairs, each a document of its own. What
+    is left of a row is padding, which has no targets."""
+    shape = len(rows), length
+    inputs = np.full(shape, padding, dtype=np.int64)
+    targets = np.full(shape, IGNORED, dtype=np.int64)
+    starts = np.zeros(shape, dtype=bool)
+    starts[:, 0] = True
+    for row, pairs in enumerate(rows):
+        used = 0
+        for tokens in pairs:
+            end, ids = used + len(tokens) - 1, (tokens & ID).astype(np.int64)
+            starts[row, used], inputs[row, used:end] = True, ids[:-1]
+            targets[row, used:end] = np.where(tokens[1:] & LEARNED, ids[1:], IGNORED)
+            used = end
+        starts[row, used : used + 1] = True
+    return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(starts)
 
 
-def _lengths(found: tuple[PairSource, int, bool]) -> tuple[int, int]:
-    source, pair, _ = found
+def padded(
+    pairs: Sequence[PairOfIds], *, shape: tuple[int, int], start: int, padding: int
+) -> tuple[EncoderDecoderInputs, Tensor]:
+    """What an encoder-decoder model reads of pairs, and its targets, (B, T).
+
+    Args:
+        pairs: what the decoder answers to what the encoder reads.
+        shape: (S, T).
+        start: the token that a decoder begins with.
+        padding: the token that fills up.
+    """
+    encoder = np.full((len(pairs), shape[0]), padding, dtype=np.int64)  # (B, S)
+    mask = np.zeros(encoder.shape, dtype=bool)
+    decoder = np.full((len(pairs), shape[1]), padding, dtype=np.int64)  # (B, T)
+    targets = np.full(decoder.shape, IGNORED, dtype=np.int64)
+    decoder[:, 0] = start
+    for row, (prompt, answer, counts) in enumerate(pairs):
+        encoder[row, : len(prompt)], mask[row, : len(prompt)] = prompt, True
+        decoder[row, 1 : len(answer) + 1] = answer[: shape[1] - 1]  # as transformers shifts labels
+        if counts:
+            targets[row, : len(answer)] = answer
+    return EncoderDecoderInputs(*map(torch.from_numpy, (encoder, mask, decoder))), torch.from_numpy(targets)
+
+
+def _lengths(pair_of: tuple[PairSource, int, bool]) -> tuple[int, int]:
+    source, pair, _ = pair_of
     encoder, decoder = source.tokens
     return -(-int(encoder[pair]) // PADDED_TO), int(decoder[pair])
 

@@ -3,14 +3,12 @@
 import datetime
 from collections.abc import Iterator
 
-from recipes.data.config import DataConfig
+from recipes.data.config import ONLY_OF_PAIRS, DataConfig
 from recipes.data.text.sources import is_stdlib
 from recipes.files.reading import user_path
 
 TWO_FIELDS = "prompt_field and answer_field"
 FIELDS = f'{TWO_FIELDS}, or messages_field = "messages"'
-ONLY_OF_PAIRS = ("prompt_prefix", "prompt_suffix", "chat_template", "chat_date", "long_pairs", "answer_length")
-"""Settings that mean nothing without pairs."""
 
 
 def pair_problems(data: DataConfig, *, encoder_decoder: bool) -> Iterator[tuple[str, str]]:

@@ -39,8 +39,6 @@ class Pairing:
     """The token that begins what the decoder of an encoder-decoder model reads."""
     padding: int | None = None
     """The token that fills up; None = the one that ends documents."""
-    run: int = 1
-    """How many pairs in a row an encoder-decoder model gets of similar length: those of a step."""
 
 
 @dataclass(frozen=True)
@@ -272,15 +270,10 @@ class PairSequences(Mixed):
         """Sequences until every pair was read once; smaller sources repeat until then."""
         return self.mixture.available([one.sequences for one in self._own])
 
-    def require(self, first: int, count: int) -> None:
-        """Require the first sequence of every source: everything is there already."""
-        for source in self.sources:
-            source.require(0)
-
     def pairs(self, number: int) -> tuple[PairSource, np.ndarray]:
         """The source of sequence `number`, and which of its pairs it consists of."""
-        (place,), (own,) = self.mixture.place(np.array([number]))
-        return self._own[place], self._own[place].pairs_of(int(own))
+        (index,), (number_there,) = self._places(np.array([number]))
+        return self._own[index], self._own[index].pairs_of(int(number_there))
 
     def beginning(self, count: int) -> list[int]:
         """The last `count` tokens of the first prompt, which is cut where it is too long."""
@@ -297,18 +290,13 @@ class PairSequences(Mixed):
 
     def tokens(self, consumed: int) -> tuple[int, int]:
         """Input tokens without padding in the first `consumed` sequences: of an encoder, and of a decoder."""
-        each = [one.tokens_of(count) for one, count in zip(self._own, self.mixture.consumed(consumed), strict=True)]
+        each = [pairs.tokens_of(count) for pairs, count in zip(self._own, self._counts(consumed), strict=True)]
         return sum(encoder for encoder, _ in each), sum(decoder for _, decoder in each)
 
     def epochs(self, consumed: int) -> dict[str, float | None]:
         """How often each source is read in so many sequences."""
-        counts = self.mixture.consumed(consumed)
-        return {one.source.name: count / one.sequences for one, count in zip(self._own, counts, strict=True)}
-
-    def checksums(self, consumed: int) -> dict[str, str]:
-        """Source -> a checksum of its tokens, for each that the first `consumed` sequences come from."""
-        counts = self.mixture.consumed(consumed)
-        return {one.name: one.shards.checksum(None) for one, count in zip(self.sources, counts, strict=True) if count}
+        counts = zip(self._own, self._counts(consumed), strict=True)
+        return {pairs.source.name: count / pairs.sequences for pairs, count in counts}
 
 
 def pair_sequences(
@@ -317,14 +305,15 @@ def pair_sequences(
     section: DataConfig,
     pairing: Pairing,
     *,
+    run: int,
     log: Callable[[str], None],
 ) -> PairSequences:
-    """The sequences of these sources, which must be complete. Raises UserError for pairs that are
-    too long."""
+    """The sequences of these sources, which must be complete. run: how many pairs in a row an encoder-decoder model
+    gets of similar length: those of a step. Raises UserError for pairs that are too long."""
     answer = section.answer_length if pairing.format.encoder_decoder else None
     length = sources[0].order.sequence_length
     limits = Limits(length, answer, section.long_pairs)
-    opened = [PairSource(one, limits, run=pairing.run, budget=section.bad_row_budget) for one in sources]
+    opened = [PairSource(one, limits, run=run, budget=section.bad_row_budget) for one in sources]
     for one in opened:
         tokens, left = sum(int(part.sum()) for part in one.tokens), one.left_out
         cut = int((one.pairs.cut > 0).sum())

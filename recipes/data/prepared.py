@@ -1,20 +1,36 @@
 """Folders of prepared shards, as a run finds them. Imports no torch."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.data.text.sources import file_size
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
-from recipes.data.tokens.shards import TOKENIZER, TRAIN, Index, array_path, open_index
+from recipes.data.tokens.shards import TOKENIZER, TRAIN, Index, array_path, open_index, read_index
 from recipes.data.tokens.workspace import VERIFY_UP_TO_BYTES, damage
-from recipes.files.reading import whole_text
+from recipes.files.reading import is_remote, user_path, whole_text
 
 
-def matching_index(
-    folder: Path, tokenizer: Tokenizer, validation_fraction: float, *, verify: bool, setting: str
+def prepared_folder(source: str, cache: Path, *, log: Callable[[str], None]) -> Path:
+    """The folder of prepared tokens: of those at a server, a copy in the cache, for which every byte is verified."""
+    if not is_remote(source):
+        return user_path(source)
+    from recipes.files.local_copy import local_copy
+
+    def check(folder: Path) -> None:
+        index = read_index(folder)
+        for shard in index.shards if index else ():
+            if problem := damage(folder, shard):
+                raise UserError(f"data.source: '{source}' is damaged: {problem}; prepare it again")
+
+    return local_copy(source, cache, check=check, log=log)
+
+
+def prepared_index(
+    folder: Path, tokenizer: Tokenizer, validation_fraction: float, *, verify: bool, setting: str, pairs: str = ""
 ) -> Index:
     """The index of prepared shards. Raises UserError if they do not match the recipe or are damaged. verify: compare
-    them with their checksums. setting: names the source in the recipe."""
+    them with their checksums. setting: names the source in the recipe. pairs: as Index.pairs."""
     index = open_index(str(folder))
     if index.tokenizer_fingerprint != tokenizer.fingerprint:
         if beginning := _other_beginning(folder, index, tokenizer):
@@ -33,6 +49,10 @@ def matching_index(
         size += file_size(array_path(folder, shard.number, TRAIN))
         if size <= VERIFY_UP_TO_BYTES and (problem := damage(folder, shard)):
             raise UserError(f"{setting}: '{folder}' is damaged: {problem}; prepare it again")
+    if index.pairs != pairs:
+        from recipes.data.text.pair_format import prepared_otherwise
+
+        raise UserError(f"{setting}: '{folder}' {prepared_otherwise(index.pairs, pairs)}")
     return index
 
 

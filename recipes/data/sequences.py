@@ -92,6 +92,7 @@ class Source:
         problem: Path | None = None,
         read_once: bool = False,
         prepared: bool = False,
+        background: "Background | None" = None,
     ) -> None:
         """Open a source.
 
@@ -103,6 +104,7 @@ class Source:
             problem: file that says why no more tokens will come.
             read_once: cut the row to whole sequences with their targets.
             prepared: whether its tokens were prepared before the run.
+            background: writes the shards; only on the process that started it.
         """
         self.name = name
         self.shards = shards
@@ -111,9 +113,7 @@ class Source:
         """The number of the first sequence, where it continues those of an earlier segment."""
         self._earlier: list[Reading] = []
         self._position: Continuation | None = None
-        self.background: Background | None = None
-        """Writes the shards; only on the process that started it."""
-        self.closed = False
+        self.background, self.closed = background, False
         self._problem, self._read_once = problem, read_once
         self._budget = BadRowBudget(shards.folder, source=name, budget=bad_row_budget)
         self.used_shards = 0
@@ -236,10 +236,40 @@ class Mixed:
         """All segments, when `consumed` sequences of the present one are consumed."""
         return joined((*self.earlier, replace(self._segment, sequences=consumed)))
 
+    def require(self, first: int, count: int) -> None:
+        """Wait until sequences first .. first + count - 1 are known."""
+        counts = zip(self.sources, self._counts(first), self._counts(first + count), strict=True)
+        for source, before, after in counts:
+            if after > before:
+                source.require(after - 1)  # of each source, they come in ascending order
+
+    def checksums(self, consumed: int) -> dict[str, str]:
+        """Source -> a checksum of the tokens that its sequences of all segments come from.
+
+        Waits until they are tokenized. Reads only their part of the last shard.
+        """
+        by_source = {
+            source.name: source.checksum(count)
+            for source, count in zip(self.sources, self._counts(consumed), strict=True)
+        }
+        return {name: checksum for name, checksum in by_source.items() if checksum is not None}
+
     def close(self) -> None:
         """End all waiting, and stop tokenizing."""
         for source in self.sources:
             source.stop()
+
+    def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each sequence, and its number within that source."""
+        places, own = self.mixture.place(numbers)
+        return places, own + np.array([source.offset for source in self.sources])[places]
+
+    def _counts(self, consumed: int) -> list[int]:
+        """How many sequences of each source were consumed at the present length, when `consumed` are of the present
+        segment."""
+        return [
+            source.offset + count for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True)
+        ]
 
 
 class Sequences(Mixed):
@@ -265,13 +295,6 @@ class Sequences(Mixed):
         """Sequences until all existing tokens are read; in a mixture, smaller sources repeat until then."""
         return self.mixture.available([source.sequences for source in self.sources])
 
-    def require(self, first: int, count: int) -> None:
-        """Wait until sequences first .. first + count - 1 are known."""
-        counts = zip(self.sources, self._counts(first), self._counts(first + count), strict=True)
-        for source, before, after in counts:
-            if after > before:
-                source.require(after - 1)  # of each source, they come in ascending order
-
     def rows(self, first: int, count: int) -> np.ndarray:
         """Sequences first .. first + count - 1, which must be known: (count, S + 1) int64."""
         places, numbers = self._places(np.arange(first, first + count))
@@ -285,18 +308,6 @@ class Sequences(Mixed):
                     source.shards.read(start, rows[place, filled : filled + length + 1])
                     filled += length
         return rows
-
-    def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each sequence, and its number within that source."""
-        places, own = self.mixture.place(numbers)
-        return places, own + np.array([source.offset for source in self.sources])[places]
-
-    def _counts(self, consumed: int) -> list[int]:
-        """How many sequences of each source were consumed at the present length, when `consumed` are of the present
-        segment."""
-        return [
-            source.offset + count for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True)
-        ]
 
     def beginning(self, count: int) -> list[int]:
         """The first tokens, at most `count`."""
@@ -323,17 +334,6 @@ class Sequences(Mixed):
         return {
             source.name: read.get(source.name, 0) / source.tokens if source.tokens else None for source in self.sources
         }
-
-    def checksums(self, consumed: int) -> dict[str, str]:
-        """Source -> a checksum of the tokens that its sequences of all segments come from.
-
-        Waits until they are tokenized. Reads only their part of the last shard.
-        """
-        by_source = {
-            source.name: source.checksum(count)
-            for source, count in zip(self.sources, self._counts(consumed), strict=True)
-        }
-        return {name: checksum for name, checksum in by_source.items() if checksum is not None}
 
 
 def require_documents(source: Source, *, fraction: float, held_out: bool, setting: str = "data.source") -> None:

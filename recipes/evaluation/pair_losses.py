@@ -1,21 +1,18 @@
 """Loss on the answers of pairs, each by itself. B pairs, S tokens of the longest prompt, T of the longest answer."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-import torch
 from torch import nn
 
-from models.encoder_decoder import EncoderDecoderInputs
-from models.loss import IGNORED
 from parallel.errors import UserError
 from parallel.mesh import Mesh
 from recipes.data.batches import MicroBatch
-from recipes.data.pair_sequences import Pairing
+from recipes.data.pair_batches import packed, padded
+from recipes.data.pair_sequences import Limits, Pairing, Pairs, fitting
 from recipes.data.text.pair_format import ID, LEARNED, PairEncoder, shortened
-from recipes.data.text.row import Row
+from recipes.data.text.row import LONGEST_ROW, Row
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
 from recipes.evaluation.evaluate import Evaluation
 from recipes.evaluation.losses import finite_loss
@@ -26,16 +23,8 @@ MICRO_BATCHES_SORTED = 32
 ALONE = Row("", 0, 0, "")
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The tokens of a pair, (n,) uint32 as stored; how many of them the encoder reads, which is 0 in a causal model."""
-
-    tokens: np.ndarray
-    prompt: int
-
-    @property
-    def size(self) -> int:
-        return len(self.tokens)
+Pair = tuple[np.ndarray, int]
+"""The tokens of a pair, (n,) uint32 as stored; how many of them the encoder reads, which is 0 in a causal model."""
 
 
 class PairReader:
@@ -44,7 +33,8 @@ class PairReader:
     def __init__(self, texts: Iterable[str], *, tokenizer: Tokenizer, pairing: Pairing, length: int, long: str) -> None:
         """texts: pairs as JSON. length: tokens of a prompt for an encoder, of a whole pair otherwise. long: as
         data.long_pairs. Raises UserError for a chat template that cannot be compiled."""
-        self._texts, self._pairing, self._length, self._long = texts, pairing, length, long
+        self._texts, self._reads_prompts = texts, pairing.format.encoder_decoder
+        self._limits = Limits(length, LONGEST_ROW if self._reads_prompts else None, long)
         self._encoder = PairEncoder(pairing.format, tokenizer)
         self.pairs = self.left_out = self.unusable = 0
 
@@ -54,23 +44,14 @@ class PairReader:
             while together := list(islice(texts, ENCODED_TOGETHER)):
                 rows, stored = self._encoder.encode([ALONE._replace(text=text) for text in together])
                 self.unusable += sum(bool(row.problem) for row in rows)
-                for tokens in stored:
-                    pair = self._fitting(tokens)
-                    self.left_out += pair is None
-                    if pair is not None:
-                        self.pairs += 1
-                        yield pair
-
-    def _fitting(self, tokens: np.ndarray) -> Pair | None:
-        """The pair, cut as a run would cut it; None where it is left out."""
-        first = int(np.flatnonzero(tokens & LEARNED)[0])
-        reads = self._pairing.format.encoder_decoder
-        over = (first if reads else len(tokens) - 1) - self._length
-        if over > 0:
-            if self._long == "leave_out" or over >= first:
-                return None
-            tokens, first = shortened(tokens, over, long=self._long, keeps_end=reads), first - over
-        return Pair(tokens, first if reads else 0)
+                first = np.array([np.flatnonzero(tokens & LEARNED)[0] for tokens in stored], dtype=np.int64)
+                lengths, index = np.array([*map(len, stored)], dtype=np.int64), np.arange(len(stored))
+                pairs, left_out = fitting(Pairs(index, lengths, first, np.zeros_like(index)), self._limits)
+                self.left_out += int(left_out.sum())
+                self.pairs += len(pairs)
+                for number, prompt, cut in zip(pairs.starts, pairs.prompts, pairs.cut, strict=True):
+                    tokens = shortened(stored[number], int(cut), long=self._limits.long, keeps_end=self._reads_prompts)
+                    yield tokens, int(prompt - cut) if self._reads_prompts else 0
 
 
 def evaluate_pairs(
@@ -100,14 +81,14 @@ def evaluate_pairs(
     def micro_batches() -> Iterator[MicroBatch]:
         pairs = iter(reader)
         while window := list(islice(pairs, MICRO_BATCHES_SORTED * together)):
-            window.sort(key=lambda pair: pair.size, reverse=True)
+            window.sort(key=lambda pair: len(pair[0]), reverse=True)
             for begin in range(0, len(window), together):
                 group = window[begin : begin + together]
                 if on_progress is not None:
                     on_progress(*done)
-                    done[0] += sum(int(np.count_nonzero(pair.tokens & LEARNED)) for pair in group)
+                    done[0] += sum(int(np.count_nonzero(tokens & LEARNED)) for tokens, _ in group)
                     done[1] += len(group)
-                yield padded(group[mesh.data_rank :: mesh.data_ranks], pairing)
+                yield micro_batch(group[mesh.data_rank :: mesh.data_ranks], pairing)
 
     nats, targets = finite_loss(model, micro_batches(), mesh=mesh)
     if targets == 0:
@@ -118,28 +99,18 @@ def evaluate_pairs(
     return Evaluation(nats, targets, 0, reader.pairs)
 
 
-def padded(pairs: list[Pair], pairing: Pairing) -> MicroBatch:
+def micro_batch(pairs: list[Pair], pairing: Pairing) -> MicroBatch:
     """A micro-batch of pairs; of none, one token without target: the process still has to run the model.
 
     Attention is causal, so a causal model's tokens do not see the padding behind them.
     """
-    pairs = pairs or [Pair(np.zeros(2, dtype=np.uint32), int(pairing.format.encoder_decoder))]
-    ids = [torch.from_numpy((pair.tokens & ID).astype(np.int64)) for pair in pairs]
-    shape = len(pairs), max(pair.size - (pair.prompt or 1) for pair in pairs)
-    inputs = torch.full(shape, pairing.padding or 0, dtype=torch.int64)  # (B, T)
-    targets = torch.full_like(inputs, IGNORED)
-    prompts = torch.full((len(pairs), max(1, *(pair.prompt for pair in pairs), 1)), pairing.padding or 0)  # (B, S)
-    mask = torch.zeros_like(prompts, dtype=torch.bool)
-    for row, (pair, tokens) in enumerate(zip(pairs, ids, strict=True)):
-        learned = torch.from_numpy((pair.tokens & LEARNED) != 0)
-        if pair.prompt:
-            prompts[row, : pair.prompt], mask[row, : pair.prompt] = tokens[: pair.prompt], True
-            tokens, learned = (
-                torch.cat([tokens.new_tensor([pairing.decoder_start]), tokens[pair.prompt :]]),
-                torch.cat([learned.new_tensor([False]), learned[pair.prompt :]]),
-            )
-        inputs[row, : len(tokens) - 1] = tokens[:-1]
-        targets[row, : len(tokens) - 1] = torch.where(learned[1:], tokens[1:], IGNORED)
+    padding = pairing.padding or 0
     if not pairing.format.encoder_decoder:
+        length = max((len(tokens) - 1 for tokens, _ in pairs), default=1)
+        inputs, targets, _ = packed([[tokens] for tokens, _ in pairs] or [[]], length=length, padding=padding)
         return inputs, targets, None
-    return EncoderDecoderInputs(prompts, mask, inputs), targets, None
+    ids = [((tokens & ID).astype(np.int64), prompt) for tokens, prompt in pairs]
+    texts = [(tokens[:prompt], tokens[prompt:], True) for tokens, prompt in ids]
+    texts = texts or [(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), False)]
+    shape = max(len(prompt) for prompt, _, _ in texts), max(len(answer) for _, answer, _ in texts)
+    return *padded(texts, shape=shape, start=pairing.decoder_start, padding=padding), None

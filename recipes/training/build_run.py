@@ -12,7 +12,8 @@ from models.config import FROM_WEIGHTS
 from parallel.dist import on_main, on_main_first
 from parallel.errors import TemporaryError
 from parallel.mesh import Mesh
-from recipes.data.loader import DataLoader, DataSettings
+from recipes.data.loader import DataLoader
+from recipes.data.open_data import DataSettings
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.atomic import utc_now
 from recipes.files.layout import CHECKPOINTS, LOG_FILE, PROFILE, SAVED

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError, listed
-from recipes.data.text.tokens_beside import SPECIAL_TOKENS, TOKENIZER_CONFIG, end_of, read_beside, with_tokens_beside
+from recipes.data.text.tokens_beside import (
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
+    end_of,
+    read_beside,
+    vocabulary_of,
+    with_tokens_beside,
+)
 from recipes.files.layout import TOKENIZER
 from recipes.files.reading import fault, names_in, whole_text
 
@@ -110,9 +117,7 @@ def read_tokenizer(folder: Path) -> str:
 def token_names(tokenizer: str) -> dict[int, str]:
     """Token id -> token, from the text of a tokenizer.json."""
     content = json.loads(tokenizer)
-    entries = content["model"]["vocab"]  # Unigram models list (token, score) pairs, all others map token to id
-    pairs = ((token, i) for i, (token, _) in enumerate(entries)) if isinstance(entries, list) else entries.items()
-    return {i: token for token, i in pairs} | {
+    return {i: token for token, i in vocabulary_of(content).items()} | {
         added["id"]: added["content"] for added in content.get("added_tokens") or ()
     }
 

@@ -1,26 +1,24 @@
 """Moves weights into models, checkpoints, Hugging Face folders: one tensor at a time, so hosts need little memory."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from models.config import ModelConfig
-from models.hf import beyond_hf
-from models.layout import Layout, Stored, key_of, layout_of
+from models.hf import beyond_hf, layout_of
+from models.layout import Layout, Stored, key_of
 from parallel.errors import UserError
 from parallel.fsdp import plain_name
 from recipes.checkpoint.parameters import StoredParameters, write_parameters
 from recipes.checkpoint.storage import CODES, DTYPES
 from recipes.weights import hf_folder
-from recipes.weights.description import Description, checkpoint_files
+from recipes.weights.description import checkpoint_files
 from recipes.weights.hf_folder import DTYPE_BYTES, Entry, StoredTensors
 from recipes.weights.locate import Weights, find_weights
 from recipes.weights.publish import with_card
@@ -161,53 +159,30 @@ def export_checkpoint(
     if not weights.is_checkpoint:
         raise UserError(f"{checkpoint} is a Hugging Face folder already")
     parameters = StoredParameters(weights.path, weights.model)
-    names = layout_of(weights.model).tensors
-    dtypes = {name: dtype if dtype and not _is_bias(name) else parameters.dtype(name) for name in names}
-    files = _files(weights.model, dtypes, max_bytes)
-    description = with_card(weights.description, weights.path)
-    _write(folder, files, parameters.read, description, replace=replace)
-
-
-def _files(model: ModelConfig, dtypes: Mapping[str, torch.dtype], max_bytes: int) -> dict[str, list[Entry]]:
-    if problem := beyond_hf(model):
+    if problem := beyond_hf(weights.model):
         raise UserError(f"the model cannot be a Hugging Face folder: {problem}; it stays in its checkpoints")
-    entries = [
-        Entry(how.name, CODES[dtypes[name]], how.shape[::-1] if how.transposed else how.shape)
-        for name, _, how in layout_of(model).pieces()
-    ]
-    return hf_folder.plan_files(entries, max_bytes=max_bytes)
-
-
-def _write(
-    folder: Path,
-    files: Mapping[str, list[Entry]],
-    read: Callable[[str], Tensor],
-    description: Description,
-    *,
-    replace: bool,
-) -> None:
-    ours = {how.name: (name, index, how) for name, index, how in layout_of(description.model).pieces()}
-    types = {entry.dtype for entries in files.values() for entry in entries if not _is_bias(ours[entry.name][0])}
-    widest = max(types, key=lambda code: DTYPE_BYTES[code])
-    read = lru_cache(maxsize=1)(read)  # once for all experts of a layer
+    stored_as: dict[Entry, tuple[str, int | None, Stored]] = {}
+    for name, index, how in layout_of(weights.model).pieces():
+        code = CODES[dtype if dtype and not _is_bias(name) else parameters.dtype(name)]
+        stored_as[Entry(how.name, code, how.shape[::-1] if how.transposed else how.shape)] = name, index, how
+    files = hf_folder.plan_files([*stored_as], max_bytes=max_bytes)
+    types = {entry.dtype for entry, (name, _, _) in stored_as.items() if not _is_bias(name)}
+    widest = DTYPES[max(types, key=lambda code: DTYPE_BYTES[code])]
+    description = with_card(weights.description, weights.path)
+    read = lru_cache(maxsize=1)(parameters.read)  # once for all experts of a layer
     with hf_folder.new_folder(folder, replace=replace) as place:
         for file, entries in files.items():
             with (place / file).open("wb") as stream:
                 hf_folder.write_header(stream, entries)
                 for entry in entries:
-                    name, index, how = ours[entry.name]
+                    name, index, how = stored_as[entry]
                     values = read(name) if index is None else read(name)[index]
-                    _write_values(stream, _flipped(values, how), DTYPES[entry.dtype])
+                    for piece in _flipped(values, how).contiguous().flatten().split(PIECE):
+                        stream.write(piece.cpu().to(DTYPES[entry.dtype]).view(torch.uint8).numpy())
         hf_folder.write_index(place, files)
-        dtype = str(DTYPES[widest]).removeprefix("torch.")
-        hf_folder.write_description(place, description, dtype=dtype)
+        hf_folder.write_description(place, description, dtype=str(widest).removeprefix("torch."))
 
 
 def _is_bias(name: str) -> bool:
     """Whether this is a router's, which stays in float32: in bfloat16, steps of it would be lost."""
     return name.startswith("routers.") and name.endswith(".bias")
-
-
-def _write_values(stream: BinaryIO, values: Tensor, dtype: torch.dtype) -> None:
-    for piece in values.contiguous().flatten().split(PIECE):
-        stream.write(piece.cpu().to(dtype).view(torch.uint8).numpy())

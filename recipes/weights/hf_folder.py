@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from models.config import ModelConfig, TextFacts
-from models.hf import config_to_hf
+from models.hf import config_to_hf, layout_of
 from models.hf_config import config_to_transformers, read_model
-from models.layout import key_of, layout_of
+from models.layout import key_of
 from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.data.text.tokens_beside import TOKENIZER_CONFIG, without_mark
@@ -226,15 +226,11 @@ def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
     instead = f"; the folder has {_some(others)}" if others else ""
     if others and not any(name.endswith(".safetensors") for name in others):
         instead += ". Loading such files can run code, so they are never read; let transformers write safetensors:"
-        instead += f' {_head_class(folder)}.from_pretrained("{folder}").save_pretrained("{folder.name}-safetensors")'
+        classes = _read_json(folder / HF_CONFIG).get("architectures")
+        name = classes[0] if isinstance(classes, list) and classes else "AutoModelForCausalLM"
+        instead += f' {name}.from_pretrained("{folder}").save_pretrained("{folder.name}-safetensors")'
     problems.append(f"{SINGLE} and {INDEX} are missing{instead}")
     return []
-
-
-def _head_class(folder: Path) -> str:
-    """The class of transformers that config.json names."""
-    classes = _read_json(folder / HF_CONFIG).get("architectures")
-    return str(classes[0]) if isinstance(classes, list) and classes else "AutoModelForCausalLM"
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:
@@ -251,36 +247,30 @@ def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     real = Path(os.path.realpath(folder))  # a link stays a link: its target is written, on the target's disk
     partial, old = (real.parent / f".{word}-{real.name}" for word in ("partial", "old"))
-    with _failures(folder), written_alone(real):
-        if real.exists() and not (real.is_dir() and (replace or not any(real.iterdir()))):
-            raise UserError(f"{folder} already exists; give another name, or delete it")
-        if os.path.ismount(real):
-            raise UserError(f"{folder} is a mount point, which cannot be renamed; give a folder in it")
-        for left_over in (partial, old):  # of a killed process
-            if left_over.exists():
-                shutil.rmtree(left_over)
-        partial.mkdir(parents=True)
-        try:
-            yield partial
-            if replace and real.is_dir() and any(real.iterdir()):
-                os.rename(real, old)
-            try:
-                os.rename(partial, real)  # also over an empty folder
-            except OSError:
-                if old.exists():
-                    os.rename(old, real)
-                raise
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def _failures(folder: Path) -> Iterator[None]:
-    """Inside, errors of the system are raised as UserErrors."""
     try:
-        yield
+        with written_alone(real):
+            if real.exists() and not (real.is_dir() and (replace or not any(real.iterdir()))):
+                raise UserError(f"{folder} already exists; give another name, or delete it")
+            if os.path.ismount(real):
+                raise UserError(f"{folder} is a mount point, which cannot be renamed; give a folder in it")
+            for left_over in (partial, old):  # of a killed process
+                if left_over.exists():
+                    shutil.rmtree(left_over)
+            partial.mkdir(parents=True)
+            try:
+                yield partial
+                if replace and real.is_dir() and any(real.iterdir()):
+                    os.rename(real, old)
+                try:
+                    os.rename(partial, real)  # also over an empty folder
+                except OSError:
+                    if old.exists():
+                        os.rename(old, real)
+                    raise
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         kind = TemporaryError if may_pass(error) else UserError
         raise kind(f"{folder} cannot be written: {error}") from error

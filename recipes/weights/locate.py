@@ -100,7 +100,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """What a run starts from: located on the disk at the first find(), and remembered."""
+    """What a run starts from: located on the disk once, and remembered."""
 
     weights: str
     """The value of model.weights."""
@@ -110,10 +110,8 @@ class InitialWeights:
     """The value of model.config."""
 
     def find(self) -> Weights:
-        """What initial_weights() returns; raises the same UserError at each call."""
-        if isinstance(self._found, UserError):
-            raise self._found
-        return self._found
+        """What initial_weights() returns. Raises UserError as it does."""
+        return self._located
 
     def model(self) -> ModelConfig:
         """The model of the weights or, where there are none yet, of the config. Raises UserError."""
@@ -135,25 +133,17 @@ class InitialWeights:
 
     def configured(self) -> ModelConfig:
         """The model of the config, whatever the run's checkpoints hold. Raises UserError."""
-        if isinstance(self._configured, UserError):
-            raise self._configured
         return self._configured
 
     @cached_property
-    def _configured(self) -> ModelConfig | UserError:
+    def _configured(self) -> ModelConfig:
         from recipes.weights.hf_folder import config_file, read_config
 
-        try:
-            return read_config(config_file(self.config))[0]
-        except UserError as error:
-            return error
+        return read_config(config_file(self.config))[0]
 
     @cached_property
-    def _found(self) -> Weights | UserError:
-        try:
-            return initial_weights(self.weights, self.run_folder)
-        except UserError as error:
-            return error
+    def _located(self) -> Weights:
+        return initial_weights(self.weights, self.run_folder)
 
 
 def initial_weights(weights: str, run_folder: Path) -> Weights:

@@ -8,7 +8,6 @@ import torch
 
 from models.attention import attend, rope_tables, rotate
 from models.decoder import Decoder
-from models.loss import IGNORED, cross_entropy_sum
 from models.sizes import SIZES
 
 SMALL = replace(SIZES["smollm3_debug"], vocabulary=97)
@@ -67,61 +66,6 @@ def test_grouped_query_attention_equals_the_formula() -> None:
     scores.masked_fill_(torch.ones(7, 7).triu(1).bool(), -math.inf)
     expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
     torch.testing.assert_close(attend(query, key, value), expected)
-
-
-def test_the_loss_is_the_sum_over_targets_that_are_not_ignored() -> None:
-    logits, targets = torch.randn(2, 5, 11), torch.randint(0, 11, (2, 5))
-    targets[0, 1] = targets[1, 4] = IGNORED
-    log_probabilities = logits.log_softmax(-1)
-    expected = -sum(
-        log_probabilities[b, t, targets[b, t]] for b in range(2) for t in range(5) if targets[b, t] != IGNORED
-    )
-    torch.testing.assert_close(cross_entropy_sum(logits, targets), expected)
-
-
-def test_the_initial_loss_is_close_to_that_of_a_uniform_guess() -> None:
-    model, x = build(), tokens(8, 64)
-    loss = model(x, x.roll(-1, 1)) / x.numel()
-    assert abs(loss.item() - math.log(97)) < 0.15  # the logits are not quite equal
-
-
-def test_a_token_does_not_attend_to_later_tokens() -> None:
-    model, x = build(), tokens()
-    changed = x.clone()
-    changed[:, 7:] = 0
-    with torch.no_grad():
-        torch.testing.assert_close(model(x)[:, :7], model(changed)[:, :7])
-        assert not torch.allclose(model(x)[:, 7:], model(changed)[:, 7:])
-
-
-@pytest.mark.parametrize(("layers_without", "same_logits"), [((), False), ((0,), True)], ids=["RoPE", "no RoPE"])
-def test_one_layer_sees_the_order_of_earlier_tokens_only_with_rope(
-    layers_without: tuple[int, ...], same_logits: bool
-) -> None:
-    model = build(replace(SMALL, layers=1, no_rope_every=0, no_rope_layers=layers_without))
-    x = tokens(1, 6)
-    swapped = x.clone()
-    swapped[0, [1, 3]] = x[0, [3, 1]]
-    with torch.no_grad():
-        same = torch.allclose(model(x)[0, -1], model(swapped)[0, -1], atol=1e-6)
-    assert same == same_logits
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_only_an_untied_model_has_a_separate_output_matrix(tied: bool) -> None:
-    assert ("lm_head.weight" in build(replace(SMALL, tied_embeddings=tied)).state_dict()) == (not tied)
-
-
-def test_a_tied_embedding_gets_gradients_from_the_output_projection_too() -> None:
-    model, x = build(), tokens()
-    model(x, x).backward()
-    unused = [row for row in range(97) if row not in set(x.flatten().tolist())]
-    assert model.embedding.weight.grad[unused].abs().sum() > 0
-
-
-def test_head_width_may_differ_from_width_over_heads() -> None:
-    model = build(replace(SMALL, head_width=48, key_value_heads=1))
-    assert model(tokens()).shape == (2, 12, 97)
 
 
 def test_projections_into_the_residual_stream_are_initialized_smaller() -> None:

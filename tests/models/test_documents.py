@@ -62,22 +62,6 @@ BATCH = [
 # Where documents are
 
 
-def test_positions_and_lengths_restart_after_every_end_of_document() -> None:
-    tokens = torch.tensor([[5, END, 6, 7, END, END, 8, END], [END, 1, 2, 3, 4, 5, 6, 7]])
-    documents = documents_of(tokens)
-    assert documents.positions.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
-    assert documents.cumulative_lengths.tolist() == [0, 2, 5, 6, 8, 9] + [16] * (SMALLEST_LENGTHS + 1 - 6)
-    assert documents.cumulative_lengths.dtype == torch.int32
-    assert documents.squared_lengths == 4 + 9 + 1 + 4 + 1 + 49
-
-
-def test_a_row_without_an_end_of_document_is_one_document() -> None:
-    documents = documents_of(packed([24], [24]))
-    assert documents.positions.tolist() == [list(range(24))] * 2
-    assert documents.cumulative_lengths[:3].tolist() == [0, 24, 48]
-    assert documents.squared_lengths == 2 * 24**2
-
-
 @pytest.mark.parametrize("end_share", [0.0, 0.02, 0.2, 1.0])
 def test_positions_lengths_and_mask_equal_those_found_token_by_token(end_share: float) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -185,22 +169,6 @@ def test_changing_one_document_changes_no_bit_of_the_others(config: ModelConfig)
     same[1, 7:19] = same[4, :23] = False
     assert torch.equal(before[same], after[same])
     assert (before[~same] != after[~same]).any(-1).all()
-
-
-def test_rows_of_one_document_equal_rows_without_documents() -> None:
-    model, tokens = build(SMOLLM3), packed([24], [24])
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens, documents=documents_of(tokens)), model(tokens))
-
-
-def test_the_losses_of_micro_batches_add_up_to_that_of_the_batch() -> None:
-    model, (tokens, targets) = build(SMOLLM3), batch()
-    whole = model(tokens, targets, documents=documents_of(tokens)).detach()
-    parts = [
-        model(rows, row_targets, documents=documents_of(rows)).detach()
-        for rows, row_targets in zip(tokens.split(2), targets.split(2), strict=True)
-    ]
-    torch.testing.assert_close(sum(parts), whole)
 
 
 def test_a_cache_together_with_documents_is_refused() -> None:

@@ -4,7 +4,7 @@ from math import prod
 
 import numpy
 
-from models.layout import layout_of
+from models.hf import layout_of
 from models.sizes import SIZES
 from recipes.checkpoint.manifest import (
     BLOCK_BYTES,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.data.text.tokenizer_loading import load_tokenizer
+from recipes.data.text.tokenizer import load_tokenizer
 from tests.commands import Command, run_command
 from tests.processes import until_the_terminal_closes
 

@@ -9,6 +9,7 @@ import xxhash
 
 from parallel.errors import TemporaryError, UserError
 from recipes.data.text.tokenizer import Tokenizer, stored_text, text_library
+from recipes.data.text.tokens_beside import vocabulary_of
 
 # Llama 3 and SmolLM3, Gemma (where <s> is HTML), Llama 2 and Mistral, Cohere, others: looked for where the
 # post-processor adds none.
@@ -60,9 +61,7 @@ def _beginning(content: dict[str, Any]) -> tuple[str, int]:
     if first := added_beginning(content):
         return first
     ids = {added["content"]: added["id"] for added in content.get("added_tokens") or ()}
-    vocabulary = content["model"]["vocab"]
-    if isinstance(vocabulary, list):  # of Unigram models
-        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    vocabulary = vocabulary_of(content)
     for name in NAMES:
         if (number := ids.get(name, vocabulary.get(name))) is not None:
             return name, number

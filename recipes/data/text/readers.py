@@ -4,9 +4,9 @@ in memory; of parquet, one batch of rows. Imports no torch."""
 
 import json
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from recipes.data.text.row import (
     AUTO,
@@ -28,12 +28,11 @@ from recipes.data.text.row import (
     text_of,
 )
 
-# JSON nested deeper is a bad row. Python's parser itself would stop at 1000 minus the depth of the call stack.
-DEEPEST_NESTING = 500
-
 ARRAY = "if it is one JSON array, write a line for each item: jq -c '.[]' OLD > NEW.jsonl"
 # About the length of a web page. Counted as one row, a lost file of a million rows would equal one broken line.
 BYTES_PER_LOST_ROW = 4096
+# Bytes of text per compressed byte of gzip or zstd: C4's English part is 806 GB of text in 305 GB of .json.gz.
+COMPRESSION_RATIO = 3
 
 
 def read_file(path: File, *, text_field: Fields, start: Place, size: int, rule: TextRule = AUTO) -> Rows:
@@ -71,34 +70,27 @@ def _open_text(path: File) -> IO[bytes]:
     """The text of a file, decompressed if need be. Opening and reading raise one of BROKEN."""
     if not is_compressed(path):
         return path.open("rb")
-    from recipes.data.text.compressed import open_compressed
+    from recipes.data.text.compressed import CompressedText
 
-    return open_compressed(path)
+    return CompressedText(path)
 
 
 def _rows_after(path: File, place: Place, size: int) -> int:
     """An estimate, at least 1, of the rows after a place where a file cannot be read further: as long as the rows
     before, or BYTES_PER_LOST_ROW if there are none."""
-    if is_compressed(path):
-        from recipes.data.text.compressed import COMPRESSION_RATIO, before_the_break
-
-        lines, broken_at = before_the_break(path, size)
-        if lines:
-            return max(1, lines - place.number + (size - broken_at) * lines // broken_at)
-        size *= COMPRESSION_RATIO
     if place.number and place.offset:
         return max(1, (size - place.offset) * place.number // place.offset)
-    return max(1, size // BYTES_PER_LOST_ROW)
+    return max(1, size * (COMPRESSION_RATIO if is_compressed(path) else 1) // BYTES_PER_LOST_ROW)
 
 
 def _reader(path: File, *, text_field: Fields, start: Place, rule: TextRule) -> Rows:
     name = path.name.lower()
     if name.endswith(".parquet"):
-        from recipes.data.text.parquet import parquet
+        from recipes.data.text.tables import parquet
 
         return parquet(path, text_field=text_field, start=start)
     if name.endswith(".csv"):
-        from recipes.data.text.csv_rows import csv_rows
+        from recipes.data.text.tables import csv_rows
 
         return csv_rows(path, text_field=text_field, start=start)
     if name.endswith(".txt"):
@@ -129,7 +121,7 @@ def _json_lines(path: File, *, text_field: Fields, start: Place) -> Rows:
             stream.seek(offset)
         for line, size in lines:
             number += 1
-            offset += size
+            offset = getattr(stream, "place", offset + size)  # compressed bytes, if it is compressed
             if line is None:
                 problem = f"too long: a line of {size} bytes, more than {LONGEST_ROW}"
                 yield Row("", file, number, problem), Place(file, number, offset)
@@ -175,26 +167,14 @@ def _text_of(line: bytes | bytearray, text_field: Fields) -> tuple[str, str]:
         return "", problem
     try:
         row = json.loads(content)
-        if _is_nested_deeper(row):
-            raise RecursionError
     except json.JSONDecodeError as error:
         hint = f"; {ARRAY}" if content.startswith("[") else ""
         return "", f"not JSON: {error.msg} (character {error.pos + 1}){hint}"
     except RecursionError:
-        return "", f"not JSON: nested deeper than {DEEPEST_NESTING} levels"
+        return "", "not JSON: nested too deeply"
     except ValueError as error:  # a number with thousands of digits
         return "", f"not JSON: {reason(error)}"
     if not isinstance(row, dict):
         hint = f"; {ARRAY}" if isinstance(row, list) else ""
         return "", f"not a JSON object: {type(row).__name__}{hint}"
     return text_of(row, text_field)
-
-
-def _is_nested_deeper(value: Any) -> bool:
-    level: list[Any] = [[value]]
-    for _ in range(DEEPEST_NESTING + 1):
-        values = chain.from_iterable(item.values() if isinstance(item, dict) else item for item in level)
-        level = [item for item in values if isinstance(item, (dict, list))]
-        if not level:
-            return False
-    return True

@@ -2,7 +2,7 @@
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -61,7 +61,7 @@ class Place(NamedTuple):
     number: int = 0
     """Number of the last row before it; 0 = the start of the file."""
     offset: int = 0
-    """Bytes before it, in formats that can seek."""
+    """Bytes of the file before it, in formats that have them; of compressed ones, about."""
 
 
 Rows = Iterator[tuple[Row, Place]]
@@ -79,6 +79,8 @@ class RowFormat(Protocol):
     @property
     def setting(self) -> str: ...
     def text_of(self, row: Mapping[str, Any]) -> tuple[str, str]: ...
+    def require_rows(self, files: Sequence[str]) -> None: ...
+    def words_of(self, text: str) -> str: ...
 
 
 Fields: TypeAlias = "str | RowFormat"

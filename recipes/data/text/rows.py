@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallel.errors import UserError
 from recipes.data.text.plain_text import text_rule
 from recipes.data.text.readers import read_file
-from recipes.data.text.row import Place, Row, Rows, unit
+from recipes.data.text.row import Fields, Place, Row, Rows, unit
 from recipes.data.text.sources import file_size, find_files, is_hub, source_problem
-
-if TYPE_CHECKING:
-    from recipes.data.text.pair_format import PairFields
 
 # A source is refused if the first rows of its first files lack the text field.
 PROBED_FILES, PROBED_ROWS = 16, 16
@@ -52,7 +49,7 @@ class RowStream(Iterator[Row]):
 def open_rows(
     source: str,
     *,
-    text_field: "PairFields",
+    text_field: Fields,
     text_documents: str = "auto",
     cursor: dict[str, Any] | None = None,
     begin: Place = START,
@@ -94,7 +91,7 @@ def open_rows(
     return RowStream(rows(), files=names, start=start)
 
 
-def first_problem(source: str, *, text_field: "PairFields", text_documents: str) -> str:
+def first_problem(source: str, *, text_field: Fields, text_documents: str) -> str:
     """What is wrong with the first row of a source of files; "" if nothing is. Raises UserError if it has no rows, or
     none with a text field at its beginning."""
     rows = open_rows(source, text_field=text_field, text_documents=text_documents)
@@ -128,7 +125,7 @@ def _refuse_wrong_field(rows: RowStream, setting: str, wanted: str) -> None:
 
 
 def readable_documents(
-    source: str, *, text_field: "PairFields", text_documents: str = "auto", characters: int = SAMPLED_CHARACTERS
+    source: str, *, text_field: Fields, text_documents: str = "auto", characters: int = SAMPLED_CHARACTERS
 ) -> Iterator[str]:
     """The documents of a source, always in the same order, without bad and empty rows, until so many characters. Raises
     UserError for a bad source, and if there is no text at all."""

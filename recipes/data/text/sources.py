@@ -112,6 +112,10 @@ def fingerprint(source: str, *, text_field: "Fields", text_documents: str = "aut
     dataset is identified by its commit. Raises UserError for a bad source, or if the hub does not answer."""
     if problem := source_problem(source):
         raise UserError(f"data.source: {problem}")
+    return patiently(lambda: _fingerprint(source, text_field, text_documents))
+
+
+def _fingerprint(source: str, text_field: "Fields", text_documents: str) -> str:
     if not is_hub(source):
         files = find_files(source)
         has_rows = any(_suffix(file, source) not in (".txt", None) for file in files)  # None: Python sources
@@ -214,12 +218,8 @@ def describe(source: str) -> str:
     return f"{len(files):,} files with {sum(file.stat().st_size for file in files):,} bytes"
 
 
-def _identity(settings: tuple[object, ...], files: list[Path], *, root: Path) -> str:
+def _identity(settings: tuple[object, ...], files: Sequence[Path], *, root: Path) -> str:
     """Raises UserError for a file that cannot be read, TemporaryError if that may pass."""
-    return patiently(lambda: _identity_now(settings, files, root))
-
-
-def _identity_now(settings: tuple[object, ...], files: list[Path], root: Path) -> str:
     identity = xxhash.xxh3_128(repr(settings).encode())
     file = root
     try:

@@ -3,6 +3,7 @@ that ends texts. It is written into the text, which alone is kept with tokens an
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,15 +74,21 @@ def _with_end(text: str, end: str) -> str:
     if not end:
         return text
     content = json.loads(text)
-    model, added = content.get("model"), {token["content"]: token for token in content.get("added_tokens") or ()}
-    words = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(words, dict):  # Unigram models have (token, score) pairs
-        words = {pair[0]: 0 for pair in words or () if isinstance(pair, list) and pair}
+    added, words = {token["content"]: token for token in content.get("added_tokens") or ()}, dict[str, int]()
+    with suppress(ValueError, TypeError, KeyError, AttributeError):  # whoever reads it says so
+        words = vocabulary_of(content)
     usual = next((name for name in (*CERTAIN_ENDS, *OTHER_ENDS) if name in added or name in words), None)
     if end not in added or usual == end or usual in CERTAIN_ENDS:
         return text
     added[end][ENDS] = True
     return json.dumps(content, ensure_ascii=False)
+
+
+def vocabulary_of(content: Mapping[str, Any]) -> dict[str, int]:
+    """Token -> id of the model in a tokenizer.json, without added tokens. Raises KeyError, TypeError or ValueError for
+    anything else."""
+    entries = content["model"]["vocab"]  # Unigram models list (token, score) pairs, all others map token to id
+    return {token: number for number, (token, _) in enumerate(entries)} if isinstance(entries, list) else dict(entries)
 
 
 def without_mark(text: str) -> str:

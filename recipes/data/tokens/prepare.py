@@ -2,28 +2,47 @@
 batch is read and the previous written. Where batches and shards end depends only on the text, so the bytes are the same
 for any number of cores and interruptions. Interrupted work continues after the last whole shard. Imports no torch."""
 
+import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TextIO, TypeAlias
 
 import numpy as np
+import xxhash
 
 from parallel.errors import UserError
-from recipes.data.text.row import Row
+from recipes.data.text.row import UNREADABLE, Row
 from recipes.data.text.rows import START, RowStream, open_rows
 from recipes.data.text.sources import document_hash, is_hub, require_unchanged
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
 from recipes.data.tokens.parts import ALL, Part, ends_of, place_of, require_intact, require_same_files, whole_parts
-from recipes.data.tokens.shard_writer import ShardWriter, held_out_below, publish_index, publish_shard
-from recipes.data.tokens.shards import DOCUMENT, DOCUMENTS, TRAIN, VALIDATION, Shard, read_index, token_type
-from recipes.data.tokens.workspace import Pieces, Preparation, alone, claimed, whole_shards
+from recipes.data.tokens.shards import (
+    ARRAYS,
+    DOCUMENT,
+    DOCUMENTS,
+    FORMAT_VERSION,
+    INDEX,
+    TRAIN,
+    VALIDATION,
+    Index,
+    Shard,
+    array_path,
+    bad_rows_path,
+    read_index,
+    read_shard,
+    shard_path,
+    token_type,
+)
+from recipes.data.tokens.workspace import Pieces, Preparation, alone, claimed, publish, whole_shards
 
 # Batches tokenized at a time: the second keeps the cores busy while the first runs out of documents.
 IN_FLIGHT = 2
+HASHES = 2**64
+"""Documents have hashes below this; those below the held-out share of it are held out."""
 # More characters than this many batches hold are tokenized alone: a token takes about a hundred bytes meanwhile.
 LARGE_BATCHES = 4
 
@@ -53,8 +72,8 @@ def write_shards(
     with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json) as unfinished:
         begins, ends = ends_of(folder, work, part=part, unfinished=unfinished)
         shards = whole_shards(folder, first=part.first, keep_unread=keep_unread)
-        if shards and shards[-1].last and (index := read_index(folder)) is not None:
-            check(index.shards)
+        if shards and shards[-1].last and (whole := read_index(folder)) is not None:
+            check(whole.shards)
             return
         there = len(shards)
         rows = open_rows(
@@ -82,7 +101,15 @@ def write_shards(
         with alone(folder):  # else two parts that end at once may both miss the other
             if (everything := shards if part == ALL else whole_parts(folder)) is not None:
                 check(everything)
-                publish_index(folder, work, files=rows.files, shards=everything, part=unfinished)
+                publish(unfinished, folder / INDEX, _index(work, rows.files, everything).json())
+
+
+def _index(work: Preparation, files: Sequence[str], shards: Sequence[Shard]) -> Index:
+    pairs = "" if isinstance(work.text_field, str) else work.text_field.summary
+    fingerprints = work.source_fingerprint, work.tokenizer.fingerprint
+    return Index(
+        FORMAT_VERSION, work.source, *fingerprints, work.validation_fraction, tuple(files), tuple(shards), pairs
+    )
 
 
 @dataclass(frozen=True)
@@ -105,18 +132,22 @@ def tokenized(
     batches: each with its cursor. encode: from encoder()."""
     waiting: deque[tuple[list[Row], Any, Future[tuple[list[Row], list[np.ndarray]]]]] = deque()
     most = LARGE_BATCHES * pieces.batch_characters
+
+    def first() -> Batch:
+        _, after, encoded = waiting.popleft()
+        return Batch(*encoded.result(), after, last=False)
+
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="tokenizer") as pool:
         for batch, cursor in batches:
             while waiting and sum(_characters(group) for group in (batch, *(group for group, *_ in waiting))) > most:
-                _, cursor_after, found = waiting.popleft()
-                yield Batch(*found.result(), cursor_after, last=False)
+                yield first()
             waiting.append((batch, cursor, pool.submit(encode, batch)))
             if len(waiting) > IN_FLIGHT:
-                _, cursor_after, found = waiting.popleft()
-                yield Batch(*found.result(), cursor_after, last=False)
-        while waiting:
-            _, cursor_after, found = waiting.popleft()
-            yield Batch(*found.result(), cursor_after, last=not waiting)
+                yield first()
+        while len(waiting) > 1:
+            yield first()
+        if waiting:
+            yield replace(first(), last=True)
 
 
 def encoder(work: Preparation, *, where: Callable[[Row], str]) -> Encoder:
@@ -184,39 +215,140 @@ def _write_shard(
     read: slice,
     into: Path,
 ) -> Shard:
-    """Write the next shard, from as many batches as it takes. files: names of the source's files. read: those from
-    which it and the later ones come. into: folder for the shard's unfinished files."""
+    """Write the next shard, from as many batches as it takes. Returns the one that is there: a faster process may have
+    made it. Raises UserError if that holds other tokens.
+
+    files: names of the source's files. read: those from which it and the later ones come. into: folder for the shard's
+    unfinished files."""
     target = work.pieces.shard_tokens(number)
     with closing(ShardWriter(into, work, files)) as writer:
         for batch in batches:
-            _add(batch, writer, held_out_below=held_out_below(work.validation_fraction))
+            writer.add(batch)
             if batch.last or writer.tokens >= target or writer.rows >= work.pieces.shard_rows:
                 break
-        shard = writer.finish(cursor=batch.cursor, last=batch.last)
+        shard = writer.finish(number, cursor=batch.cursor, last=batch.last)
     # The files that its rows came from. For a dataset in a folder that may be any; the last shard includes empty files.
     behind = read.stop if shard.last else shard.cursor["file"] + 1
     require_unchanged([*work.states] if is_hub(work.source) else files[read.start : behind], work.states)
-    return publish_shard(folder, number, shard, into, source=work.source)
+    with alone(folder):
+        if (there := read_shard(folder, number)) is not None:  # of a faster process; a run may use it
+            if there.checksums != shard.checksums:
+                raise UserError(
+                    f"data.source: another process made different tokens of {work.source!r}: one of the two could"
+                    " not read a file; start again"
+                )
+            return there
+        # The arrays first, and last the description, without which the shard does not exist.
+        for kind in ARRAYS:
+            (into / kind).replace(array_path(folder, number, kind))
+        if shard.bad:
+            (into / "bad").replace(bad_rows_path(folder, number))
+        publish(into, shard_path(folder, number), json.dumps(shard.stored))
+    return shard
 
 
-def _add(batch: Batch, writer: ShardWriter, *, held_out_below: int) -> None:
-    train, validation, records, hashes = [], [], [], []
-    end, empty = writer.train, 0
-    documents = iter(batch.documents)
-    for row in batch.rows:
-        if row.problem:
-            writer.note(row)
-        elif not row.has_text:
-            empty += 1
-        else:
-            tokens = next(documents)
-            # A document's text alone decides whether it is held out, so its copies are treated alike.
-            hashes.append(document_hash(row.text))
-            if hashes[-1] < held_out_below:
-                validation.append(tokens)
+class ShardWriter:
+    """The files of one shard while it is written."""
+
+    def __init__(self, part: Path, work: Preparation, files: Sequence[str]) -> None:
+        """part: folder for unfinished files. files: names of the source's files."""
+        tokens = token_type(work.tokenizer.vocabulary if isinstance(work.text_field, str) else 2**32)  # pairs have bits
+        types = {TRAIN: tokens, VALIDATION: tokens, DOCUMENTS: DOCUMENT}
+        self._files = {kind: ArrayWriter((part / kind).open("wb"), dtype) for kind, dtype in types.items()}
+        self._bad_file: TextIO = (part / "bad").open("w", encoding="utf-8")
+        self._names, self._held_out_below = files, int(work.validation_fraction * HASHES)
+        self._held_out = self._empty = self._bad = 0
+        self._unread = False
+        self._lowest, self._highest = 1.0, 0.0
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._bad_file.close()
+
+    @property
+    def tokens(self) -> int:
+        return self._files[TRAIN].length + self._files[VALIDATION].length
+
+    @property
+    def rows(self) -> int:
+        return self._files[DOCUMENTS].length + self._held_out + self._empty + self._bad
+
+    def add(self, batch: Batch) -> None:
+        """Append rows, the bad ones to the list."""
+        train, validation, records, end = [], [], [], self._files[TRAIN].length
+        documents = iter(batch.documents)
+        for row in batch.rows:
+            if row.problem:
+                self._bad += row.lost
+                self._unread |= row.kind == UNREADABLE
+                where = {"file": self._names[row.file], "row": row.number, "reason": row.problem}
+                self._bad_file.write(json.dumps(where) + "\n")
+            elif not row.has_text:
+                self._empty += 1
             else:
-                train.append(tokens)
-                end += len(tokens)
-                records.append((end, row.file, row.number))
-    arrays = {TRAIN: train, VALIDATION: validation, DOCUMENTS: [np.array(records, dtype=DOCUMENT)]}
-    writer.extend(arrays, held_out=len(validation), empty=empty, hashes=hashes)
+                tokens, number = next(documents), document_hash(row.text)
+                self._lowest, self._highest = min(self._lowest, number / HASHES), max(self._highest, number / HASHES)
+                # A document's text alone decides whether it is held out, so its copies are treated alike.
+                if number < self._held_out_below:
+                    validation.append(tokens)
+                else:
+                    train.append(tokens)
+                    end += len(tokens)
+                    records.append((end, row.file, row.number))
+        self._held_out += len(validation)
+        arrays = {TRAIN: train, VALIDATION: validation, DOCUMENTS: [np.array(records, dtype=DOCUMENT)]}
+        for kind, of_kind in arrays.items():
+            self._files[kind].extend(of_kind)
+
+    def finish(self, number: int, *, cursor: Any, last: bool) -> Shard:
+        """Finish the files. Returns what the shard holds. cursor, last: where the source continues, if it does."""
+        checksums = {kind: file.finish() for kind, file in self._files.items()}
+        return Shard(
+            train=self._files[TRAIN].length,
+            validation=self._files[VALIDATION].length,
+            documents=self._files[DOCUMENTS].length,
+            held_out=self._held_out,
+            empty=self._empty,
+            bad=self._bad,
+            lowest=self._lowest,
+            highest=self._highest,
+            cursor=cursor,
+            last=last,
+            unread=self._unread,
+            checksums=checksums,
+            number=number,
+        )
+
+
+class ArrayWriter:
+    """A one-dimensional .npy file that grows."""
+
+    def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
+        self.length = 0
+        self._file = file
+        self._dtype = dtype
+        self._checksum = xxhash.xxh3_64()
+        self._header_size = self._write_header()
+
+    def extend(self, arrays: Sequence[np.ndarray]) -> None:
+        if arrays:
+            joined = np.concatenate(arrays)
+            self._file.write(joined.data)
+            self._checksum.update(joined.data)
+            self.length += len(joined)
+
+    def finish(self) -> str:
+        """Write the length into the header, which numpy pads for this. Returns the checksum of the contents."""
+        self._file.seek(0)
+        if self._write_header() != self._header_size:
+            raise UserError("a token shard has grown too long for its header")
+        return self._checksum.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_header(self) -> int:
+        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+        return self._file.tell()

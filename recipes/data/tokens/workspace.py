@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ from recipes.data.tokens.shards import (
 )
 from recipes.files.atomic import PART
 from recipes.files.lock import LOCK, NoLocks, open_locked
-from recipes.files.reading import is_remote, read_patiently, user_path
+from recipes.files.reading import read_patiently
 
 if TYPE_CHECKING:
     from recipes.data.text.pair_format import PairFields
@@ -111,21 +111,6 @@ def preparation(
 def options_of(text_field: "PairFields") -> str:
     """The options of scripts/prepare_data.py that read these fields."""
     return f"--text-field {text_field}" if isinstance(text_field, str) else text_field.options
-
-
-def prepared_folder(source: str, cache: Path, *, log: Callable[[str], None]) -> Path:
-    """The folder of prepared tokens: of those at a server, a copy in the cache, for which every byte is verified."""
-    if not is_remote(source):
-        return user_path(source)
-    from recipes.files.local_copy import local_copy
-
-    def check(folder: Path) -> None:
-        index = read_index(folder)
-        for shard in index.shards if index else ():
-            if problem := damage(folder, shard):
-                raise UserError(f"data.source: '{source}' is damaged: {problem}; prepare it again")
-
-    return local_copy(source, cache, check=check, log=log)
 
 
 def would_read_itself(source: str, folder: Path) -> bool:

@@ -26,13 +26,12 @@ import torch
 import xxhash
 
 from recipes.data.batches import Batches
-from recipes.data.config import DataConfig
-from recipes.data.open_data import Data, Launch, open_data
+from recipes.data.config import BatchConfig, DataConfig
+from recipes.data.open_data import Data, DataSettings, Launch, open_data
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
 from recipes.data.text.rows import readable_documents
-from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
-from recipes.data.text.tokenizer_loading import load_tokenizer
+from recipes.data.text.tokenizer import Tokenizer, load_tokenizer, parallel_tokenizers
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import (
     ARRAYS,
@@ -179,7 +178,8 @@ def _resume(folder: Path, count: int) -> float:
 
 def _open(section: DataConfig, tokenizer: Tokenizer) -> Data:
     launch = Launch(run="benchmark", writes=True, log=lambda line: None)
-    return open_data(section, launch, tokenizer=tokenizer, sequence_length=LENGTH, seed=0, resumed_data_state={})
+    settings = DataSettings(section, BatchConfig(sequence_length=LENGTH), 0, lambda: tokenizer)
+    return open_data(settings, launch, resumed_data_state={})
 
 
 def _tokenizer(folder: Path, entries: int) -> Tokenizer:

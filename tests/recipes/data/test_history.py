@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from recipes.data.batches import Batches
 from recipes.data.history import (
     Continuation,
     History,
@@ -28,6 +26,7 @@ from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Quarantine, Sequences, Source
 from recipes.data.tokens.shards import Shards
 from tests.processes import PATIENCE
+from tests.recipes.data.test_open_data import batches
 from tests.recipes.data.texts import shards_in, work_on, write_rows
 
 
@@ -97,16 +96,6 @@ def test_what_a_longer_length_joins_is_at_most_a_window() -> None:
     assert all(len(pieces) == 1 for pieces in position.pieces(np.arange(3, 500), total=10_000))
 
 
-def test_positions_in_trillions_of_tokens_are_computed_at_once() -> None:
-    window, total = Window(2**25, every_epoch=True), 11 * 10**12
-    position = beginning(4096, window, seed=0).then(32768, window, after=2_000_000_000, total=total)
-    position = position.then(65536, window, after=30_000_000, total=total)
-    first, far = position.pieces(np.array([0, 10**7]), total=total)
-    assert sum(length for _, length in first) == 65536
-    assert [length for _, length in far] == [65536]
-    assert position.fresh.origin > 2 * 10**9 * 4096 + 3 * 10**7 * 32768
-
-
 def test_an_unchanged_length_has_the_order_that_it_always_had() -> None:
     order = SequenceOrder(10, 5, 4)
     position = beginning(10, Window(40, every_epoch=False), seed=5)
@@ -143,18 +132,6 @@ def test_a_history_survives_json() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
-
-
-def batches(sequences: Sequences, *, size: int, rank: int = 0, ranks: int = 1) -> Batches:
-    return Batches(
-        sequences,
-        global_batch_size=size,
-        micro_batch_size=1,
-        data_rank=rank,
-        data_ranks=ranks,
-        end_of_document=None,
-        device=torch.device("cpu"),
-    )
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The order of the sequences: arithmetic for any size and any position."""
 
 from collections import Counter
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -64,14 +63,6 @@ def test_order_does_not_depend_on_how_much_is_tokenized() -> None:
     assert SequenceOrder(sequence_length=10, seed=1, window=None).needs(0) is None
 
 
-def test_order_does_not_depend_on_the_size_of_requests() -> None:
-    order = SequenceOrder(sequence_length=10, seed=1, window=7)
-    whole = starts(order, 0, 240, total=703)  # three epochs and a half
-    for share in (1, 7, 16, 80):
-        parts = [starts(order, first, min(share, 240 - first), total=703) for first in range(0, 240, share)]
-        assert list(chain.from_iterable(parts)) == whole
-
-
 def test_any_position_in_a_trillion_tokens_is_computed_directly() -> None:
     order = SequenceOrder(sequence_length=8192, seed=3, window=None)
     total = 10**12
@@ -110,13 +101,6 @@ def test_every_key_gives_a_permutation(key: int) -> None:
     assert np.array_equal(np.sort(order_of(100_003, key)), np.arange(100_003))
 
 
-def test_sizes_of_permutations_may_differ_between_positions() -> None:
-    sizes = np.repeat(np.array([5, 1000, 17]), [5, 1000, 17])
-    positions = np.concatenate([np.arange(5), np.arange(1000), np.arange(17)])
-    images = permuted(positions, sizes=sizes, keys=np.zeros(len(sizes), dtype=np.uint64))
-    assert np.array_equal(images, np.concatenate([order_of(5), order_of(1000), order_of(17)]))
-
-
 def test_all_orders_of_a_few_sequences_are_about_equally_likely() -> None:
     order = SequenceOrder(sequence_length=1, seed=0, window=None)
     orders = np.array(starts(order, 0, 4 * 2400, total=4)).reshape(2400, 4)
@@ -124,11 +108,6 @@ def test_all_orders_of_a_few_sequences_are_about_equally_likely() -> None:
     assert len(counts) == 24
     assert counts.min() > 60
     assert counts.max() < 140
-
-
-def test_different_seeds_give_different_orders() -> None:
-    orders = {tuple(starts(SequenceOrder(1, seed, None), 0, 50, total=50)) for seed in (0, 1, 2, 2**70)}
-    assert len(orders) == 4
 
 
 # ------------------------------------------------------------------------------------------------------------ mixture
@@ -173,12 +152,6 @@ def test_the_last_sequence_of_each_source_in_a_batch_is_counted_without_placing_
         before, after = mixture.consumed(first), mixture.consumed(first + count)
         placed = {source: numbers[sources == source].max() for source in set(sources.tolist())}
         assert placed == {source: after[source] - 1 for source in range(4) if after[source] > before[source]}
-
-
-def test_any_position_in_a_mixture_is_computed_directly() -> None:
-    mixture = Mixture([0.6, 0.4])
-    (source,), (number,) = mixture.place(np.array([10**12 + 3]))
-    assert mixture.consumed(10**12 + 3)[source] == number
 
 
 def test_mixture_is_the_same_in_every_version() -> None:

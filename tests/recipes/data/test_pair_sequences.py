@@ -17,8 +17,8 @@ from parallel.errors import UserError
 from recipes.data import pair_batches
 from recipes.data import pair_sequences as pairs
 from recipes.data.batches import MicroBatch
-from recipes.data.config import DataConfig
-from recipes.data.open_data import Data, Launch, open_data
+from recipes.data.config import BatchConfig, DataConfig
+from recipes.data.open_data import Data, DataSettings, Launch, open_data
 from recipes.data.pair_batches import PairBatches
 from recipes.data.pair_rules import pair_problems
 from recipes.data.pair_sequences import Pairing, PairSequences, pack, runs_of_similar
@@ -31,9 +31,7 @@ from tests.recipes.data.text.test_pair_format import both
 from tests.recipes.data.texts import SMALL
 
 PACKED = Pairing(PairFormat(prompt="question", answer="answer"))
-PADDED = Pairing(
-    PairFormat(prompt="question", answer="answer", encoder_decoder=True), decoder_start=0, padding=0, run=12
-)
+PADDED = Pairing(PairFormat(prompt="question", answer="answer", encoder_decoder=True), decoder_start=0, padding=0)
 LENGTH, BATCH, COUNT = 64, 12, 130
 
 
@@ -59,17 +57,11 @@ def opened(source: Path, tokenizer: Tokenizer, pairing: Pairing = PACKED, **chan
         source=str(source), prompt_field="question", answer_field="answer", cache=str(source.parent / "cache")
     )
     section = replace(section, **{"validation_fraction": 0.0} | changes)
-    launch = Launch(run="this", writes=True, log=lambda line: None, pieces=SMALL, pairing=pairing)
+    launch = Launch(run="this", writes=True, log=lambda line: None, pieces=SMALL)
+    batch = BatchConfig(sequence_length=LENGTH, global_batch_size=BATCH)
     validation = {"": ""} if section.validation_fraction else {}
-    return open_data(
-        section,
-        launch,
-        tokenizer=tokenizer,
-        sequence_length=LENGTH,
-        seed=3,
-        resumed_data_state={},
-        validation=validation,
-    )
+    settings = DataSettings(section, batch, 3, lambda: tokenizer, validation=validation, pairing=pairing)
+    return open_data(settings, launch, resumed_data_state={})
 
 
 def batches(data: Data, pairing: Pairing, *, rank: int = 0, ranks: int = 1, micro: int = 2) -> PairBatches:
@@ -110,12 +102,6 @@ def test_packing_keeps_every_pair_once_and_no_row_is_too_long(seed: int) -> None
     assert sorted(np.concatenate(rows).tolist()) == list(range(700))
     assert max(int(sizes[row].sum()) for row in rows) <= 100
     assert len(rows) <= max(int(sizes.sum()) / 100, (sizes > 50).sum()) * 11 / 9 + 1  # as of every best fit decreasing
-
-
-def test_packing_of_hundred_thousand_pairs_is_full_and_quick() -> None:
-    sizes = np.random.default_rng(0).lognormal(5, 0.8, size=100_000).astype(np.int64).clip(2, 2048)
-    rows = pack(sizes, capacity=2048, key=1)
-    assert sizes.sum() / (len(rows) * 2048) > 0.99
 
 
 def test_runs_of_similar_pairs_are_a_permutation_with_less_padding() -> None:

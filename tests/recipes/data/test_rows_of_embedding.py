@@ -12,8 +12,7 @@ from parallel.errors import UserError
 from recipes.data.open_data import Data
 from recipes.data.text.pair_format import PairEncoder, PairFormat
 from recipes.data.text.row import Row
-from recipes.data.text.tokenizer import Tokenizer, tokenizer_problem
-from recipes.data.text.tokenizer_loading import load_tokenizer
+from recipes.data.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_problem
 from recipes.data.tokens.shards import TRAIN, array_path
 from recipes.evaluation.generate import open_model
 from tests.recipes.data.test_open_data import batches, opened

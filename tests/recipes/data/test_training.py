@@ -152,7 +152,7 @@ def test_resume_refuses_a_source_that_changed(small: Recipe, tmp_path: Path) -> 
         file.write('{"text": "one more"}\n')
     with pytest.raises(Exception, match=r"trained on other text behind .*rows\.jsonl.* then, .* now\."):
         run_on(1, change(recipe, run={"steps": 4}))
-    from recipes.data.text.tokenizer_loading import load_tokenizer
+    from recipes.data.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(
         "train:300", sources=[str(tmp_path / "rows.jsonl")], text_field="text", cache=tmp_path, log=lambda line: None

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.data.text.tokenizer import Tokenizer
-from recipes.data.text.tokenizer_loading import load_tokenizer
+from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import Shard, array_path
 from recipes.data.tokens.workspace import Pieces, Preparation, preparation

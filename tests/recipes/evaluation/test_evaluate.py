@@ -1,7 +1,6 @@
 """Validation loss against a plain sum, and sampling against direct calls of the model."""
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,14 +128,6 @@ def on_text(characters: int, *, length: int, spoil: bool = False) -> list[tuple[
         return model.shapes
     finally:
         stop()
-
-
-@pytest.mark.slow
-def test_the_last_forward_pass_is_as_short_as_the_rest_of_the_text() -> None:
-    assert on_text(21, length=8) == [(2, 8), (1, 5)]
-    assert on_text(5, length=2048) == [(1, 5)]
-    assert run_processes(2, partial(on_text, length=8), 21) == [[(2, 8)], [(1, 5)]]
-    assert run_processes(2, partial(on_text, length=8), 5) == [[(1, 5)], [(1, 1)]]
 
 
 def test_a_nan_loss_is_an_error() -> None:

@@ -20,7 +20,7 @@ from recipes.weights.locate import find_weights
 from tests.build import build_model
 from tests.families import FAMILIES
 from tests.processes import run_processes
-from tests.recipes.weights.test_hf_folder import TOKENIZER, tensors
+from tests.recipes.weights.test_hf_folder import TOKENIZER, edit_config, tensors
 from tests.whole import export_model
 
 GPTJ = {
@@ -96,11 +96,6 @@ def round_trip(folder: Path, path: Path) -> Path:
     return path / "out"
 
 
-def edit_config(folder: Path, **keys: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
-
-
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file)
@@ -149,23 +144,14 @@ def test_names_without_the_prefix_and_computed_buffers_are_read_as_those_of_the_
     assert tensors(round_trip(gpt2, tmp_path)) == before
 
 
-def test_what_old_gpt_neox_files_computed_beforehand_is_ignored(tmp_path: Path) -> None:
-    write_reference(tmp_path / "in", *CASES["gpt-neox, renamed"])
-    before = tensors(tmp_path / "in")
-    old = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
-    old |= {"rotary_emb.inv_freq": torch.ones(4)}
-    named = {f"gpt_neox.layers.0.attention.{name}": value for name, value in old.items()}
-    edit_tensors(tmp_path / "in", lambda found: found | named)
-    assert tensors(round_trip(tmp_path / "in", tmp_path)) == before
-
-
 @pytest.mark.parametrize(
     ("settings", "place"),
     [
         (GPTJ, "transformer.h.0.attn."),
         (GPT_NEO, "transformer.h.1.attn.attention."),
+        (NEOX, "gpt_neox.layers.0.attention."),
     ],
-    ids=["gpt-j", "gpt-neo"],
+    ids=["gpt-j", "gpt-neo", "gpt-neox"],
 )
 def test_masks_in_old_files_are_ignored_as_transformers_does(
     settings: dict[str, Any], place: str, tmp_path: Path

@@ -12,7 +12,7 @@ from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.data.config import DataConfig
 from recipes.data.pair_rules import pair_problems
-from recipes.data.prepared import matching_index
+from recipes.data.prepared import prepared_index
 from recipes.data.text.beginning import beginning_problem, with_beginning
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
 from recipes.data.tokens.shards import DOCUMENTS, TRAIN, VALIDATION, array_path
@@ -113,7 +113,7 @@ def test_prepared_folder_of_the_other_kind_is_refused_with_what_to_write(tmp_pat
         shards_in(tmp_path / name, work_on(tmp_path / "rows.jsonl", tokenizer=tokenizer))
 
     def found(name: str, tokenizer: Tokenizer) -> object:
-        return matching_index(tmp_path / name, tokenizer, 0.2, verify=True, setting="data.source")
+        return prepared_index(tmp_path / name, tokenizer, 0.2, verify=True, setting="data.source")
 
     stored = build_tokenizer((tmp_path / "with" / "tokenizer.json").read_text(), where=tmp_path)
     assert found("with", with_beginning(stored)) and found("without", without)

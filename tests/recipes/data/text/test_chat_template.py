@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,12 +58,6 @@ def test_chat_whose_process_somebody_else_killed_is_written_all_the_same() -> No
     assert not isinstance(one.render(CHAT), str)
 
 
-def test_template_whose_constants_fill_the_memory_is_refused() -> None:
-    one = template("{{ 'x' * 20000000000 }}")
-    with pytest.raises(UserError, match="the chat template refuses this prompt: it ended its process"):
-        one.prompt(CHAT)
-
-
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
@@ -95,10 +87,3 @@ def test_template_files_that_never_end_are_refused_at_once(tmp_path: Path) -> No
         file_.truncate(20_000_000_000)
     with pytest.raises(UserError, match="it has more than 10,000,000 bytes"):
         chat_settings({}, template=str(tmp_path / "large.jinja"), date="")
-
-
-@pytest.mark.slow
-def test_process_killed_while_it_answers_is_a_problem_of_the_chat() -> None:
-    command = [sys.executable, "-c", """print(end='{"text": "half')"""]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert "it ended its process" in chat_module._exchanged(process, {})["problem"]

@@ -7,13 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from parallel.errors import UserError
-from recipes.data.text import parquet, sources
 from recipes.data.text import row as row_module
+from recipes.data.text import sources
 from recipes.data.text.row import LONGEST_WORD, UNREADABLE
 from recipes.data.text.rows import open_rows, readable_documents
 from tests.recipes.data.text.test_rows import ROOT, rows_of, write_json_lines, write_parquet
@@ -39,46 +37,6 @@ def peak_megabytes(path: Path, rows: int) -> tuple[list[str], int]:
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
-
-
-def write_repeated(path: Path, value: str, rows: int) -> Path:
-    """A file that holds a value once, and names it in each row."""
-    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array([value]))
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd", store_schema=False)
-    return path
-
-
-@pytest.mark.slow
-def test_value_that_a_dictionary_repeats_is_read_in_bounded_memory(tmp_path: Path) -> None:
-    path = write_repeated(tmp_path / "a.parquet", "word " * 4_000_000, 200)
-    assert path.stat().st_size < 5000
-    lines, peak = peak_megabytes(path, 3)
-    assert lines == ["20000000 "] * 3
-    assert peak < 1000  # 128 rows of 20 MB, and as many strings, take 5 GB
-
-
-@pytest.mark.slow
-def test_value_that_prefixes_repeat_is_read_in_bounded_memory(tmp_path: Path) -> None:
-    value = "word " * 1_000_000
-    table = pyarrow.table({"text": [value + str(number) for number in range(128)]})
-    options = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}, "compression": "zstd"}
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", **options)
-    assert (tmp_path / "a.parquet").stat().st_size < 100_000
-    lines, peak = peak_megabytes(tmp_path / "a.parquet", 3)
-    assert lines == ["5000001 "] * 3
-    assert peak < 900  # 128 rows of 5 MB, and as many strings, take 1.3 GB
-
-
-def test_page_that_decompresses_to_gigabytes_is_a_bad_row_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parquet, "LARGEST_BATCH_BYTES", 1_000_000)
-    write_parquet(tmp_path / "a.parquet", {"text": ["word " * 400_000] * 3}, compression="zstd")
-    write_parquet(tmp_path / "b.parquet", {"text": ["fine"]})
-    bad, fine = rows_of(tmp_path)
-    assert bad.problem.startswith("broken row group: rows 1 to 3 are lost: too large: 20")
-    assert bad.lost == 3
-    assert fine.text == "fine"
 
 
 def test_row_that_does_not_fit_in_memory_is_bad_and_tried_again_by_the_next_run(

@@ -8,11 +8,11 @@ from threading import Thread
 import pytest
 
 from parallel.errors import TemporaryError, UserError
+from recipes.data.prepared import prepared_folder
 from recipes.data.text.rows import open_rows
 from recipes.data.text.sources import is_prepared, source_problem
 from recipes.data.tokens.parts import Part, read_cuts
 from recipes.data.tokens.prepare import write_shards
-from recipes.data.tokens.workspace import prepared_folder
 from recipes.files import remote
 from tests.object_server import ObjectServer, hurried, object_server, upload_folder
 from tests.processes import PATIENCE

@@ -11,10 +11,15 @@ import pytest
 import tokenizers
 
 from parallel.errors import UserError
-from recipes.data.text import tokenizer_loading
+from recipes.data.text import tokenizer as tokenizer_module
 from recipes.data.text.sources import document_hash
-from recipes.data.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer, parallel_tokenizers, tokenizer_problem
-from recipes.data.text.tokenizer_loading import load_tokenizer, training_sample
+from recipes.data.text.tokenizer import (
+    SMALLEST_VOCABULARY,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_problem,
+    training_sample,
+)
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs through the long dark forest of words\n"
 
@@ -86,14 +91,14 @@ def test_text_cannot_end_its_document_if_the_file_does_not_mark_the_token_specia
 def test_no_tokenizer_is_trained_on_a_source_that_changes_meanwhile(
     source: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], what: str
 ) -> None:
-    sample = tokenizer_loading.training_sample
+    sample = tokenizer_module.training_sample
 
     def slow(documents: Iterable[str]) -> list[str]:
         found = sample(documents)
         change(source)
         return found
 
-    monkeypatch.setattr(tokenizer_loading, "training_sample", slow)
+    monkeypatch.setattr(tokenizer_module, "training_sample", slow)
     with pytest.raises(UserError, match=f"source.txt' {what} while it was read; start again"):
         load("train:280", source)
     assert not list((source.parent / "cache").rglob("*.json"))
@@ -128,28 +133,6 @@ def test_damaged_tokenizer_in_the_cache_is_trained_again(source: Path) -> None:
     assert len(reports) == 1
 
 
-@pytest.mark.slow
-def test_training_gives_the_same_tokenizer_for_any_number_of_threads(source: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from recipes.data.text.tokenizer_loading import load_tokenizer\n"
-        "print(load_tokenizer('train:400', sources=[sys.argv[1]], text_field='text', cache=Path(sys.argv[2]), "
-        "log=lambda line: None).fingerprint)"
-    )
-    source.write_text("".join(file.read_text() for file in sorted(Path(os.__file__).parent.glob("a*.py"))))
-    results = {
-        subprocess.run(
-            [sys.executable, "-c", code, str(source), str(source.parent / f"cache{threads}")],
-            cwd=Path(tokenizer_loading.__file__).parents[3],
-            env=os.environ | {"RAYON_NUM_THREADS": threads},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for threads in ("1", "2")
-    }
-    assert len(results) == 1
-
-
 def test_unwritable_cache_for_tokenizers_is_reported(source: Path) -> None:
     (source.parent / "cache").write_text("a file, not a folder")
     with pytest.raises(UserError, match=r"data\.cache: cannot write .*; give another folder"):
@@ -170,7 +153,7 @@ def test_training_sample_is_bounded_and_does_not_depend_on_the_order() -> None:
 @pytest.mark.slow
 def test_forked_child_can_tokenize_without_a_warning(source: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from recipes.data.text.tokenizer_loading import load_tokenizer\n"
+        "import os, sys; from pathlib import Path; from recipes.data.text.tokenizer import load_tokenizer\n"
         "tokenizer = load_tokenizer('train:300', sources=[sys.argv[1]], text_field='text', cache=Path(sys.argv[2]), "
         "log=lambda line: None)\n"
         "if os.fork() == 0:\n"
@@ -179,19 +162,12 @@ def test_forked_child_can_tokenize_without_a_warning(source: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(source), str(source.parent / "cache")],
-        cwd=Path(tokenizer_loading.__file__).parents[3],
+        cwd=Path(tokenizer_module.__file__).parents[3],
         env={name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"},
         capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_parallel_tokenizers_turns_threads_on_inside_and_off_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    with parallel_tokenizers():
-        assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -204,18 +180,6 @@ def test_tokenizer_loads_from_its_file_or_the_folder_of_the_file(tmp_path: Path,
         assert (tokenizer.vocabulary, tokenizer.end_of_document) == (4, 3)
         assert tokenizer.encode("a b a zzz") == [1, 2, 1, 0]
         assert tokenizer_problem(str(spec), 4) is None
-
-
-def test_truncation_and_padding_settings_of_a_file_are_ignored(tmp_path: Path, source: Path) -> None:
-    path = write_tokenizer(tmp_path / "tokenizer.json", ["<unk>", "a", "b"], ["</s>", "<s>"])
-    library = tokenizers.Tokenizer.from_file(str(path))
-    library.enable_truncation(2)
-    library.enable_padding(length=8)
-    library.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 4)])
-    library.save(str(path))
-    tokenizer = load(path, source)
-    assert tokenizer.encode("a b a b") == [1, 2, 1, 2]
-    assert list(tokenizer.encode_batch(["a", "a b a b"])) == [[1], [1, 2, 1, 2]]
 
 
 @pytest.mark.parametrize(

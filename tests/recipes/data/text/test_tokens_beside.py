@@ -16,8 +16,7 @@ from models.config import TextFacts
 from parallel.errors import UserError
 from recipes.data.text.pair_format import ID, PairEncoder, PairFormat
 from recipes.data.text.row import Row
-from recipes.data.text.tokenizer import Tokenizer, read_tokenizer, text_library, tokenizer_problem
-from recipes.data.text.tokenizer_loading import load_tokenizer
+from recipes.data.text.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, text_library, tokenizer_problem
 from recipes.evaluation.opened import OpenedModel
 
 FAST: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}

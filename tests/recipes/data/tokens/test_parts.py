@@ -12,7 +12,7 @@ import pytest
 
 from parallel.errors import UserError
 from recipes.data.order import SequenceOrder
-from recipes.data.prepared import matching_index
+from recipes.data.prepared import prepared_index
 from recipes.data.sequences import Sequences, Source
 from recipes.data.tokens.parts import Part, read_cuts, state, unfinished_problem
 from recipes.data.tokens.prepare import write_shards
@@ -119,7 +119,7 @@ def test_run_reads_parts_as_it_reads_the_tokens_of_one_machine(tmp_path: Path) -
     write_parts(tmp_path / "parts", work, 3)
     found = []
     for folder in (tmp_path / "whole", tmp_path / "parts"):
-        index = matching_index(folder, work.tokenizer, 0.2, verify=True, setting="data.source")
+        index = prepared_index(folder, work.tokenizer, 0.2, verify=True, setting="data.source")
         shards = Shards(folder, only=index.shards)
         read = Sequences([Source("text", shards, SequenceOrder(32, 3, None), prepared=True)], [1.0])
         epochs = 3 * read.available
@@ -150,7 +150,7 @@ def test_damaged_shard_is_made_again_by_its_part(tmp_path: Path) -> None:
     tokens = array_path(tmp_path / "out", 2_000_001, TRAIN)
     tokens.write_bytes(tokens.read_bytes()[:-2] + b"??")
     with pytest.raises(UserError, match=r"is damaged: 2000001-train.npy does not have the checksum in 2000001\.json"):
-        matching_index(tmp_path / "out", work.tokenizer, 0.2, verify=True, setting="data.source")
+        prepared_index(tmp_path / "out", work.tokenizer, 0.2, verify=True, setting="data.source")
     write_part(tmp_path / "out", work, 1, 3)
     made = next(write_shards(tmp_path / "out", work, part=Part(2, 3)))
     assert made.number == 2_000_001

@@ -14,13 +14,10 @@ import numpy as np
 import pytest
 
 from parallel.errors import UserError
-from recipes.data.text.rows import readable_documents
-from recipes.data.text.sources import STDLIB
-from recipes.data.text.tokenizer_loading import load_tokenizer
+from recipes.data.text.tokenizer import load_tokenizer
 from recipes.data.tokens import prepare, workspace
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import (
-    DOCUMENTS,
     TRAIN,
     VALIDATION,
     Shards,
@@ -128,8 +125,8 @@ def test_killed_preparation_leaves_no_shard_that_looks_whole(tmp_path: Path) -> 
     code = (
         "import sys, time; sys.path.insert(0, '.'); from pathlib import Path; from recipes.data.tokens import prepare\n"
         "from tests.recipes.data.texts import *\n"
-        "add = prepare._add\n"
-        "prepare._add = lambda *a, **k: (time.sleep(0.02), add(*a, **k))\n"
+        "add = prepare.ShardWriter.add\n"
+        "prepare.ShardWriter.add = lambda *a: (time.sleep(0.02), add(*a))\n"
         "shards_in(Path(sys.argv[2]), work_on(Path(sys.argv[1])))"
     )
     folder = tmp_path / "killed"
@@ -358,32 +355,11 @@ def test_fingerprint_depends_on_everything_that_changes_the_tokens(tmp_path: Pat
     assert len(fingerprints) == 4
 
 
-def test_part_of_the_standard_library_is_prepared_completely(tmp_path: Path) -> None:
-    part = f"{STDLIB}/asyncio"
-    options = {"text_field": "text", "cache": tmp_path, "log": lambda line: None}
-    tokenizer = load_tokenizer("train:1000", sources=[part], **options)
-    work = workspace.preparation(
-        part, text_field="text", tokenizer=tokenizer, validation_fraction=0.02, pieces=Pieces()
-    )
-    shards = shards_in(tmp_path / "out", work)
-    train, held_out = (texts_of(tmp_path / "out", work, kind, len(shards)) for kind in (TRAIN, VALIDATION))
-    assert sorted(train + held_out) == sorted(readable_documents(part, text_field="text"))
-    assert not set(train) & set(held_out)
-    assert array_path(tmp_path / "out", 0, DOCUMENTS).exists()
-
-
 def test_unwritable_folder_raises_the_error_of_the_system(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 10)
     (tmp_path / "out").write_text("a file, not a folder")
     with pytest.raises(OSError, match="out"):
         shards_in(tmp_path / "out", work_on(tmp_path / "rows.jsonl"))
-
-
-def test_problem_of_the_source_is_raised(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", 10)
-    tokenizer = tokenizer_for(tmp_path / "rows.jsonl")
-    with pytest.raises(UserError, match=r"data\.source: "):
-        work_on(tmp_path / "none.jsonl", tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(("words", "at_once"), [(2, 2), (400, 1)])

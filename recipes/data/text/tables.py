@@ -1,13 +1,19 @@
-"""The rows of a .parquet file, decoded a few at a time. Imports no torch."""
+"""The rows of tables: of a .parquet file, decoded a few at a time, and of a .csv file with a header, as spreadsheets
+write it: commas, double quotes, line feeds inside quotes. Imports no torch."""
 
+import csv
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from recipes.data.text.row import (
+    BYTE_ORDER_MARK,
+    LONGEST_ROW,
     PIECE,
     UNREADABLE,
+    UTF_16,
+    UTF_16_MARKS,
     Fields,
     File,
     Place,
@@ -22,10 +28,6 @@ from recipes.data.text.row import (
 # Parquet is decoded in batches of about this size, by the mean row size, and of at most this many rows: sizes may vary.
 BATCH_BYTES = 1 << 22
 BATCH_ROWS = 128
-# No batch can take more than this, or one row: a value that is stored once may be in every row.
-LARGEST_BATCH_BYTES = 1 << 27
-# A larger row group that is compressed further than this is not decoded: text is not, and a page is decoded at once.
-LARGEST_RATIO = 100
 
 
 def parquet(path: File, *, text_field: Fields, start: Place) -> Rows:
@@ -46,15 +48,18 @@ def parquet(path: File, *, text_field: Fields, start: Place) -> Rows:
         for group in range(table.num_row_groups):
             end = first + table.metadata.row_group(group).num_rows
             if start.number < end:
-                yield from _row_group(table, group, path, text_field=text_field, start=start, first=first, end=end)
+                yield from _row_group(table, group, text_field=text_field, start=start, first=first, end=end)
             first = end
 
 
-def _row_group(table: Any, group: int, path: File, *, text_field: Fields, start: Place, first: int, end: int) -> Rows:
+def _row_group(table: Any, group: int, *, text_field: Fields, start: Place, first: int, end: int) -> Rows:
     """Rows first + 1 .. end of the file that are after `start`. Always decodes from the first, in the same batches."""
     number = first
     try:
-        for batch in _batches(table, group, path, text_field):
+        # The size of all columns: asking a damaged file for the size of one crashes the process (pyarrow 26).
+        size = max(1, table.metadata.row_group(group).total_byte_size)
+        rows, columns = max(1, min(BATCH_BYTES * (end - first) // size, BATCH_ROWS)), [*names_of(text_field)]
+        for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=columns, use_threads=False):
             if number + len(batch) <= start.number:
                 number += len(batch)
                 continue
@@ -67,22 +72,6 @@ def _row_group(table: Any, group: int, path: File, *, text_field: Fields, start:
         kind = UNREADABLE if isinstance(error, MemoryError) else "broken row group"  # with more memory, later
         problem = f"{kind}: rows {number + 1} to {end} are lost: {reason(error)}"
         yield Row("", start.file, number + 1, problem, end - number), Place(start.file, end)
-
-
-def _batches(table: Any, group: int, path: File, text_field: Fields) -> Iterator[Any]:
-    """The batches of a row group. Raises ValueError instead of filling the memory."""
-    # The sizes of all columns: asking a damaged file for the size of one crashes the process (pyarrow 26).
-    meta = table.metadata.row_group(group)
-    rows, size = meta.num_rows, max(1, meta.total_byte_size)
-    if size > max(LARGEST_BATCH_BYTES, LARGEST_RATIO * path.stat().st_size):
-        raise ValueError(
-            f"too large: {size} bytes of a file of {path.stat().st_size}; write it with smaller row groups"
-        )
-    mean, largest = BATCH_BYTES * rows // size, LARGEST_BATCH_BYTES // size
-    batch_size = max(1, min(mean, largest, BATCH_ROWS))
-    yield from table.iter_batches(
-        batch_size=batch_size, row_groups=[group], columns=[*names_of(text_field)], use_threads=False
-    )
 
 
 def _values(batch: Any, text_field: Fields) -> Iterator[dict[str, Any] | tuple[str, str]]:
@@ -116,3 +105,42 @@ def _column(column: Any, text_field: str, *, nested: bool) -> Iterator[tuple[Any
         return
     for value in values:
         yield value, ""
+
+
+def _lines(stream: IO[bytes]) -> Iterator[str]:
+    """The lines of a file as text. A byte that is not UTF-8 becomes half a surrogate pair, which makes its row a bad
+    one."""
+    while line := stream.readline(LONGEST_ROW):
+        yield line.decode(errors="surrogateescape")
+
+
+def csv_rows(path: File, *, text_field: Fields, start: Place) -> Rows:
+    csv.field_size_limit(LONGEST_ROW)  # process-wide; its default would refuse a long article
+    file, number, offset = start
+    with path.open("rb") as stream:
+        if stream.read(2) in UTF_16_MARKS:
+            raise ValueError(UTF_16)
+        stream.seek(0)
+        if stream.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
+            stream.seek(0)
+        header = next(csv.reader(_lines(stream), strict=True), [])
+        if len({*header}) < len(header):
+            raise ValueError("two columns of the header have the same name")
+        if offset:
+            stream.seek(offset)
+        rows = csv.reader(_lines(stream), strict=True)
+        while True:
+            number += 1
+            try:
+                values = next(rows, None)
+            except csv.Error as error:  # it cannot be told where the next row begins
+                raise ValueError(f"row {number} is not CSV: {error}; is a quote left open?") from None
+            if values is None:
+                return
+            if not values:  # a blank line
+                text, problem = "", ""
+            elif len(values) != len(header):
+                text, problem = "", f"not a row: {len(values)} values for the {len(header)} columns of the header"
+            else:
+                text, problem = text_of(dict(zip(header, values, strict=True)), text_field)
+            yield Row(text, file, number, problem), Place(file, number, stream.tell())
