@@ -1,14 +1,10 @@
 """Boxes of a tensor, in regular rows: a tensor cut into 16,384 parts is one line of a manifest. Imports no torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Annotated
 
 from annotated_types import Interval, MaxLen
-
-MAX_TOGETHER = 100
-"""The most boxes of a tensor that are compared pairwise, if no straight cut separates them."""
 
 Count = Annotated[int, Interval(ge=0, lt=2**62)]
 Shape = Annotated[tuple[Count, ...], MaxLen(16)]
@@ -56,72 +52,14 @@ class Boxes:
                 return range(0)
         return range(low, max(low, high))
 
-    def problem(self, dimensions: int) -> str:
-        """Why this cannot be a row of boxes of a tensor with so many dimensions; "" if it can."""
-        if len(self.start) != dimensions or len(self.shape) != dimensions or len(self.step) not in (0, dimensions):
+    def problem(self, whole: tuple[int, ...]) -> str:
+        """Why this cannot be a row of boxes of a tensor of this shape; "" if it can."""
+        if len(self.start) != len(whole) or len(self.shape) != len(whole) or len(self.step) not in (0, len(whole)):
             return "a part with another number of dimensions"
-        if self.count > 1 and (not self.stride or not self._apart):
+        apart = any(step >= length for step, length in zip(self.step, self.shape, strict=bool(self.step)))
+        if self.count > 1 and not (self.stride and apart):
             return "parts that overlap or share a file"
+        last = self.start_of(self.count - 1)
+        if any(first + length > end for first, length, end in zip(last, self.shape, whole, strict=True)):
+            return "a part outside of its shape"
         return ""
-
-    @property
-    def _apart(self) -> bool:
-        return any(step >= length for step, length in zip(self.step, self.shape, strict=bool(self.step)))
-
-    @property
-    def end(self) -> tuple[int, ...]:
-        """The index after the last element of the last box."""
-        return tuple(first + length for first, length in zip(self.start_of(self.count - 1), self.shape, strict=True))
-
-
-@dataclass(frozen=True)
-class Hull:
-    """The smallest box around some boxes."""
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-def rows_overlap(rows: Sequence[Boxes]) -> bool:
-    """What overlap() returns for the boxes of all rows, if those of one row lie apart from each other."""
-    hulls = [Hull(row.start, tuple(a - b for a, b in zip(row.end, row.start, strict=True))) for row in rows]
-    if not overlap(hulls):
-        return False
-    if sum(row.count for row in rows) > 1 << 16:  # no run cuts a tensor like this
-        return True
-    return overlap([Hull(row.start_of(number), row.shape) for row in rows for number in range(row.count)])
-
-
-def overlap(boxes: Sequence[Hull]) -> bool:
-    """Whether two boxes share an element, or too many boxes are laid out in a way that no run cuts a tensor.
-
-    Boxes are split into groups by straight cuts, along one dimension after the other. If a tensor is cut into rows,
-    columns or both, this separates all boxes. The boxes that remain together are compared pairwise, and must be few.
-    """
-    if not boxes or not boxes[0].shape:
-        return len(boxes) > 1
-    together = [list(boxes)]
-    for axis in [*range(len(boxes[0].shape))] * 2:
-        together = [part for group in together for part in _apart(group, axis) if len(part) > 1]
-    return any(len(group) > MAX_TOGETHER or _any_two_meet(group) for group in together)
-
-
-def _apart(boxes: list[Hull], axis: int) -> Iterator[list[Hull]]:
-    """Groups of boxes that do not overlap on this axis."""
-    group: list[Hull] = []
-    end = 0
-    for box in sorted(boxes, key=lambda box: box.start[axis]):
-        if group and box.start[axis] >= end:
-            yield group
-            group = []
-        group.append(box)
-        end = max(end, box.start[axis] + box.shape[axis])
-    yield group
-
-
-def _any_two_meet(boxes: list[Hull]) -> bool:
-    for one, other in combinations(boxes, 2):
-        sides = zip(one.start, one.shape, other.start, other.shape, strict=True)
-        if all(a < b + length_b and b < a + length_a for a, length_a, b, length_b in sides):
-            return True
-    return False

@@ -21,12 +21,11 @@ import numpy
 import xxhash
 
 from parallel.errors import TemporaryError, UserError
-from recipes.checkpoint.decoding import decode
 from recipes.checkpoint.manifest import (
     BLOCK_BYTES,
     DTYPE_BYTES,
     MANIFEST,
-    MAX_VERSION_1_BYTES,
+    MAX_MANIFEST_BYTES,
     SUM_BYTES,
     Chunk,
     Contents,
@@ -35,6 +34,7 @@ from recipes.checkpoint.manifest import (
     Missing,
     StoredFile,
     contradictions,
+    decode,
     encode,
 )
 from recipes.files.atomic import sync_folder
@@ -204,7 +204,7 @@ def read_manifest(folder: Path) -> Manifest:
     def read() -> bytes:
         with opened(path) as descriptor:
             size = os.fstat(descriptor).st_size
-            if size > MAX_VERSION_1_BYTES:
+            if size > MAX_MANIFEST_BYTES:
                 raise Damage(f"{path} has {size} bytes, more than a manifest can have")
             text = bytearray(size)
             _fill(descriptor, memoryview(text), 0, path)
