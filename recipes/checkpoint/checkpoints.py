@@ -16,7 +16,6 @@ from parallel.errors import TemporaryError, UserError
 from parallel.messages import Channel
 from parallel.state_check import not_finite
 from recipes.checkpoint import folder as folders
-from recipes.checkpoint.best import BestOf
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.checkpoint.files import complete, read_manifest, shard_bytes, verify_shards, write_shard
 from recipes.checkpoint.manifest import Damage, Missing, StoredFile, shard_name
@@ -28,6 +27,7 @@ from recipes.files.atomic import sync_folder, write_whole
 from recipes.files.layout import checkpoint_steps, step_folder
 
 if TYPE_CHECKING:
+    from recipes.checkpoint.best import BestOf
     from recipes.checkpoint.copies import Copies
     from recipes.checkpoint.remote_folder import RemoteFolder
 
@@ -70,7 +70,11 @@ class Checkpoints:
         """
         self.folder, self.files, self._mark = folder, files or {}, mark
         self._config, self._log = config, log
-        self._best = BestOf(config.keep_best, lambda step: read_manifest(self.path(step))) if config.keep_best else None
+        self._best: BestOf | None = None
+        if config.keep_best:
+            from recipes.checkpoint import best
+
+            self._best = best.BestOf(config.keep_best, lambda step: read_manifest(self.path(step)))
         # A channel of its own: a save communicates on a thread while training communicates on others.
         self._together = Together(Channel.SAVES, parts=pipeline)
         self._main, self._shard = self._together.is_main, shard_name(self._together.rank, self._together.size)
@@ -233,7 +237,10 @@ class Checkpoints:
                     write_whole(self._mark, str(step))
 
         try:
-            self._begin(step)
+            # Delete what a kill left behind, each process its own shards.
+            if left_overs := self._together.on_main(lambda: folders.left_overs(self.folder)):
+                self._together.on_all(partial(folders.remove_own, left_overs, self._shard))
+            self._together.on_main(lambda: folders.begin(self.folder, step, log=partial(self._note, step)))
             files, plans, groups = self._together.on_all(write, merge=_of_both)
             self._together.on_all(see_the_next)
             self._together.on_main(commit)
@@ -247,12 +254,6 @@ class Checkpoints:
                     place.rmdir()
             raise
         self._own = files if not self._main else {name: files[name] for name in {self._shard} & files.keys()}
-
-    def _begin(self, step: int) -> None:
-        """Delete what a kill left behind, and create the partial folder."""
-        if left_overs := self._together.on_main(lambda: folders.left_overs(self.folder)):
-            self._together.on_all(partial(folders.remove_own, left_overs, self._shard))
-        self._together.on_main(lambda: folders.begin(self.folder, step, log=partial(self._note, step)))
 
     def _delete_old(self, step: int, plan: Plan) -> None:
         """Delete the checkpoints that need not be kept, once the new one is committed and reads back.
@@ -318,16 +319,14 @@ class Checkpoints:
             try:
                 progress = self.load(model, optimizer, step=step)
             except Damage as damage:
-                step = self._together.on_main(partial(self._older_step, step, str(damage)))
+                newest = self._together.on_main(
+                    partial(folders.newest_whole, self.folder, log=self._log, known={step: str(damage)})
+                )
+                assert newest is not None, "newest_whole() raises if all checkpoints are damaged"
+                step = newest
             else:
                 self._log(f"resumed from {path}")
                 return progress | {"step": step}
-
-    def _older_step(self, step: int, problem: str) -> int:
-        """Set a damaged checkpoint aside, on rank 0. Returns the newest intact step; raises UserError if none."""
-        newest = folders.newest_whole(self.folder, log=self._log, known={step: problem})
-        assert newest is not None, "newest_whole() raises if all checkpoints are damaged"
-        return newest
 
     def fork(
         self, model: nn.Module, optimizer: Optimizer, *, checkpoint: Path, check: Callable[[Path], None]

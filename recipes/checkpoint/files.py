@@ -76,39 +76,22 @@ def box_name(tensor: str, start: Sequence[int], shape: Sequence[int]) -> str:
     return f"{tensor}[{ranges}]"
 
 
-class NewFile:
-    """A file that is hashed while it is written."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._hash, self._bytes = descriptor, xxhash.xxh3_128(), 0
-
-    def write(self, data: Any) -> None:
-        view = memoryview(data)
-        self._hash.update(view)
-        self._bytes += len(view)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
-
-    def about(self, *, header_bytes: int = 0, header_checksum: str = "", sums_checksum: str = "") -> StoredFile:
-        return StoredFile(self._bytes, self._hash.hexdigest(), header_bytes, header_checksum, sums_checksum)
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[NewFile]:
-    """Create a file, which is synced to the disk when the `with` block ends without an error."""
+def write_file(path: Path, contents: Iterable[Any]) -> StoredFile:
+    """Create a file of these pieces, one after the other, and sync it to the disk."""
+    hashed, length = xxhash.xxh3_128(), 0
     # O_EXCL: never overwrite a file, and never write through a symbolic link.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        yield NewFile(descriptor)
+        for content in contents:
+            view = memoryview(content)
+            hashed.update(view)
+            length += len(view)
+            while view:
+                view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_file(path: Path, content: bytes) -> StoredFile:
-    with new_file(path) as file:
-        file.write(content)
-    return file.about()
+    return StoredFile(length, hashed.hexdigest())
 
 
 def shard_header(pieces: Sequence[Piece]) -> bytes:
@@ -134,17 +117,20 @@ def shard_bytes(pieces: Sequence[Piece]) -> int:
 def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) -> StoredFile:
     """Write pieces to a safetensors file, widest elements first to align all. contents: yields the bytes of each."""
     header, sums = shard_header(pieces), bytearray()
-    with new_file(path) as file:
-        file.write(header)
+
+    def blocks() -> Iterator[Any]:
+        yield header
         for piece, content in zip(pieces, contents, strict=True):
             view = memoryview(content)
             assert len(view) == piece.bytes, f"{piece.label}: {len(view)} bytes for {piece.bytes}"
             for begin in range(0, len(view), BLOCK_BYTES):
                 block = view[begin : begin + BLOCK_BYTES]
-                sums += xxhash.xxh3_64_digest(block)  # of the bytes in memory, before the disk has them
-                file.write(block)
-        file.write(sums)
-    return file.about(
+                sums.extend(xxhash.xxh3_64_digest(block))  # of the bytes in memory, before the disk has them
+                yield block
+        yield sums
+
+    return replace(
+        write_file(path, blocks()),
         header_bytes=len(header),
         header_checksum=xxhash.xxh3_64_hexdigest(header),
         sums_checksum=xxhash.xxh3_64_hexdigest(sums),
@@ -158,11 +144,11 @@ def complete(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> None
     """
     files = dict(manifest.files)
     for name, text in texts.items():
-        files[name] = write_file(folder / name, text.encode("utf-8"))
+        files[name] = write_file(folder / name, [text.encode("utf-8")])
     manifest = replace(manifest, files=files)
     if problem := next(contradictions(manifest), None):
         raise UserError(f"what the processes wrote does not make up a checkpoint: {problem}")
-    write_file(folder / MANIFEST, encode(manifest))
+    write_file(folder / MANIFEST, [encode(manifest)])
     for place in sorted({(folder / name).parent for name in files} | {folder}, reverse=True):
         sync_folder(place)
 
@@ -219,8 +205,15 @@ def check_files(folder: Path, manifest: Manifest, names: Collection[str] | None 
     def check(name: str, about: StoredFile) -> None:
         with opened(folder / name) as descriptor:
             _check_size(folder / name, descriptor, about)
-            if not about.header_bytes:
-                _check_whole(folder / name, descriptor, about)
+            if about.header_bytes:
+                return
+            hashed = xxhash.xxh3_128()
+            for begin in range(0, about.bytes, BLOCK_BYTES):
+                block = memoryview(bytearray(min(BLOCK_BYTES, about.bytes - begin)))
+                _fill(descriptor, block, begin, folder / name)
+                hashed.update(block)
+        if hashed.hexdigest() != about.checksum:
+            raise Damage(f"{folder / name} is damaged: bytes 0 to {about.bytes}")
 
     for name in manifest.files if names is None else names:
         patiently(partial(check, name, manifest.files[name]))
@@ -310,17 +303,6 @@ def _check_size(path: Path, descriptor: int, about: StoredFile) -> None:
     if size != about.bytes:
         what = "cut off" if size < about.bytes else "too long"
         raise Missing(f"{path} is {what}: {size} bytes instead of {about.bytes}")
-
-
-def _check_whole(path: Path, descriptor: int, about: StoredFile) -> None:
-    hashed, position = xxhash.xxh3_128(), 0
-    while position < about.bytes:
-        buffer = memoryview(bytearray(min(BLOCK_BYTES, about.bytes - position)))
-        _fill(descriptor, buffer, position, path)
-        hashed.update(buffer)
-        position += len(buffer)
-    if hashed.hexdigest() != about.checksum:
-        raise Damage(f"{path} is damaged: bytes 0 to {about.bytes}")
 
 
 def _fill(descriptor: int, target: memoryview, offset: int, path: Path) -> None:

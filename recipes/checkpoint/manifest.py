@@ -4,7 +4,7 @@ Written last. It is checked before it is trusted: the disk may be damaged or the
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -13,17 +13,16 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy
 import xxhash
-from annotated_types import Interval, MultipleOf
+from annotated_types import Interval, MaxLen, MultipleOf
 from pydantic import Field, TypeAdapter
 
 from parallel.errors import UserError
-from recipes.checkpoint.boxes import Boxes, Count, Shape
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "shardwright checkpoint", 2
 MAX_MANIFEST_BYTES = 1 << 30
-"""A larger one is neither written nor read. A shard takes 230 bytes and a row of boxes 85: 4 MB and 2 MB for the largest
-model in models/sizes.py, 1137 tensors with two moments each, in 16,384 shards. Version 1 had a line for each box."""
+"""A larger one is neither written nor read. A shard takes 230 bytes and a row of boxes 85: 4 MB and 2 MB for the
+largest model in models/sizes.py, 1137 tensors with two moments each, in 16,384 shards. Version 1 had a line per box."""
 MAX_HEADER_BYTES = 100_000_000
 """The largest header of a shard that the safetensors library reads."""
 MAX_ELEMENTS = 1 << 48
@@ -37,6 +36,8 @@ BLOCK_BYTES = 4 << 20
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """The element types that a checkpoint may hold, by their names in safetensors."""
 SHARD_NAME = re.compile(r"(?:shards-[0-9]{5}/)?shard-([0-9]{5,7})-of-[0-9]{5,7}\.safetensors")
+Count = Annotated[int, Interval(ge=0, lt=2**62)]
+Shape = Annotated[tuple[Count, ...], MaxLen(16)]
 FileName = Annotated[str, Field(pattern=r"^(shards-[0-9]{5}/)?[A-Za-z0-9_][A-Za-z0-9._-]{0,199}$")]
 """None leads out of the folder."""
 
@@ -94,6 +95,61 @@ class Contents(NamedTuple):
     blocks: int
     sums: bytes
     """xxh3_64 of every block; b"" if the shard itself has them."""
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Equal boxes of a tensor at equal distances, each in another shard, at equal distances too."""
+
+    file: Count
+    """The number of the shard with the first box."""
+    start: Shape
+    """Index of the first box's first element in the tensor."""
+    shape: Shape
+    count: Annotated[int, Interval(ge=1, lt=2**31)] = 1
+    stride: Count = 0
+    """Distance from each box's shard to that of the next."""
+    step: Shape = ()
+    """Distance from each box's start to that of the next, along each dimension."""
+
+    @property
+    def shards(self) -> slice:
+        """The numbers of the shards that have one of the boxes."""
+        return slice(self.file, self.file + (self.count - 1) * self.stride + 1, self.stride or 1)
+
+    def number_in(self, file: int) -> int | None:
+        """The number of the box in this shard; None if there is none."""
+        number, rest = divmod(file - self.file, self.stride or 1)
+        return number if rest == 0 and 0 <= number < self.count else None
+
+    def start_of(self, number: int) -> tuple[int, ...]:
+        if not number:
+            return self.start
+        return tuple(first + number * step for first, step in zip(self.start, self.step, strict=True))
+
+    def meeting(self, start: Sequence[int], shape: Sequence[int]) -> range:
+        """The numbers of the boxes that share an element with this one, none of whose sides is 0."""
+        low, high = 0, self.count
+        steps = self.step or (0,) * len(self.start)
+        for mine, length, step, first, wanted in zip(self.start, self.shape, steps, start, shape, strict=True):
+            if step:
+                low = max(low, (first - mine - length) // step + 1)
+                high = min(high, -((mine - first - wanted) // step))
+            elif mine >= first + wanted or first >= mine + length:
+                return range(0)
+        return range(low, max(low, high))
+
+    def problem(self, whole: tuple[int, ...]) -> str:
+        """Why this cannot be a row of boxes of a tensor of this shape; "" if it can."""
+        if len(self.start) != len(whole) or len(self.shape) != len(whole) or len(self.step) not in (0, len(whole)):
+            return "a part with another number of dimensions"
+        apart = any(step >= length for step, length in zip(self.step, self.shape, strict=bool(self.step)))
+        if self.count > 1 and not (self.stride and apart):
+            return "parts that overlap or share a file"
+        last = self.start_of(self.count - 1)
+        if any(first + length > end for first, length, end in zip(last, self.shape, whole, strict=True)):
+            return "a part outside of its shape"
+        return ""
 
 
 @dataclass(frozen=True)

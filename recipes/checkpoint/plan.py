@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy
 
 from parallel.errors import UserError
-from recipes.checkpoint.boxes import Boxes
 from recipes.checkpoint.files import Piece
-from recipes.checkpoint.manifest import DTYPE_BYTES, StoredTensor
+from recipes.checkpoint.manifest import DTYPE_BYTES, Boxes, StoredTensor
 
 TINY = 64
 """Bytes of tensors that are together in one file, such as counters of steps: every process reads all of them."""
@@ -141,24 +140,20 @@ def _runs(starts: Array, shapes: Array, ranks: Array) -> tuple[Boxes, ...]:
     width = starts.shape[1]
     regular = (steps[:, 0] > 0) & (steps[:, 1 : 1 + width] >= 0).all(axis=1) & ~steps[:, 1 + width :].any(axis=1)
     changes = numpy.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 1
-    found, begin = [], 0
+    rows, begin = [], 0
     while begin < len(table):
         end, step = begin + 1, None
         if begin < len(steps) and regular[begin]:
             step, after = steps[begin], int(numpy.searchsorted(changes, begin, side="right"))
             end = int(changes[after]) + 1 if after < len(changes) else len(table)
-        found.append(_row(table[begin], step, end - begin, width))
+        file, *rest = table[begin].tolist()
+        first = Boxes(file, tuple(rest[:width]), tuple(rest[width:]))
+        if step is not None:
+            stride, *moves = step.tolist()
+            first = replace(first, count=end - begin, stride=stride, step=tuple(moves[:width]))
+        rows.append(first)
         begin = end
-    return tuple(found)
-
-
-def _row(first: Array, step: Array | None, count: int, width: int) -> Boxes:
-    file, *rest = (int(value) for value in first)
-    start, shape = tuple(rest[:width]), tuple(rest[width:])
-    if step is None:
-        return Boxes(file, start, shape)
-    stride, *moves = (int(value) for value in step)
-    return Boxes(file, start, shape, count, stride, tuple(moves[:width]))
+    return tuple(rows)
 
 
 def strides_of(ranks: Sequence[Any]) -> list[tuple[int, int]]:

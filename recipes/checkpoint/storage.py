@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -91,19 +90,13 @@ def spreads_of(state: Mapping[str, Tensor]) -> dict[str, Spread]:
     """How each tensor is spread over the processes that hold it. Raises UserError if no checkpoint can hold it."""
     meshes = {value.device_mesh for value in state.values() if isinstance(value, DTensor)}
     axes = {mesh: strides_of(mesh.mesh.tolist()) for mesh in meshes}
-    return {name: spread_of(name, value, axes) for name, value in state.items()}
-
-
-def spread_of(name: str, value: Tensor, axes: Mapping[DeviceMesh, list[tuple[int, int]]]) -> Spread:
-    """How a tensor is spread over all processes. Raises UserError if no checkpoint can hold its type.
-
-    axes: the parts and the distances of their ranks, by mesh.
-    """
-    if value.dtype not in CODES:
-        raise UserError(f"{name} has elements of type {value.dtype}, which no checkpoint can hold")
-    if not isinstance(value, DTensor):
-        return Spread(CODES[value.dtype], tuple(value.shape))
-    return Spread(CODES[value.dtype], tuple(value.shape), cuts_of(value.placements, axes[value.device_mesh]))
+    spreads = {}
+    for name, value in state.items():
+        if value.dtype not in CODES:
+            raise UserError(f"{name} has elements of type {value.dtype}, which no checkpoint can hold")
+        cuts = cuts_of(value.placements, axes[value.device_mesh]) if isinstance(value, DTensor) else ()
+        spreads[name] = Spread(CODES[value.dtype], tuple(value.shape), cuts)
+    return spreads
 
 
 def cuts_of(placements: Sequence[Placement], axes: Sequence[tuple[int, int]]) -> tuple[Cut, ...]:

@@ -1,4 +1,4 @@
-"""Manifests of version 1, which 0.1.0 wrote: a line for every box, with the checksums of its blocks. Imports no torch."""
+"""Manifests of version 1, which 0.1.0 wrote: a line per box, with checksums of its blocks. Imports no torch."""
 
 import json
 from dataclasses import replace
