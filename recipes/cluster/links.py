@@ -74,6 +74,29 @@ def measure_links(world: World, groups: Mapping[str, Sequence[Sequence[int]]] | 
     return mine
 
 
+def _measured(world: World, groups: Mapping[str, Sequence[Sequence[int]]]) -> Links:
+    device = world.device
+    length = BUFFER[device.type] // 4
+    part = length // world.size
+    reduced = summand(world.rank, length, device)
+    dist.all_reduce(reduced)
+    own, gathered = contribution(world.rank, part, device), torch.empty(part * world.size, device=device)
+    all_gather_single(gathered, own)
+    wrong_sum, wrong_parts = is_wrong_sum(reduced, world.size), wrong_ranks(gathered, world.size)
+    reduced.zero_()  # the repeated sums below must not overflow
+    return Links(
+        wrong_sum,
+        wrong_parts,
+        mean_seconds(world, lambda: dist.all_reduce(reduced)),
+        mean_seconds(world, lambda: all_gather_single(gathered, own)),
+        _exchange(world, reduced, rounds(world.nodes)),
+        {
+            axis: _exchange(world, reduced, pairings([ranks for ranks in of_axis if world.rank in ranks]))
+            for axis, of_axis in groups.items()
+        },
+    )
+
+
 def forget_memory(device: torch.device) -> None:
     """Let the run's statistics of memory start after measurements."""
     if device.type == "cuda":
@@ -159,26 +182,6 @@ def _than(speed: float, usual: float) -> str:
     return f"{size(int(speed))}/s (others reach {size(int(usual))}/s)"
 
 
-def _measured(world: World, groups: Mapping[str, Sequence[Sequence[int]]]) -> Links:
-    device = world.device
-    length = BUFFER[device.type] // 4
-    part = length // world.size
-    reduced = summand(world.rank, length, device)
-    dist.all_reduce(reduced)
-    own, gathered = contribution(world.rank, part, device), torch.empty(part * world.size, device=device)
-    all_gather_single(gathered, own)
-    wrong_sum, wrong_parts = is_wrong_sum(reduced, world.size), wrong_ranks(gathered, world.size)
-    reduced.zero_()  # the repeated sums below must not overflow
-    return Links(
-        wrong_sum,
-        wrong_parts,
-        mean_seconds(world, lambda: dist.all_reduce(reduced)),
-        mean_seconds(world, lambda: all_gather_single(gathered, own)),
-        _exchange(world, reduced, rounds(world.nodes)),
-        {axis: _exchange(world, reduced, _own_pairings(world.rank, every)) for axis, every in groups.items()},
-    )
-
-
 def summand(rank: int, length: int, device: torch.device) -> Tensor:
     """A rank's input to all-reduce: integers whose sum over thousands of ranks is exact in float32 in any order."""
     return _pattern(length, device) * (rank % 61 + 1)
@@ -250,25 +253,17 @@ def rounds(nodes: Sequence[Node]) -> list[dict[int, int]]:
     return [partners for partners in by_round if partners]
 
 
-def pairings(groups: Sequence[Sequence[int]], *, most: int | None = None) -> list[dict[int, int]]:
-    """The partner of each rank, for each round of exchanges. All members of a group meet; groups have one size.
-
-    most: rounds; None = until all have met.
-    """
+def pairings(groups: Sequence[Sequence[int]]) -> list[dict[int, int]]:
+    """The partner of each rank, for each round of exchanges, at most MOST_ROUNDS. Groups have one size."""
     places = len(groups[0]) + len(groups[0]) % 2  # of an odd number, one member rests in each round
     by_round: list[dict[int, int]] = []
-    for turn in range(places - 1)[:most]:
+    for turn in range(places - 1)[:MOST_ROUNDS]:
         seats = [places - 1, *((turn + seat) % (places - 1) for seat in range(places - 1))]  # the last one stays
         by_round.append({})
         for seat in range(places):
             one, other = seats[seat], seats[-1 - seat]
             by_round[-1] |= {group[one]: group[other] for group in groups if max(one, other) < len(group)}
     return by_round
-
-
-def _own_pairings(rank: int, groups: Sequence[Sequence[int]]) -> list[dict[int, int]]:
-    """The first rounds inside this rank's group."""
-    return pairings([next(group for group in groups if rank in group)], most=MOST_ROUNDS)
 
 
 def _swap(buffer: Tensor, received: Tensor, partner: int | None) -> None:
@@ -304,7 +299,10 @@ def measure_axes(world: World, mesh: Mesh) -> dict[str, Any]:
             | {name: [list(pair) for pair in zip(sizes, seconds, strict=True)] for name, seconds in slowest.items()}
         )
     side = SIDE[world.device.type]
-    products = world.messages.to_main(_product(world, side)) or []
+    kind = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    product = partial(torch.matmul, *(torch.ones(side, side, dtype=kind, device=world.device) for _ in range(2)))
+    products = world.messages.to_main(mean_seconds(world, product)) or []
+    del product
     forget_memory(world.device)
     return {"nodes": len(world.nodes), "links": links, "products": {"flops": 2 * side**3, "seconds": products}}
 
@@ -363,10 +361,3 @@ def _messages(world: World, group: ProcessGroup) -> Seconds:
 def _slower(one: Seconds, other: Seconds) -> Seconds:
     """The longer time of each message."""
     return {name: list(map(max, one[name], other[name])) for name in one}
-
-
-def _product(world: World, side: int) -> float:
-    """Seconds of one product of square matrices."""
-    kind = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    left, right = (torch.ones(side, side, dtype=kind, device=world.device) for _ in range(2))
-    return mean_seconds(world, partial(torch.matmul, left, right))

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from parallel.dist import World
 from parallel.heartbeats import ALARM, ENDED, HUNG, OVER, SPOKEN, VERDICT, Heartbeats
 from parallel.nodes import Node
-from recipes.cluster.reports import LAST_RESORT, LEFT, LOOK_SECONDS, STACKS, Report, after, for_a_while, verdict
+from recipes.cluster.watchdog import LAST_RESORT, LEFT, LOOK_SECONDS, STACKS, Report, after, for_a_while, verdict
 from recipes.files import exit_codes
 
 ANSWERS, GONE = json.dumps({"answers": True}).strip("{}"), json.dumps({"phase": LEFT}).strip("{}")

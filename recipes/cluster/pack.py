@@ -11,15 +11,12 @@ Imports no torch.
 import io
 import json
 import os
-import py_compile
 import re
+import subprocess
 import sys
 import tarfile
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -97,8 +94,11 @@ def pack(root: Path, cache: Path) -> tuple[Pack, list[str]]:
                 os.utime(files[kind])  # in use
                 continue
             started = time.monotonic()
+            sources = [entry for entry in entries if entry.name.endswith(".py")]
+            folders = {entry.path.removesuffix("/".join(entry.name.split("/")[2:])) for entry in sources}
+            subprocess.run([sys.executable, "-W", "ignore", "-m", "compileall", "-qq", "-j0", *folders])
             with _new(files[kind]) as new:
-                _write(new, entries, changes.get(kind, {}))
+                _write(new, list(listing()), changes.get(kind, {}))
                 if _key(listing(), changes.get(kind, {})) != key:
                     raise UserError(
                         f"the {kind} changed while it was packed; start the job again when nobody writes to it"
@@ -172,7 +172,7 @@ def _entry(name: str, item: "Path | os.DirEntry[str]") -> Entry:
 def _key(entries: Iterable[Entry], changes: dict[str, str]) -> str:
     digest = sha256(repr(sorted(changes.items())).encode())
     for entry in entries:
-        # Bytecode follows from its source, and the first run writes what is missing.
+        # Bytecode follows from its source.
         if not entry.name.endswith(".pyc"):
             digest.update(f"{entry.name}\0{entry.bytes}\0{entry.changed}\0{entry.target}\n".encode())
     return digest.hexdigest()[:16]
@@ -193,7 +193,7 @@ def _write(file: Path, entries: Sequence[Entry], changes: dict[str, str]) -> Non
     # GNU's format keeps whole seconds, as bytecode does, which names the time of its source.
     with tarfile.open(file, "w", format=tarfile.GNU_FORMAT) as archive:
         for entry in entries:
-            if entry.name.endswith(".pyc") or entry.name in changes:
+            if entry.name in changes:
                 continue
             if entry.target is None:
                 archive.add(os.path.realpath(entry.path), entry.name, recursive=False)
@@ -202,40 +202,9 @@ def _write(file: Path, entries: Sequence[Entry], changes: dict[str, str]) -> Non
                 link.type, link.linkname = tarfile.SYMTYPE, entry.target
                 archive.addfile(link)
         for name, text in changes.items():
-            _add(archive, name, text.encode())
-        sources = [entry for entry in entries if entry.name.endswith(".py")]
-        with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-            for name, code in zip(map(_cached, sources), pool.map(_bytecode, sources, chunksize=64), strict=True):
-                if code is not None:
-                    _add(archive, name, code)
-
-
-def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-    info = tarfile.TarInfo(name)
-    info.size, info.mode, info.mtime = len(content), 0o644, int(time.time())
-    archive.addfile(info, io.BytesIO(content))
-
-
-def _cached(source: Entry) -> str:
-    folder, _, name = source.name.rpartition("/")
-    return f"{folder}/__pycache__/{name.removesuffix('.py')}.{sys.implementation.cache_tag}.pyc"
-
-
-def _bytecode(source: Entry) -> bytes | None:
-    """The source's bytecode: what lies beside it if that is current, else newly compiled; None: it does not compile."""
-    path = Path(source.path)
-    with suppress(OSError):
-        code = (path.parent / _cached(source).split("/")[-2] / _cached(source).split("/")[-1]).read_bytes()
-        # After the magic number, importlib compares the flags, the time and the size of the source.
-        times = (source.changed // 10**9 & 0xFFFFFFFF, source.bytes & 0xFFFFFFFF)
-        if code[4:16] == b"".join(number.to_bytes(4, "little") for number in (0, *times)):
-            return code
-    warnings.simplefilter("ignore")  # in a process of its own
-    with tempfile.TemporaryDirectory() as folder, suppress(py_compile.PyCompileError, OSError, ValueError):
-        compiled = Path(folder) / "code"
-        py_compile.compile(source.path, os.fspath(compiled), doraise=True, quiet=2)
-        return compiled.read_bytes()
-    return None
+            info = tarfile.TarInfo(name)
+            info.size, info.mode, info.mtime = len(text.encode()), 0o644, int(time.time())
+            archive.addfile(info, io.BytesIO(text.encode()))
 
 
 def _read_venv_config() -> str:

@@ -58,6 +58,7 @@ def test_unpacked_code_starts_from_current_bytecode(checkout: Path, tmp_path: Pa
     stale = checkout / "models" / "code.py"
     subprocess.run([sys.executable, "-m", "compileall", "-q", checkout / "models"], check=True)
     stale.write_text("value = 'new'\n")
+    os.utime(stale, (time.time() + 9,) * 2)  # bytecode knows seconds
     with tarfile.open(pack(checkout, checkout / ".pack")[0].checkout) as archive:
         archive.extractall(tmp_path / "node", filter="tar")
     folder = tmp_path / "node" / "checkout"

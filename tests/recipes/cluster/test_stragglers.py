@@ -5,6 +5,7 @@ import os
 import random
 import re
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -34,9 +35,9 @@ from recipes.cluster.stragglers import (
     ComputeTime,
     Straggler,
     Stragglers,
-    Window,
     around,
     no_culprit_line,
+    typical,
 )
 from recipes.metrics.clock import FIRST_STEP, RunClock
 from recipes.recipe.schema import Recipe
@@ -54,16 +55,16 @@ class Processes:
     """Several processes' windows, and what a host reads of their comparison."""
 
     def __init__(self, hosts: Sequence[str], *, slower: float = SLOWER, stages: int = 1) -> None:
-        self.windows = [Window() for _ in hosts]
+        self.windows = [deque[tuple[float, float, float]](maxlen=WINDOW) for _ in hosts]
         self.comparison = Comparison(hosts.__getitem__, slower=slower, stages=stages)
 
     def add(self, step: float, data: Sequence[float], compute: Sequence[float]) -> list[Straggler]:
         """Take in a logged step: its seconds, and those by rank. Returns the present stragglers."""
         for window, waited, worked in zip(self.windows, data, compute, strict=True):
-            window.add(step, waited, worked)
-        if not self.windows[0].is_full:
+            window.append((step, waited, worked))
+        if len(self.windows[0]) < WINDOW:
             return []
-        rows = torch.tensor([window.typical() for window in self.windows], dtype=torch.float64)
+        rows = torch.tensor([typical(window) for window in self.windows], dtype=torch.float64)
         return self.comparison.read(self.comparison.summary(rows).tolist())[0]
 
 
@@ -112,7 +113,7 @@ def test_in_a_pipeline_only_processes_of_one_stage_are_compared_for_compute() ->
     work[2] = 0.3
     processes = Processes(HOSTS * 2, stages=2)
     assert names(processes, [0.0] * 8, work, 20)[-1] == [(2, COMPUTE)]
-    assert [(one.seconds, one.median) for one in processes.add(1.0, [0.0] * 8, work)] == [(0.3, 0.2)]
+    assert [(one.value, one.median) for one in processes.add(1.0, [0.0] * 8, work)] == [(0.3, 0.2)]
 
 
 def test_a_stage_of_one_process_is_compared_for_data_alone() -> None:
@@ -140,7 +141,7 @@ def test_of_thousands_of_processes_a_host_reads_as_many_numbers_as_of_a_few_and_
         read.append(len(numbers))
         [found], counts = comparison.read(numbers)
         assert (found.rank, found.node, found.phase) == (size - 3, f"node-{(size - 3) // 8}", COMPUTE)
-        assert (found.seconds, found.median, counts) == (0.66, 0.5, {DATA: 0, COMPUTE: 1})
+        assert (found.value, found.median, counts) == (0.66, 0.5, {DATA: 0, COMPUTE: 1})
     assert read[0] == read[1] < 100
 
 
