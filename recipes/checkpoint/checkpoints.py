@@ -20,7 +20,7 @@ from recipes.checkpoint.config import CheckpointConfig
 from recipes.checkpoint.files import complete, read_manifest, shard_bytes, verify_shards, write_shard
 from recipes.checkpoint.manifest import Damage, Missing, StoredFile, shard_name
 from recipes.checkpoint.plan import pieces_of
-from recipes.checkpoint.state import checked, hyperparameters, named_tensors, restore
+from recipes.checkpoint.state import checked_progress, hyperparameters, named_tensors, restore
 from recipes.checkpoint.storage import HostMemory, Plan, assemble, make_plan, raw, read_tensors, signature, spreads_of
 from recipes.checkpoint.together import Together, require_shards, unseen
 from recipes.files.atomic import sync_folder, write_whole
@@ -360,10 +360,10 @@ class Checkpoints:
         # Read by one process for all. Thousands that open one file at the same time are a burden for any server.
         manifest = self._together.on_main(lambda: folders.check(folder, step, most=0))
         require_shards(path, manifest, self._together)
-        record: dict[str, Any] = {}
+        progress = dict[str, Any]()
 
         def read() -> None:
-            record.update(checked(manifest, groups, path))
+            progress.update(checked_progress(manifest, groups, path))
             try:
                 read_tensors(path, manifest, state)
             except Missing as error:  # another process has seen it whole
@@ -374,9 +374,10 @@ class Checkpoints:
                 )
 
         self._together.on_all(read)
-        restore(model, optimizer, state, record["optimizer"])
+        # The recipe's hyperparameters, which a stage or a fork may have changed, not the stored ones.
+        restore(model, optimizer, state, [dict(group) for group in groups])
         self._newest = step
-        return record["progress"]
+        return progress
 
 
 def _of_both(one: Written, other: Written) -> Written:

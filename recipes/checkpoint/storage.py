@@ -176,22 +176,21 @@ class HostMemory:
 
     def _places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The bytes for each tensor, in segments that are there or allocated now."""
-        places, segment, used = [], 0, 0
-        left = sum(-(-tensor.nbytes // 16) * 16 for tensor in tensors)
+        places, lengths = [], list[int]()  # (segment, offset) of each tensor; the bytes of the segments
         for tensor in tensors:
-            size = tensor.nbytes
-            if segment < len(self._segments) and used + size > len(self._segments[segment]):
-                segment, used = segment + 1, 0
-            while segment < len(self._segments) and size > len(self._segments[segment]):
-                segment += 1
-            if segment == len(self._segments):
-                pinned = tensor.device.type == "cuda"
-                length = max(size, min(left, self.SEGMENT))
-                self._segments.append(torch.empty(length, dtype=torch.uint8, pin_memory=pinned))
-            places.append(self._segments[segment][used : used + size])
-            used += -(-size // 16) * 16  # aligns every copy to its elements
-            left -= -(-size // 16) * 16
-        return places
+            size = -(-tensor.nbytes // 16) * 16  # aligns every copy to its elements
+            if not lengths or lengths[-1] + size > self.SEGMENT:
+                lengths.append(0)
+            places.append((len(lengths) - 1, lengths[-1]))
+            lengths[-1] += size
+        if lengths != [len(segment) for segment in self._segments]:
+            pinned = any(tensor.device.type == "cuda" for tensor in tensors)
+            self._segments = []  # freed before others are allocated
+            self._segments += [torch.empty(length, dtype=torch.uint8, pin_memory=pinned) for length in lengths]
+        return [
+            self._segments[segment][offset : offset + tensor.nbytes]
+            for tensor, (segment, offset) in zip(tensors, places, strict=True)
+        ]
 
 
 def assemble(

@@ -193,7 +193,7 @@ class Launchers:
                 self._counted_first(store)
                 self._counted = True
             if store.check([ENDED]):
-                return _cause(store.get(ENDED))
+                return Cause(*json.loads(store.get(ENDED)))
         except RuntimeError:
             if self._store is not None:
                 return Cause("the launcher of node 0 is gone", 1)
@@ -236,18 +236,6 @@ class Launchers:
         return self._store
 
 
-def _cause(text: bytes) -> Cause | None:
-    """What a launcher wrote, or None: anyone who reaches the store can write anything."""
-    try:
-        message, code, crashed = json.loads(text)
-    except (ValueError, TypeError):
-        return None
-    right = isinstance(message, str) and isinstance(code, int) and isinstance(crashed, bool)
-    return Cause(message, code, crashed) if right else None
-
-
 def _announce(store: TCPStore, cause: Cause) -> None:
     """Give a cause to all launchers, unless one has been given: the first says most."""
-    text = json.dumps(cause)
-    if _cause(store.compare_set(ENDED, "", text)) is None:
-        store.set(ENDED, text)
+    store.compare_set(ENDED, "", json.dumps(cause))

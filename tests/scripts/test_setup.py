@@ -215,20 +215,6 @@ def test_run_takes_a_number_of_processes_with_zeros_before_it(checkout: Path) ->
 
 
 @pytest.mark.slow
-def test_run_passes_nodes_and_their_processes_on(checkout: Path) -> None:
-    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
-    _, calls = run_sh(checkout, "pyproject.toml", NPROC="4", **nodes)
-    assert "--processes 8" in calls[0]
-    assert "--nnodes=2 --node-rank=1 --master-addr=127.0.0.1 --master-port=29500 --nproc-per-node=4" in calls[1]
-
-
-@pytest.mark.slow
-def test_run_requires_the_node_rank_with_several_nodes(checkout: Path) -> None:
-    result, _ = run_sh(checkout, "pyproject.toml", NPROC="4", NNODES="2")
-    assert "set NODE_RANK (0 to NNODES - 1) and MASTER_ADDR" in result.stderr
-
-
-@pytest.mark.slow
 def test_run_takes_the_nodes_of_a_pytorchjob_and_hides_its_variables_from_torchrun(checkout: Path) -> None:
     """Else PET_NNODES overrides --standalone, and torchrun waits for nodes that nobody starts."""
     record = checkout / "calls"

@@ -308,11 +308,6 @@ def test_state_of_another_shape_is_refused(state: dict[str, Any], place: Path, r
     refuse_state(place, run, replace)
 
 
-@pytest.mark.parametrize("hyperparameters", [{"lr": "__import__('os')"}, {"betas": [0.9]}], ids=str)
-def test_hyperparameters_of_another_type_are_refused(hyperparameters: dict[str, Any], place: Path, run: Run) -> None:
-    refuse_state(place, run, lambda state: state["optimizer"][0].update(hyperparameters))
-
-
 @pytest.mark.parametrize(
     "progress",
     [
