@@ -299,8 +299,7 @@ class Checkpoints:
             best = self._best.kept(steps) if self._best else ()
         except TemporaryError:  # it may be any of them; the next save deletes the others
             return []
-        found = folders.dispensable(steps, self._config, best=best)
-        return [old for old in found if old != copied]
+        return [old for old in folders.dispensable(steps, self._config, best=best) if old != copied]
 
     # Resuming
 

@@ -71,7 +71,7 @@ def plan(tensors: Mapping[str, Spread], processes: int) -> dict[str, StoredTenso
     }
     width = {name: DTYPE_BYTES[about.dtype] for name, about in tensors.items()}
     load = numpy.zeros(processes, numpy.int64)
-    found: dict[str, StoredTensor] = {}
+    planned: dict[str, StoredTensor] = {}
     for name in sorted(tensors, key=lambda name: -divisions[name].largest * width[name]):
         division = divisions[name]
         ranks = division.ranks + holders[name][0]
@@ -80,19 +80,19 @@ def plan(tensors: Mapping[str, Spread], processes: int) -> dict[str, StoredTenso
         load[ranks[:, replica]] += division.elements * width[name]
         away = int(ranks[0, replica] - division.ranks[0, 0]) if ranks.size else 0
         runs = tuple(replace(run, file=run.file + away) for run in division.runs) if away else division.runs
-        found[name] = StoredTensor(tensors[name].dtype, tensors[name].shape, runs)
-    return {name: found[name] for name in tensors}
+        planned[name] = StoredTensor(tensors[name].dtype, tensors[name].shape, runs)
+    return {name: planned[name] for name in tensors}
 
 
 def pieces_of(tensors: Mapping[str, StoredTensor], rank: int) -> list[Piece]:
     """What a process writes, in the order of its file: widest elements first, so that all are aligned."""
-    found = []
+    pieces = []
     for name, tensor in tensors.items():
         for run in tensor.boxes:
             if (number := run.number_in(rank)) is not None:
                 whole = run.shape == tensor.shape
-                found.append(Piece(name, tensor.dtype, run.start_of(number), run.shape, whole=whole))
-    return sorted(found, key=lambda piece: -DTYPE_BYTES[piece.dtype])
+                pieces.append(Piece(name, tensor.dtype, run.start_of(number), run.shape, whole=whole))
+    return sorted(pieces, key=lambda piece: -DTYPE_BYTES[piece.dtype])
 
 
 @lru_cache(maxsize=64)

@@ -44,7 +44,7 @@ def named_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Ten
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     copies = copies_in(model)
-    found = {
+    tensors = {
         PARAMETERS + name: without_wrapper(cast(Tensor, value))
         for name, value in model_state.items()
         if name not in copies
@@ -52,8 +52,8 @@ def named_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Ten
     for parameter, values in cast(Mapping[str, Any], optimizer_state["state"]).items():
         for kind, value in values.items():
             assert isinstance(value, Tensor), f"optimizer state {kind} of {parameter} is not a tensor"
-            found[f"{MOMENTS}{parameter}.{kind}"] = value
-    return found, cast(list[dict[str, Any]], optimizer_state["param_groups"])
+            tensors[f"{MOMENTS}{parameter}.{kind}"] = value
+    return tensors, cast(list[dict[str, Any]], optimizer_state["param_groups"])
 
 
 def restore(

@@ -229,14 +229,14 @@ def _finish(device: torch.device) -> None:
 
 def _exchange(world: World, buffer: Tensor, plan: Sequence[Mapping[int, int]]) -> dict[int, float]:
     """Swap the buffer with this process's partner of each round. Returns bytes per second, by partner."""
-    found = {}
+    speeds = {}
     received = torch.empty_like(buffer)
     for partners in plan:
         partner = partners.get(world.rank)
         seconds = mean_seconds(world, partial(_swap, buffer, received, partner))
         if partner is not None:
-            found[partner] = buffer.nbytes / seconds
-    return found
+            speeds[partner] = buffer.nbytes / seconds
+    return speeds
 
 
 def rounds(nodes: Sequence[Node]) -> list[dict[int, int]]:
@@ -307,9 +307,9 @@ def measure_axes(world: World, mesh: Mesh) -> dict[str, Any]:
     return {"nodes": len(world.nodes), "links": links, "products": {"flops": 2 * side**3, "seconds": products}}
 
 
-def summary(found: dict[str, Any], world: World) -> Iterator[str]:
+def summary(measured: dict[str, Any], world: World) -> Iterator[str]:
     """Lines for the log: each axis's bandwidth and latency, and on GPUs those that multiply slowly."""
-    for link in found["links"]:
+    for link in measured["links"]:
         (less, sooner), (more, later) = link["all_gather"]
         share = (link["processes"] - 1) / link["processes"]
         yield (
@@ -317,7 +317,7 @@ def summary(found: dict[str, Any], world: World) -> Iterator[str]:
             f" {1e6 * sooner:.0f} us for {size(less)}"
         )
     if world.device.type == "cuda" and world.is_main:
-        yield from slow_products(found["products"]["seconds"], found["products"]["flops"])
+        yield from slow_products(measured["products"]["seconds"], measured["products"]["flops"])
 
 
 def slow_products(seconds: Sequence[float], flops: float) -> Iterator[str]:
@@ -335,27 +335,27 @@ def _groups(mesh: Mesh) -> dict[str, tuple[ProcessGroup, int]]:
     """Axes with several processes: their groups, and how far apart neighbours in them are."""
     degrees = mesh.degrees
     inner = degrees.tensor * degrees.context * degrees.shard
-    found = {
+    groups = {
         "shard": (mesh.fsdp.get_group(mesh.fsdp.ndim - 1), degrees.tensor),
         "replicate": (mesh.replicate_group, inner),
     }
     if mesh.context is not None:
-        found["context"] = (mesh.context.get_group(), degrees.tensor)
+        groups["context"] = (mesh.context.get_group(), degrees.tensor)
     if mesh.tensor is not None:
-        found["tensor"] = (mesh.tensor.get_group(), 1)
-    return {axis: (group, stride) for axis, (group, stride) in found.items() if group.size() > 1}
+        groups["tensor"] = (mesh.tensor.get_group(), 1)
+    return {axis: (group, stride) for axis, (group, stride) in groups.items() if group.size() > 1}
 
 
 def _messages(world: World, group: ProcessGroup) -> Seconds:
     """Seconds of both collectives, by size."""
-    found: Seconds = {"all_gather": [], "reduce_scatter": []}
+    seconds: Seconds = {"all_gather": [], "reduce_scatter": []}
     reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name from torch 2.13 on
     for amount in SIZES[world.device.type]:
         part = torch.zeros(amount // 4 // group.size(), device=world.device)
         whole = torch.zeros(len(part) * group.size(), device=world.device)
-        found["all_gather"].append(mean_seconds(world, partial(all_gather_single, whole, part, group=group)))
-        found["reduce_scatter"].append(mean_seconds(world, partial(reduce_scatter, part, whole, group=group)))
-    return found
+        seconds["all_gather"].append(mean_seconds(world, partial(all_gather_single, whole, part, group=group)))
+        seconds["reduce_scatter"].append(mean_seconds(world, partial(reduce_scatter, part, whole, group=group)))
+    return seconds
 
 
 def _slower(one: Seconds, other: Seconds) -> Seconds:

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from parallel.dist import World
 from parallel.heartbeats import ALARM, ENDED, HUNG, OVER, SPOKEN, VERDICT, Heartbeats
 from parallel.nodes import Node
-from recipes.cluster.watchdog import LAST_RESORT, LEFT, LOOK_SECONDS, STACKS, Report, after, for_a_while, verdict
+from recipes.cluster.reports import LAST_RESORT, LEFT, LOOK_SECONDS, STACKS, Report, after, for_a_while, verdict
 from recipes.files import exit_codes
 
 ANSWERS, GONE = json.dumps({"answers": True}).strip("{}"), json.dumps({"phase": LEFT}).strip("{}")
@@ -185,8 +185,8 @@ def word_of(report: Report) -> str:
 
 def reports_of(nodes: Sequence[Node], words_of_nodes: Sequence[Sequence[str]]) -> list[Report]:
     """The reports of all processes, by rank, from the boards of all nodes."""
-    found = {}
+    reports = {}
     for node, words in zip(nodes, words_of_nodes, strict=True):
         for rank, word in zip_longest(node.ranks, words[: len(node.ranks)]):
-            found[rank] = replace(Report(rank, node.name), **json.loads(word or "{}"))
-    return [found[rank] for rank in sorted(found)]
+            reports[rank] = replace(Report(rank, node.name), **json.loads(word or "{}"))
+    return [reports[rank] for rank in sorted(reports)]

@@ -147,8 +147,8 @@ def checkout_entries(root: Path) -> Iterator[Entry]:
 def _listed(folder: Path, name: str, *, left_out: Sequence[str] = ()) -> Iterator[Entry]:
     """All files below a folder. A link that leads out of the folder is followed: its target may be on no node."""
     own = f".{sys.implementation.cache_tag}.pyc"
-    with os.scandir(folder) as found:
-        items = sorted(found, key=lambda item: item.name)
+    with os.scandir(folder) as inside:
+        items = sorted(inside, key=lambda item: item.name)
     for item in items:
         inner = f"{name}/{item.name}"
         if any(fnmatch(inner, pattern) for pattern in left_out):
@@ -165,8 +165,8 @@ def _listed(folder: Path, name: str, *, left_out: Sequence[str] = ()) -> Iterato
 
 
 def _entry(name: str, item: "Path | os.DirEntry[str]") -> Entry:
-    found = item.stat()
-    return Entry(name, os.fspath(item), found.st_size, found.st_mtime_ns)
+    about = item.stat()
+    return Entry(name, os.fspath(item), about.st_size, about.st_mtime_ns)
 
 
 def _key(entries: Iterable[Entry], changes: dict[str, str]) -> str:

@@ -51,10 +51,10 @@ def serve(name: str, port: int, *, remote: bool) -> Served | None:
     RendezvousError.
     """
     try:
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise RendezvousError(f"the address {name} of node 0: {error.strerror}") from None
-    for family, _, _, _, place in found:
+    for family, _, _, _, place in addresses:
         address = str(place[0])
         if remote and name not in (address, "localhost") and ip_address(address.partition("%")[0]).is_loopback:
             continue

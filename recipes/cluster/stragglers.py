@@ -112,15 +112,15 @@ class Comparison:
 
     def read(self, numbers: Sequence[float]) -> tuple[list[Straggler], dict[str, int]]:
         """(the stragglers of the summary by rank, phase -> how many there are)."""
-        found: list[Straggler] = []
+        stragglers: list[Straggler] = []
         counts, half = {}, len(numbers) // 2
         for phase, part in ((DATA, numbers[:half]), (COMPUTE, numbers[half:])):
             count, *worst = part
             counts[phase], places = int(count), len(worst) // 3
             named = sorted(zip(worst[:places], worst[places : 2 * places], worst[2 * places :], strict=True))
             slow = [(int(rank), seconds, usual) for rank, seconds, usual in named if seconds >= 0]
-            found += [Straggler(rank, self._node_of(rank), phase, seconds, usual) for rank, seconds, usual in slow]
-        return found, counts
+            stragglers += [Straggler(rank, self._node_of(rank), phase, seconds, usual) for rank, seconds, usual in slow]
+        return stragglers, counts
 
 
 class Communication:

@@ -144,9 +144,9 @@ def keep_rows(path: Path, column: str, wanted: Callable[[Any], bool]) -> int:
     if not count:
         path.unlink()
     elif cut and not late:
-        with path.open("rb+") as file:
-            file.truncate(end)
-            os.fsync(file.fileno())
+        with path.open("rb+") as shortened:
+            shortened.truncate(end)
+            os.fsync(shortened.fileno())
     return count
 
 

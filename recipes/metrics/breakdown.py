@@ -131,29 +131,29 @@ def break_down(events: Iterable[Event]) -> Breakdown:
     )
 
 
-def table(found: Breakdown) -> str:
+def table(breakdown: Breakdown) -> str:
     """The breakdown as Markdown tables."""
     lines = [
-        f"Mean of {found.steps} traced steps: {1e3 * found.step_seconds:,.2f} ms. Tracing slows the host, so idle time"
-        " is an upper bound.",
+        f"Mean of {breakdown.steps} traced steps: {1e3 * breakdown.step_seconds:,.2f} ms. Tracing slows the host, so"
+        " idle time is an upper bound.",
         "",
     ]
-    sums = {"sum": sum(found.seconds.values()), "communication, hidden behind work": found.hidden_communication}
-    kinds = (found.seconds | sums).items()
+    sums = {"sum": sum(breakdown.seconds.values()), "communication, hidden behind work": breakdown.hidden_communication}
+    kinds = (breakdown.seconds | sums).items()
     lines += markdown_table(
         ("kind", "ms", "share"),
-        [(kind, f"{1e3 * seconds:,.2f}", f"{seconds / found.step_seconds:.1%}") for kind, seconds in kinds],
+        [(kind, f"{1e3 * seconds:,.2f}", f"{seconds / breakdown.step_seconds:.1%}") for kind, seconds in kinds],
     )
-    if found.collectives:
+    if breakdown.collectives:
         lines += ["", "Communication by axis of the mesh and collective:", ""]
         lines += markdown_table(
             ("axis: collective", "ms", "of which exposed", "calls"),
             [
                 (label, f"{1e3 * seconds:,.2f}", f"{1e3 * exposed:,.2f}", calls)
-                for label, (seconds, exposed, calls) in found.collectives.items()
+                for label, (seconds, exposed, calls) in breakdown.collectives.items()
             ],
         )
-    for kind, kernels in found.kernels.items():
+    for kind, kernels in breakdown.kernels.items():
         most = [(f"`{name}`", f"{1e3 * seconds:,.2f}", calls) for name, seconds, calls in kernels[:12]]
         lines += ["", f"Kernels of {kind}:", "", *markdown_table(("name", "ms", "calls"), most)]
     return "\n".join([*lines, ""])
@@ -223,7 +223,7 @@ def _scopes(events: Sequence[Event], inner: Mapping[Any, Event]) -> dict[Any, li
     in_order = [*operators, *((event, key) for key, event in inner.items())]
     in_order.sort(key=lambda item: (item[0]["ts"], item[1] is not None, -item[0]["dur"]))
     stacks: dict[Any, list[Event]] = defaultdict(list)
-    found = {}
+    around = {}
     for event, key in in_order:
         stack = stacks[event["tid"]]
         while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
@@ -231,8 +231,8 @@ def _scopes(events: Sequence[Event], inner: Mapping[Any, Event]) -> dict[Any, li
         if key is None:
             stack.append(event)
         else:
-            found[key] = [scope["name"] for scope in reversed(stack) if scope["ts"] + scope["dur"] > event["ts"]]
-    return found
+            around[key] = [scope["name"] for scope in reversed(stack) if scope["ts"] + scope["dur"] > event["ts"]]
+    return around
 
 
 def _label(name: str, group: str, around: Sequence[str]) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from parallel.dist import World, lost_a_peer, start, stop
 from parallel.errors import UserError
-from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog, for_a_while
+from recipes.cluster.reports import for_a_while
+from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
 from recipes.data.text.sources import is_prepared
 from recipes.files.atomic import Lines, utc_now
 from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, OUT_OF_MEMORY, PREEMPTED

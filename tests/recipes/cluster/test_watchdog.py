@@ -16,7 +16,7 @@ from parallel import heartbeats
 from parallel.config import MeshConfig
 from parallel.dist import flight_record, on_main, start, stop
 from parallel.heartbeats import ALARM, HUNG, Heartbeats, connect
-from recipes.cluster.watchdog import Report, place_of, verdict
+from recipes.cluster.reports import Report, place_of, verdict
 from tests.build import build_model
 from tests.processes import run_processes
 
