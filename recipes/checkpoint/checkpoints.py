@@ -21,7 +21,7 @@ from recipes.checkpoint.files import complete, read_manifest, shard_bytes, verif
 from recipes.checkpoint.manifest import Damage, Missing, StoredFile, shard_name
 from recipes.checkpoint.plan import pieces_of
 from recipes.checkpoint.state import checked_progress, hyperparameters, named_tensors, restore
-from recipes.checkpoint.storage import HostMemory, Plan, assemble, make_plan, raw, read_tensors, signature, spreads_of
+from recipes.checkpoint.storage import HostCopies, Share, assemble, make_plan, raw, read_tensors, signature, spreads_of
 from recipes.checkpoint.together import Together, require_shards, unseen
 from recipes.files.atomic import sync_folder, write_whole
 from recipes.files.layout import checkpoint_steps, step_folder
@@ -78,8 +78,8 @@ class Checkpoints:
         # A channel of its own: a save communicates on a thread while training communicates on others.
         self._together = Together(Channel.SAVES, parts=pipeline)
         self._main, self._shard = self._together.is_main, shard_name(self._together.rank, self._together.size)
-        self._memory = HostMemory()
-        self._plan: Plan | None = None
+        self._memory = HostCopies()
+        self._plan: Share | None = None
         self._own: dict[str, StoredFile] = {}  # what this process wrote last
         self._thread: threading.Thread | None = None
         self._messages: deque[str] = deque()
@@ -125,7 +125,7 @@ class Checkpoints:
             plan, state, _ = self._planned(model, optimizer)
             self._memory.allocate(list(plan.tensors(state)))
 
-    def _planned(self, model: nn.Module, optimizer: Optimizer) -> tuple[Plan, dict[str, Tensor], list[dict[str, Any]]]:
+    def _planned(self, model: nn.Module, optimizer: Optimizer) -> tuple[Share, dict[str, Tensor], list[dict[str, Any]]]:
         """Who writes what, the state to save, and the optimizer's groups."""
         state, groups = named_tensors(model, optimizer)
         if self._plan is None or self._plan.signature != signature(state):
@@ -190,7 +190,7 @@ class Checkpoints:
         while self._messages:
             self._log(self._messages.popleft())
 
-    def _write(self, step: int, plan: Plan, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
+    def _write(self, step: int, plan: Share, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
         """Write a copied state with all processes, possibly on a thread."""
         try:
             self._write_new(step, plan, contents, record)
@@ -209,7 +209,7 @@ class Checkpoints:
         if self._main:
             self._note(step, text)
 
-    def _write_new(self, step: int, plan: Plan, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
+    def _write_new(self, step: int, plan: Share, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
         place = folders.partial_folder(self.folder, step)
 
         def write() -> Written:
@@ -255,7 +255,7 @@ class Checkpoints:
             raise
         self._own = files if not self._main else {name: files[name] for name in {self._shard} & files.keys()}
 
-    def _delete_old(self, step: int, plan: Plan) -> None:
+    def _delete_old(self, step: int, plan: Share) -> None:
         """Delete the checkpoints that need not be kept, once the new one is committed and reads back.
 
         Each process reads its own shard, usually from the page cache: this verifies the file, not the disk. Raises

@@ -7,6 +7,7 @@ bytes. Its tensors are the boxes that one process wrote. Imports no torch.
 import errno
 import json
 import os
+import re
 import stat
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,11 +23,15 @@ import xxhash
 
 from parallel.errors import TemporaryError, UserError
 from recipes.checkpoint.manifest import (
+    ADAPTER,
     BLOCK_BYTES,
     DTYPE_BYTES,
+    FORMAT,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     SUM_BYTES,
+    TAIL_BYTES,
+    VERSION,
     Chunk,
     Contents,
     Damage,
@@ -34,7 +39,6 @@ from recipes.checkpoint.manifest import (
     Missing,
     StoredFile,
     contradictions,
-    decode,
     encode,
 )
 from recipes.files.atomic import sync_folder
@@ -66,6 +70,8 @@ class Piece:
         return self.tensor if self.whole else box_name(self.tensor, self.start, self.shape)
 
 
+_TAIL = re.compile(rb',"checksum":"([0-9a-f]{32})"\}\n')
+_HEAD = re.compile(rb'\{"format":"([^"\\]{0,100})","version":(\d{1,9}),')
 BLOCK_SUMS = "checksums of blocks"
 """The last tensor of a shard: xxh3_64 of every block of the others."""
 
@@ -181,6 +187,39 @@ def _unreadable(path: Path, error: OSError) -> UserError:
     return TemporaryError(
         f"{text}; this may pass, and nothing is changed. If it stays, rename {path.parent} to use an older checkpoint"
     )
+
+
+def decode(text: bytes, *, where: Path) -> Manifest:
+    """The manifest, of any version, with these contents. where: its path, for messages.
+
+    Raises Damage if it is not exactly what encode() wrote, or is inconsistent; UserError if a newer version wrote it.
+    """
+    body, tail = text[:-TAIL_BYTES], _TAIL.fullmatch(text[-TAIL_BYTES:])
+    if not tail:
+        raise Damage(f"{where} is damaged: it is cut off, or is not a manifest")
+    if xxhash.xxh3_128_hexdigest(body) != tail[1].decode():
+        raise Damage(f"{where} is damaged: its checksum does not match (bytes 0 to {len(body)})")
+    if not (head := _HEAD.match(body)):
+        raise Damage(f"{where} is damaged: it does not describe a checkpoint")
+    if head[1] != FORMAT.encode():
+        raise Damage(f"{where} is damaged: its format is {head[1].decode(errors='replace')[:50]!r}")
+    if (version := int(head[2])) > VERSION:
+        raise UserError(
+            f"{where} has version {version} of the format, but this program reads {VERSION}; use a newer one"
+        )
+    try:
+        if version == 1:
+            from recipes.checkpoint import version1
+
+            manifest = version1.decode(body + b"}")
+        else:
+            manifest = ADAPTER.validate_json(body + b"}", strict=True)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise Damage(f"{where} is damaged: it does not describe a checkpoint ({why})") from None
+    if problem := next(contradictions(manifest), ""):
+        raise Damage(f"{where} is damaged: {problem}")
+    return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:

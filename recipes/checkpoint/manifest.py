@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy
@@ -222,50 +221,16 @@ class Manifest:
 
 
 ADAPTER = TypeAdapter(Manifest)
-_TAIL_BYTES = 48
-_TAIL = re.compile(rb',"checksum":"([0-9a-f]{32})"\}\n')
-_HEAD = re.compile(rb'\{"format":"([^"\\]{0,100})","version":(\d{1,9}),')
+TAIL_BYTES = 48
+"""Of the end of a manifest, with the checksum."""
 
 
 def encode(manifest: Manifest) -> bytes:
     """The contents of manifest.json: JSON that ends with a checksum of everything before it."""
     body = ADAPTER.dump_json(manifest, exclude_defaults=True)[:-1]
-    if len(body) + _TAIL_BYTES > MAX_MANIFEST_BYTES:
+    if len(body) + TAIL_BYTES > MAX_MANIFEST_BYTES:
         raise UserError(f"the manifest has {len(body)} bytes, more than the format allows; save from fewer processes")
     return body + f',"checksum":"{xxhash.xxh3_128_hexdigest(body)}"}}\n'.encode()
-
-
-def decode(text: bytes, *, where: Path) -> Manifest:
-    """The manifest, of any version, with these contents. where: its path, for messages.
-
-    Raises Damage if it is not exactly what encode() wrote, or is inconsistent; UserError if a newer version wrote it.
-    """
-    body, tail = text[:-_TAIL_BYTES], _TAIL.fullmatch(text[-_TAIL_BYTES:])
-    if not tail:
-        raise Damage(f"{where} is damaged: it is cut off, or is not a manifest")
-    if xxhash.xxh3_128_hexdigest(body) != tail[1].decode():
-        raise Damage(f"{where} is damaged: its checksum does not match (bytes 0 to {len(body)})")
-    if not (head := _HEAD.match(body)):
-        raise Damage(f"{where} is damaged: it does not describe a checkpoint")
-    if head[1] != FORMAT.encode():
-        raise Damage(f"{where} is damaged: its format is {head[1].decode(errors='replace')[:50]!r}")
-    if (version := int(head[2])) > VERSION:
-        raise UserError(
-            f"{where} has version {version} of the format, but this program reads {VERSION}; use a newer one"
-        )
-    try:
-        if version == 1:
-            from recipes.checkpoint import version1
-
-            manifest = version1.decode(body + b"}")
-        else:
-            manifest = ADAPTER.validate_json(body + b"}", strict=True)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise Damage(f"{where} is damaged: it does not describe a checkpoint ({why})") from None
-    if problem := next(contradictions(manifest), ""):
-        raise Damage(f"{where} is damaged: {problem}")
-    return manifest
 
 
 def contradictions(manifest: Manifest) -> Iterator[str]:

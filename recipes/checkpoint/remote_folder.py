@@ -15,8 +15,9 @@ from pathlib import Path
 from parallel.errors import UserError
 from recipes.checkpoint.best import BestOf
 from recipes.checkpoint.config import CheckpointConfig
+from recipes.checkpoint.files import decode
 from recipes.checkpoint.folder import dispensable
-from recipes.checkpoint.manifest import MANIFEST, Manifest, decode
+from recipes.checkpoint.manifest import MANIFEST, Manifest
 from recipes.files import remote
 from recipes.files.atomic import write_whole
 from recipes.files.layout import CHECKPOINTS, RUN_ID, checkpoint_step, step_name

@@ -47,7 +47,7 @@ READ_BYTES = 16 * BLOCK_BYTES
 
 
 @dataclass(frozen=True)
-class Plan:
+class Share:
     """The parts of tensors that each process writes. Valid as long as names, shapes and sharding do not change."""
 
     pieces: list[Piece]
@@ -69,7 +69,7 @@ def make_plan(
     *,
     rank: int,
     processes: int,
-) -> Plan:
+) -> Share:
     """Divide the tensors among the processes: every element is written once, replicas share the work.
 
     Every process computes this alone. parts: of the model, (Spread.ranks, tensors) of each; what several have, the
@@ -83,7 +83,7 @@ def make_plan(
         if (box := _box(state[piece.tensor])) != (piece.start, piece.shape):
             raise UserError(f"{piece.tensor} holds the box {box} where {(piece.start, piece.shape)} was expected")
     identity = xxhash.xxh3_64_hexdigest(repr((processes, spreads, is_known)).encode())
-    return Plan(pieces, stored, signature(state), identity)
+    return Share(pieces, stored, signature(state), identity)
 
 
 def spreads_of(state: Mapping[str, Tensor]) -> dict[str, Spread]:
@@ -137,7 +137,7 @@ def raw(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-class HostMemory:
+class HostCopies:
     """Host memory that every save is copied to, so that training can continue while it is written."""
 
     SEGMENT = 512 << 20
@@ -200,7 +200,7 @@ def assemble(
     return Manifest(FORMAT, VERSION, step, state, BLOCK_BYTES, dict(sorted(files.items())), dict(stored))
 
 
-class Part(NamedTuple):
+class BoxRead(NamedTuple):
     """What this process reads of a box."""
 
     tensor: str
@@ -217,7 +217,7 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
 
     Every byte read is verified. Raises Damage, or UserError if a tensor is missing or has another shape.
     """
-    wanted: dict[int, list[Part]] = {}
+    wanted: dict[int, list[BoxRead]] = {}
     for name, value in state.items():
         stored = manifest.tensors.get(name)
         if stored is None or stored.shape != tuple(value.shape):
@@ -242,7 +242,7 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
 
 def parts_of(
     name: str, stored: StoredTensor, start: tuple[int, ...], shape: tuple[int, ...], target: Tensor
-) -> Iterator[tuple[int, Part]]:
+) -> Iterator[tuple[int, BoxRead]]:
     """(number of the shard, part) of everything stored that meets this box of a tensor. target: its values."""
     if not prod(shape):
         return
@@ -253,10 +253,10 @@ def parts_of(
                 low, high = max(begin, start[axis]), min(begin + length, start[axis] + shape[axis])
                 view = view.narrow(axis, low - start[axis], high - low)
                 inside.append(low - begin)
-            yield row.file + number * row.stride, Part(name, box, tuple(inside), view)
+            yield row.file + number * row.stride, BoxRead(name, box, tuple(inside), view)
 
 
-def _read_box(shard: OpenShard, dtype: torch.dtype, chunk: Chunk, part: Part) -> None:
+def _read_box(shard: OpenShard, dtype: torch.dtype, chunk: Chunk, part: BoxRead) -> None:
     """Read what this part needs of a chunk."""
     target, lengths = part.target, tuple(part.target.shape)
     first = part.start[0] * prod(chunk.shape[1:]) * dtype.itemsize if part.start else 0

@@ -44,7 +44,7 @@ HERE = "@HERE@"
 
 
 @dataclass(frozen=True)
-class Entry:
+class PackedFile:
     """A file, or a link (target), of a pack."""
 
     name: str
@@ -76,7 +76,7 @@ def pack(root: Path, cache: Path) -> tuple[Pack, list[str]]:
     lines on what was done. Raises UserError."""
     notes: list[str] = []
     inside_venv = sys.prefix != sys.base_prefix
-    listings: dict[str, Callable[[], Iterator[Entry]]] = {
+    listings: dict[str, Callable[[], Iterator[PackedFile]]] = {
         "environment": environment_entries,
         "checkout": partial(checkout_entries, root),
     }
@@ -114,7 +114,7 @@ def pack(root: Path, cache: Path) -> tuple[Pack, list[str]]:
     return Pack(**files, python=f"{'venv' if inside_venv else 'python'}/bin/{VERSION}", bytes=total), notes
 
 
-def environment_entries() -> Iterator[Entry]:
+def environment_entries() -> Iterator[PackedFile]:
     """What travels of the running interpreter's environment. Raises UserError."""
     prefix, base = Path(sys.prefix), Path(sys.base_prefix)
     base_stays = base.is_relative_to(SYSTEM)
@@ -125,7 +125,7 @@ def environment_entries() -> Iterator[Entry]:
         # Python finds its virtual environment beside this link.
         link = f"{base}/bin/{VERSION}" if base_stays else f"../../python/bin/{VERSION}"
         for name in (VERSION, "python"):
-            yield Entry(f"venv/bin/{name}", "", 0, 0, link if name == VERSION else VERSION)
+            yield PackedFile(f"venv/bin/{name}", "", 0, 0, link if name == VERSION else VERSION)
     if base_stays:
         return
     shared = "include-system-site-packages = true" in _read_venv_config().lower()
@@ -136,7 +136,7 @@ def environment_entries() -> Iterator[Entry]:
     yield _entry(f"python/bin/{VERSION}", base / "bin" / VERSION)
 
 
-def checkout_entries(root: Path) -> Iterator[Entry]:
+def checkout_entries(root: Path) -> Iterator[PackedFile]:
     for part in CHECKOUT:
         if (root / part).is_dir():
             yield from _listed(root / part, f"checkout/{part}")
@@ -144,7 +144,7 @@ def checkout_entries(root: Path) -> Iterator[Entry]:
             yield _entry(f"checkout/{part}", root / part)
 
 
-def _listed(folder: Path, name: str, *, left_out: Sequence[str] = ()) -> Iterator[Entry]:
+def _listed(folder: Path, name: str, *, left_out: Sequence[str] = ()) -> Iterator[PackedFile]:
     """All files below a folder. A link that leads out of the folder is followed: its target may be on no node."""
     own = f".{sys.implementation.cache_tag}.pyc"
     with os.scandir(folder) as inside:
@@ -156,7 +156,7 @@ def _listed(folder: Path, name: str, *, left_out: Sequence[str] = ()) -> Iterato
         if item.is_symlink():
             target = os.readlink(item.path)
             if not os.path.isabs(target) and ".." not in Path(target).parts:
-                yield Entry(inner, item.path, 0, 0, target)
+                yield PackedFile(inner, item.path, 0, 0, target)
                 continue
         if item.is_dir():
             yield from _listed(Path(item.path), inner, left_out=left_out)
@@ -164,12 +164,12 @@ def _listed(folder: Path, name: str, *, left_out: Sequence[str] = ()) -> Iterato
             yield _entry(inner, item)
 
 
-def _entry(name: str, item: "Path | os.DirEntry[str]") -> Entry:
+def _entry(name: str, item: "Path | os.DirEntry[str]") -> PackedFile:
     about = item.stat()
-    return Entry(name, os.fspath(item), about.st_size, about.st_mtime_ns)
+    return PackedFile(name, os.fspath(item), about.st_size, about.st_mtime_ns)
 
 
-def _key(entries: Iterable[Entry], changes: dict[str, str]) -> str:
+def _key(entries: Iterable[PackedFile], changes: dict[str, str]) -> str:
     digest = sha256(repr(sorted(changes.items())).encode())
     for entry in entries:
         # Bytecode follows from its source.
@@ -189,7 +189,7 @@ def _new(file: Path) -> Iterator[Path]:
         partial_file.unlink(missing_ok=True)
 
 
-def _write(file: Path, entries: Sequence[Entry], changes: dict[str, str]) -> None:
+def _write(file: Path, entries: Sequence[PackedFile], changes: dict[str, str]) -> None:
     # GNU's format keeps whole seconds, as bytecode does, which names the time of its source.
     with tarfile.open(file, "w", format=tarfile.GNU_FORMAT) as archive:
         for entry in entries:

@@ -31,7 +31,7 @@ BLOCK = 8 << 20
 """Bytes of one request: at a delay of 30 ms it takes a tenth of the time of 1 Gbit/s."""
 AHEAD = 4
 """Blocks that are fetched before they are asked for, while a file is read from one end to the other."""
-BLOCKS_KEPT = 2 * AHEAD
+BLOCKS_KEPT = 3 * AHEAD
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}
 """Scheme of an address -> the package that fsspec reads it with."""
 LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "gcsfs", "google", "fsspec", "asyncio")
@@ -102,9 +102,6 @@ class _Blocks(io.RawIOBase):
         self._position = max(0, base + offset)
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, target: Any, /) -> int:
         left = self._file.state.st_size - self._position
         if left <= 0 or not len(target):
@@ -129,7 +126,7 @@ class _Blocks(io.RawIOBase):
                     self._blocks[wanted] = self._pool.submit(self._fetch, wanted)
             self._last = index
             self._blocks.move_to_end(index)
-            while len(self._blocks) > BLOCKS_KEPT + AHEAD:
+            while len(self._blocks) > BLOCKS_KEPT:
                 self._blocks.popitem(last=False)
         block = self._blocks[index]
         if block.done() and block.exception():  # fetched ahead while the server was away; perhaps it is back

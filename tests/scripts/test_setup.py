@@ -103,22 +103,13 @@ def no_python(folder: Path) -> str:
     return f"{folder}:{os.environ['PATH']}"
 
 
-def assert_is_set_up_again(checkout: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["requirements.lock", ".venv/shardwright-stamp"])
+def test_a_changed_lock_file_or_an_unfinished_environment_causes_a_new_set_up(file: str, checkout: Path) -> None:
+    (checkout / file).write_text("torch==2.12.0\n")
     result = source_setup(checkout, PATH=no_python(checkout / "bin"))
     assert result.returncode != 0
     assert "no Python 3.11 to 3.14 found" in result.stderr
-
-
-@pytest.mark.slow
-def test_a_changed_lock_file_causes_a_new_set_up(checkout: Path) -> None:
-    (checkout / "requirements.lock").write_text("torch==2.12.0\n")
-    assert_is_set_up_again(checkout)
-
-
-@pytest.mark.slow
-def test_an_unfinished_environment_is_set_up_again(checkout: Path) -> None:
-    (checkout / ".venv/shardwright-stamp").unlink()
-    assert_is_set_up_again(checkout)
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def test_asynchronous_and_synchronous_saves_write_the_same_files(run: Run, tmp_p
 
 
 def test_host_memory_is_reused() -> None:
-    memory = storage.HostMemory()
+    memory = storage.HostCopies()
     memory.SEGMENT = 1000  # several segments, and tensors larger than one
     tensors = [torch.arange(n, dtype=torch.float32) for n in (3, 300, 100, 200, 1, 700)] + [
         torch.tensor(2.0).bfloat16()
@@ -201,7 +201,7 @@ def test_a_save_allocates_nothing_that_was_prepared(run: Run, tmp_path: Path) ->
 
 def test_host_memory_copies_tensors_that_are_not_contiguous() -> None:
     tensor = torch.arange(24.0).reshape(4, 6).t()
-    assert bytes(storage.HostMemory().copy([tensor])[0]) == bytes(storage.raw(tensor.contiguous()))
+    assert bytes(storage.HostCopies().copy([tensor])[0]) == bytes(storage.raw(tensor.contiguous()))
 
 
 # Keeping and deleting

@@ -15,7 +15,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from parallel.errors import UserError
 from recipes.checkpoint import storage
-from recipes.checkpoint.manifest import DTYPE_BYTES, SHARDS_PER_FOLDER, StoredTensor, decode, encode
+from recipes.checkpoint.files import decode
+from recipes.checkpoint.manifest import DTYPE_BYTES, SHARDS_PER_FOLDER, StoredTensor, encode
 from recipes.checkpoint.plan import Cut, Spread, divide, pieces_of, plan, strides_of
 from recipes.checkpoint.storage import cuts_of, make_plan
 from tests.scale.checkpoints import opened, spreads_of, stored_by
