@@ -82,6 +82,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "_keys_to_ignore_on_load_unexpected": ("names that a folder may have", TRANSFORMERS + "modeling_utils.py"),
     "_model_mapping": ("which class a config names", TRANSFORMERS + "models/auto/auto_factory.py"),
     "_no_split_modules": ("where the blocks are", TRANSFORMERS + "modeling_utils.py"),
+    "_data": ("rows in float8, which are gathered as bytes", "https://github.com/pytorch/ao"),
     "_precomputed_scale": ("float8 weights in checkpoints", "https://github.com/pytorch/ao"),
     "_supports_sdpa": ("whether a kernel fits", TRANSFORMERS + "modeling_utils.py"),
     "_tensor": ("float8 weights in checkpoints", "https://github.com/pytorch/ao"),

@@ -47,19 +47,19 @@ class BestOf:
 
 def best_among(paths: Sequence[Path]) -> tuple[Path, str] | None:
     """The best of these checkpoints, oldest first, by what the run of the newest one keeps, and a remark on it."""
-    found: dict[Path, Manifest] = {}
+    manifests: dict[Path, Manifest] = {}
     for path in paths:
         with suppress(UserError, OSError):
-            found[path] = read_manifest(path)
-    kept = _progress([*found.values()][-1]).get(KEEP_BEST) if found else None
+            manifests[path] = read_manifest(path)
+    kept = _progress([*manifests.values()][-1]).get(KEEP_BEST) if manifests else None
     if not isinstance(kept, str):
         return None
-    best, values = Best.named(kept), {path: _validated(manifest) for path, manifest in found.items()}
-    first = best.of((number, values[path][best.row]) for number, path in enumerate(found) if best.row in values[path])
+    best, values = Best.named(kept), {path: _validated(manifest) for path, manifest in manifests.items()}
+    first = best.of((number, row[best.row]) for number, row in enumerate(values.values()) if best.row in row)
     if first is None:
         return None
-    path, value = list(found)[first[0]], f"best {best.row}: {first[1]:.6g}"
-    steps = _averaged(found[path], best.row)
+    path, value = list(manifests)[first[0]], f"best {best.row}: {first[1]:.6g}"
+    steps = _averaged(manifests[path], best.row)
     return path, f"{value} of steps {listed(steps)}" if steps else value
 
 

@@ -16,18 +16,18 @@ from parallel.errors import TemporaryError, UserError
 from parallel.messages import Channel
 from parallel.state_check import not_finite
 from recipes.checkpoint import folder as folders
-from recipes.checkpoint.best import BestOf
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.checkpoint.files import complete, read_manifest, shard_bytes, verify_shards, write_shard
 from recipes.checkpoint.manifest import Damage, Missing, StoredFile, shard_name
 from recipes.checkpoint.plan import pieces_of
-from recipes.checkpoint.state import checked, hyperparameters, named_tensors, restore
-from recipes.checkpoint.storage import HostMemory, Plan, assemble, make_plan, raw, read_tensors, signature, spreads_of
+from recipes.checkpoint.state import checked_progress, hyperparameters, named_tensors, restore
+from recipes.checkpoint.storage import HostCopies, Share, assemble, make_plan, raw, read_tensors, signature, spreads_of
 from recipes.checkpoint.together import Together, require_shards, unseen
 from recipes.files.atomic import sync_folder, write_whole
 from recipes.files.layout import checkpoint_steps, step_folder
 
 if TYPE_CHECKING:
+    from recipes.checkpoint.best import BestOf
     from recipes.checkpoint.copies import Copies
     from recipes.checkpoint.remote_folder import RemoteFolder
 
@@ -70,12 +70,16 @@ class Checkpoints:
         """
         self.folder, self.files, self._mark = folder, files or {}, mark
         self._config, self._log = config, log
-        self._best = BestOf(config.keep_best, lambda step: read_manifest(self.path(step))) if config.keep_best else None
+        self._best: BestOf | None = None
+        if config.keep_best:
+            from recipes.checkpoint import best
+
+            self._best = best.BestOf(config.keep_best, lambda step: read_manifest(self.path(step)))
         # A channel of its own: a save communicates on a thread while training communicates on others.
         self._together = Together(Channel.SAVES, parts=pipeline)
         self._main, self._shard = self._together.is_main, shard_name(self._together.rank, self._together.size)
-        self._memory = HostMemory()
-        self._plan: Plan | None = None
+        self._memory = HostCopies()
+        self._plan: Share | None = None
         self._own: dict[str, StoredFile] = {}  # what this process wrote last
         self._thread: threading.Thread | None = None
         self._messages: deque[str] = deque()
@@ -121,7 +125,7 @@ class Checkpoints:
             plan, state, _ = self._planned(model, optimizer)
             self._memory.allocate(list(plan.tensors(state)))
 
-    def _planned(self, model: nn.Module, optimizer: Optimizer) -> tuple[Plan, dict[str, Tensor], list[dict[str, Any]]]:
+    def _planned(self, model: nn.Module, optimizer: Optimizer) -> tuple[Share, dict[str, Tensor], list[dict[str, Any]]]:
         """Who writes what, the state to save, and the optimizer's groups."""
         state, groups = named_tensors(model, optimizer)
         if self._plan is None or self._plan.signature != signature(state):
@@ -186,7 +190,7 @@ class Checkpoints:
         while self._messages:
             self._log(self._messages.popleft())
 
-    def _write(self, step: int, plan: Plan, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
+    def _write(self, step: int, plan: Share, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
         """Write a copied state with all processes, possibly on a thread."""
         try:
             self._write_new(step, plan, contents, record)
@@ -205,7 +209,7 @@ class Checkpoints:
         if self._main:
             self._note(step, text)
 
-    def _write_new(self, step: int, plan: Plan, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
+    def _write_new(self, step: int, plan: Share, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
         place = folders.partial_folder(self.folder, step)
 
         def write() -> Written:
@@ -233,7 +237,10 @@ class Checkpoints:
                     write_whole(self._mark, str(step))
 
         try:
-            self._begin(step)
+            # Delete what a kill left behind, each process its own shards.
+            if left_overs := self._together.on_main(lambda: folders.left_overs(self.folder)):
+                self._together.on_all(partial(folders.remove_own, left_overs, self._shard))
+            self._together.on_main(lambda: folders.begin(self.folder, step, log=partial(self._note, step)))
             files, plans, groups = self._together.on_all(write, merge=_of_both)
             self._together.on_all(see_the_next)
             self._together.on_main(commit)
@@ -248,13 +255,7 @@ class Checkpoints:
             raise
         self._own = files if not self._main else {name: files[name] for name in {self._shard} & files.keys()}
 
-    def _begin(self, step: int) -> None:
-        """Delete what a kill left behind, and create the partial folder."""
-        if left_overs := self._together.on_main(lambda: folders.left_overs(self.folder)):
-            self._together.on_all(partial(folders.remove_own, left_overs, self._shard))
-        self._together.on_main(lambda: folders.begin(self.folder, step, log=partial(self._note, step)))
-
-    def _delete_old(self, step: int, plan: Plan) -> None:
+    def _delete_old(self, step: int, plan: Share) -> None:
         """Delete the checkpoints that need not be kept, once the new one is committed and reads back.
 
         Each process reads its own shard, usually from the page cache: this verifies the file, not the disk. Raises
@@ -298,8 +299,7 @@ class Checkpoints:
             best = self._best.kept(steps) if self._best else ()
         except TemporaryError:  # it may be any of them; the next save deletes the others
             return []
-        found = folders.dispensable(steps, self._config, best=best)
-        return [old for old in found if old != copied]
+        return [old for old in folders.dispensable(steps, self._config, best=best) if old != copied]
 
     # Resuming
 
@@ -318,16 +318,14 @@ class Checkpoints:
             try:
                 progress = self.load(model, optimizer, step=step)
             except Damage as damage:
-                step = self._together.on_main(partial(self._older_step, step, str(damage)))
+                newest = self._together.on_main(
+                    partial(folders.newest_whole, self.folder, log=self._log, known={step: str(damage)})
+                )
+                assert newest is not None, "newest_whole() raises if all checkpoints are damaged"
+                step = newest
             else:
                 self._log(f"resumed from {path}")
                 return progress | {"step": step}
-
-    def _older_step(self, step: int, problem: str) -> int:
-        """Set a damaged checkpoint aside, on rank 0. Returns the newest intact step; raises UserError if none."""
-        newest = folders.newest_whole(self.folder, log=self._log, known={step: problem})
-        assert newest is not None, "newest_whole() raises if all checkpoints are damaged"
-        return newest
 
     def fork(
         self, model: nn.Module, optimizer: Optimizer, *, checkpoint: Path, check: Callable[[Path], None]
@@ -361,10 +359,10 @@ class Checkpoints:
         # Read by one process for all. Thousands that open one file at the same time are a burden for any server.
         manifest = self._together.on_main(lambda: folders.check(folder, step, most=0))
         require_shards(path, manifest, self._together)
-        record: dict[str, Any] = {}
+        progress = dict[str, Any]()
 
         def read() -> None:
-            record.update(checked(manifest, groups, path))
+            progress.update(checked_progress(manifest, groups, path))
             try:
                 read_tensors(path, manifest, state)
             except Missing as error:  # another process has seen it whole
@@ -375,9 +373,10 @@ class Checkpoints:
                 )
 
         self._together.on_all(read)
-        restore(model, optimizer, state, record["optimizer"])
+        # The recipe's hyperparameters, which a stage or a fork may have changed, not the stored ones.
+        restore(model, optimizer, state, [dict(group) for group in groups])
         self._newest = step
-        return record["progress"]
+        return progress
 
 
 def _of_both(one: Written, other: Written) -> Written:

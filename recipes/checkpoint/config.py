@@ -51,8 +51,8 @@ class Best:
     @classmethod
     def named(cls, text: str) -> "Best":
         """The comparison that a value of checkpoint.keep_best asks for."""
-        direction, found, row = text.partition(":")
-        if found and direction in ("min", "max"):
+        direction, colon, row = text.partition(":")
+        if colon and direction in ("min", "max"):
             return cls(row, direction == "max", True)
         return cls(text, False, False)
 

@@ -7,6 +7,7 @@ bytes. Its tensors are the boxes that one process wrote. Imports no torch.
 import errno
 import json
 import os
+import re
 import stat
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,13 +22,16 @@ import numpy
 import xxhash
 
 from parallel.errors import TemporaryError, UserError
-from recipes.checkpoint.decoding import decode
 from recipes.checkpoint.manifest import (
+    ADAPTER,
     BLOCK_BYTES,
     DTYPE_BYTES,
+    FORMAT,
     MANIFEST,
-    MAX_VERSION_1_BYTES,
+    MAX_MANIFEST_BYTES,
     SUM_BYTES,
+    TAIL_BYTES,
+    VERSION,
     Chunk,
     Contents,
     Damage,
@@ -66,6 +70,8 @@ class Piece:
         return self.tensor if self.whole else box_name(self.tensor, self.start, self.shape)
 
 
+_TAIL = re.compile(rb',"checksum":"([0-9a-f]{32})"\}\n')
+_HEAD = re.compile(rb'\{"format":"([^"\\]{0,100})","version":(\d{1,9}),')
 BLOCK_SUMS = "checksums of blocks"
 """The last tensor of a shard: xxh3_64 of every block of the others."""
 
@@ -76,39 +82,22 @@ def box_name(tensor: str, start: Sequence[int], shape: Sequence[int]) -> str:
     return f"{tensor}[{ranges}]"
 
 
-class NewFile:
-    """A file that is hashed while it is written."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._hash, self._bytes = descriptor, xxhash.xxh3_128(), 0
-
-    def write(self, data: Any) -> None:
-        view = memoryview(data)
-        self._hash.update(view)
-        self._bytes += len(view)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
-
-    def about(self, *, header_bytes: int = 0, header_checksum: str = "", sums_checksum: str = "") -> StoredFile:
-        return StoredFile(self._bytes, self._hash.hexdigest(), header_bytes, header_checksum, sums_checksum)
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[NewFile]:
-    """Create a file, which is synced to the disk when the `with` block ends without an error."""
+def write_file(path: Path, contents: Iterable[Any]) -> StoredFile:
+    """Create a file of these pieces, one after the other, and sync it to the disk."""
+    hashed, length = xxhash.xxh3_128(), 0
     # O_EXCL: never overwrite a file, and never write through a symbolic link.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        yield NewFile(descriptor)
+        for content in contents:
+            view = memoryview(content)
+            hashed.update(view)
+            length += len(view)
+            while view:
+                view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_file(path: Path, content: bytes) -> StoredFile:
-    with new_file(path) as file:
-        file.write(content)
-    return file.about()
+    return StoredFile(length, hashed.hexdigest())
 
 
 def shard_header(pieces: Sequence[Piece]) -> bytes:
@@ -134,17 +123,20 @@ def shard_bytes(pieces: Sequence[Piece]) -> int:
 def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) -> StoredFile:
     """Write pieces to a safetensors file, widest elements first to align all. contents: yields the bytes of each."""
     header, sums = shard_header(pieces), bytearray()
-    with new_file(path) as file:
-        file.write(header)
+
+    def blocks() -> Iterator[Any]:
+        yield header
         for piece, content in zip(pieces, contents, strict=True):
             view = memoryview(content)
             assert len(view) == piece.bytes, f"{piece.label}: {len(view)} bytes for {piece.bytes}"
             for begin in range(0, len(view), BLOCK_BYTES):
                 block = view[begin : begin + BLOCK_BYTES]
-                sums += xxhash.xxh3_64_digest(block)  # of the bytes in memory, before the disk has them
-                file.write(block)
-        file.write(sums)
-    return file.about(
+                sums.extend(xxhash.xxh3_64_digest(block))  # of the bytes in memory, before the disk has them
+                yield block
+        yield sums
+
+    return replace(
+        write_file(path, blocks()),
         header_bytes=len(header),
         header_checksum=xxhash.xxh3_64_hexdigest(header),
         sums_checksum=xxhash.xxh3_64_hexdigest(sums),
@@ -158,11 +150,11 @@ def complete(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> None
     """
     files = dict(manifest.files)
     for name, text in texts.items():
-        files[name] = write_file(folder / name, text.encode("utf-8"))
+        files[name] = write_file(folder / name, [text.encode("utf-8")])
     manifest = replace(manifest, files=files)
     if problem := next(contradictions(manifest), None):
         raise UserError(f"what the processes wrote does not make up a checkpoint: {problem}")
-    write_file(folder / MANIFEST, encode(manifest))
+    write_file(folder / MANIFEST, [encode(manifest)])
     for place in sorted({(folder / name).parent for name in files} | {folder}, reverse=True):
         sync_folder(place)
 
@@ -197,6 +189,39 @@ def _unreadable(path: Path, error: OSError) -> UserError:
     )
 
 
+def decode(text: bytes, *, where: Path) -> Manifest:
+    """The manifest, of any version, with these contents. where: its path, for messages.
+
+    Raises Damage if it is not exactly what encode() wrote, or is inconsistent; UserError if a newer version wrote it.
+    """
+    body, tail = text[:-TAIL_BYTES], _TAIL.fullmatch(text[-TAIL_BYTES:])
+    if not tail:
+        raise Damage(f"{where} is damaged: it is cut off, or is not a manifest")
+    if xxhash.xxh3_128_hexdigest(body) != tail[1].decode():
+        raise Damage(f"{where} is damaged: its checksum does not match (bytes 0 to {len(body)})")
+    if not (head := _HEAD.match(body)):
+        raise Damage(f"{where} is damaged: it does not describe a checkpoint")
+    if head[1] != FORMAT.encode():
+        raise Damage(f"{where} is damaged: its format is {head[1].decode(errors='replace')[:50]!r}")
+    if (version := int(head[2])) > VERSION:
+        raise UserError(
+            f"{where} has version {version} of the format, but this program reads {VERSION}; use a newer one"
+        )
+    try:
+        if version == 1:
+            from recipes.checkpoint import version1
+
+            manifest = version1.decode(body + b"}")
+        else:
+            manifest = ADAPTER.validate_json(body + b"}", strict=True)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise Damage(f"{where} is damaged: it does not describe a checkpoint ({why})") from None
+    if problem := next(contradictions(manifest), ""):
+        raise Damage(f"{where} is damaged: {problem}")
+    return manifest
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a checkpoint. Raises Damage, or TemporaryError for a fault that stays."""
     path = folder / MANIFEST
@@ -204,7 +229,7 @@ def read_manifest(folder: Path) -> Manifest:
     def read() -> bytes:
         with opened(path) as descriptor:
             size = os.fstat(descriptor).st_size
-            if size > MAX_VERSION_1_BYTES:
+            if size > MAX_MANIFEST_BYTES:
                 raise Damage(f"{path} has {size} bytes, more than a manifest can have")
             text = bytearray(size)
             _fill(descriptor, memoryview(text), 0, path)
@@ -219,8 +244,15 @@ def check_files(folder: Path, manifest: Manifest, names: Collection[str] | None 
     def check(name: str, about: StoredFile) -> None:
         with opened(folder / name) as descriptor:
             _check_size(folder / name, descriptor, about)
-            if not about.header_bytes:
-                _check_whole(folder / name, descriptor, about)
+            if about.header_bytes:
+                return
+            hashed = xxhash.xxh3_128()
+            for begin in range(0, about.bytes, BLOCK_BYTES):
+                block = memoryview(bytearray(min(BLOCK_BYTES, about.bytes - begin)))
+                _fill(descriptor, block, begin, folder / name)
+                hashed.update(block)
+        if hashed.hexdigest() != about.checksum:
+            raise Damage(f"{folder / name} is damaged: bytes 0 to {about.bytes}")
 
     for name in manifest.files if names is None else names:
         patiently(partial(check, name, manifest.files[name]))
@@ -310,17 +342,6 @@ def _check_size(path: Path, descriptor: int, about: StoredFile) -> None:
     if size != about.bytes:
         what = "cut off" if size < about.bytes else "too long"
         raise Missing(f"{path} is {what}: {size} bytes instead of {about.bytes}")
-
-
-def _check_whole(path: Path, descriptor: int, about: StoredFile) -> None:
-    hashed, position = xxhash.xxh3_128(), 0
-    while position < about.bytes:
-        buffer = memoryview(bytearray(min(BLOCK_BYTES, about.bytes - position)))
-        _fill(descriptor, buffer, position, path)
-        hashed.update(buffer)
-        position += len(buffer)
-    if hashed.hexdigest() != about.checksum:
-        raise Damage(f"{path} is damaged: bytes 0 to {about.bytes}")
 
 
 def _fill(descriptor: int, target: memoryview, offset: int, path: Path) -> None:

@@ -4,7 +4,7 @@ Written last. It is checked before it is trusted: the disk may be damaged or the
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -12,22 +12,20 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy
 import xxhash
-from annotated_types import Interval
+from annotated_types import Interval, MaxLen, MultipleOf
 from pydantic import Field, TypeAdapter
 
 from parallel.errors import UserError
-from recipes.checkpoint.boxes import Boxes, Count, Shape, rows_overlap
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "shardwright checkpoint", 2
-MAX_MANIFEST_BYTES = 100_000_000
-"""A larger manifest is not written. A shard takes 230 bytes and a row of boxes 85: 4 MB and 2 MB for the largest model
-in models/sizes.py, 1137 tensors with two moments each, in 16,384 shards."""
-MAX_VERSION_1_BYTES = 1 << 30
-"""A larger one is not read. Version 1 had a line of 165 bytes for each box, and 19 for each block."""
+MAX_MANIFEST_BYTES = 1 << 30
+"""A larger one is neither written nor read. A shard takes 230 bytes and a row of boxes 85: 4 MB and 2 MB for the
+largest model in models/sizes.py, 1137 tensors with two moments each, in 16,384 shards. Version 1 had a line per box."""
 MAX_HEADER_BYTES = 100_000_000
 """The largest header of a shard that the safetensors library reads."""
-MAX_SHARDS = 1_000_000
+MAX_ELEMENTS = 1 << 48
+"""Of a tensor, so that bytes of shards can be summed in 64 bits."""
 SHARDS_PER_FOLDER = 1000
 """Shards of each folder, if there are more shards than that."""
 SUM_BYTES = 8
@@ -36,9 +34,11 @@ BLOCK_BYTES = 4 << 20
 """Bytes per checksum: how much must be read to verify the smallest part of a tensor."""
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """The element types that a checkpoint may hold, by their names in safetensors."""
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-"""The allowed names of files in a checkpoint: none leads out of the folder."""
-SHARD_NAME = re.compile(r"(?:shards-[0-9]{5}/)?shard-([0-9]{5,7})-of-([0-9]{5,7})\.safetensors")
+SHARD_NAME = re.compile(r"(?:shards-[0-9]{5}/)?shard-([0-9]{5,7})-of-[0-9]{5,7}\.safetensors")
+Count = Annotated[int, Interval(ge=0, lt=2**62)]
+Shape = Annotated[tuple[Count, ...], MaxLen(16)]
+FileName = Annotated[str, Field(pattern=r"^(shards-[0-9]{5}/)?[A-Za-z0-9_][A-Za-z0-9._-]{0,199}$")]
+"""None leads out of the folder."""
 
 
 class Damage(UserError):
@@ -62,7 +62,7 @@ class StoredFile:
     bytes: Count
     checksum: str
     """xxh3_128 of the file, as `xxhsum -H2` prints it."""
-    header_bytes: Count = 0
+    header_bytes: Annotated[int, Interval(ge=0, le=MAX_HEADER_BYTES)] = 0
     """Bytes of a shard before its first tensor; 0 for other files."""
     header_checksum: str = ""
     """xxh3_64 of the header."""
@@ -97,6 +97,61 @@ class Contents(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Boxes:
+    """Equal boxes of a tensor at equal distances, each in another shard, at equal distances too."""
+
+    file: Count
+    """The number of the shard with the first box."""
+    start: Shape
+    """Index of the first box's first element in the tensor."""
+    shape: Shape
+    count: Annotated[int, Interval(ge=1, lt=2**31)] = 1
+    stride: Count = 0
+    """Distance from each box's shard to that of the next."""
+    step: Shape = ()
+    """Distance from each box's start to that of the next, along each dimension."""
+
+    @property
+    def shards(self) -> slice:
+        """The numbers of the shards that have one of the boxes."""
+        return slice(self.file, self.file + (self.count - 1) * self.stride + 1, self.stride or 1)
+
+    def number_in(self, file: int) -> int | None:
+        """The number of the box in this shard; None if there is none."""
+        number, rest = divmod(file - self.file, self.stride or 1)
+        return number if rest == 0 and 0 <= number < self.count else None
+
+    def start_of(self, number: int) -> tuple[int, ...]:
+        if not number:
+            return self.start
+        return tuple(first + number * step for first, step in zip(self.start, self.step, strict=True))
+
+    def meeting(self, start: Sequence[int], shape: Sequence[int]) -> range:
+        """The numbers of the boxes that share an element with this one, none of whose sides is 0."""
+        low, high = 0, self.count
+        steps = self.step or (0,) * len(self.start)
+        for mine, length, step, first, wanted in zip(self.start, self.shape, steps, start, shape, strict=True):
+            if step:
+                low = max(low, (first - mine - length) // step + 1)
+                high = min(high, -((mine - first - wanted) // step))
+            elif mine >= first + wanted or first >= mine + length:
+                return range(0)
+        return range(low, max(low, high))
+
+    def problem(self, whole: tuple[int, ...]) -> str:
+        """Why this cannot be a row of boxes of a tensor of this shape; "" if it can."""
+        if len(self.start) != len(whole) or len(self.shape) != len(whole) or len(self.step) not in (0, len(whole)):
+            return "a part with another number of dimensions"
+        apart = any(step >= length for step, length in zip(self.step, self.shape, strict=bool(self.step)))
+        if self.count > 1 and not (self.stride and apart):
+            return "parts that overlap or share a file"
+        last = self.start_of(self.count - 1)
+        if any(first + length > end for first, length, end in zip(last, self.shape, whole, strict=True)):
+            return "a part outside of its shape"
+        return ""
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """A tensor of a checkpoint, cut into boxes."""
 
@@ -116,8 +171,8 @@ class Manifest:
     """Optimizer steps done; None for imported weights."""
     state: dict[str, Any]
     """Everything that is not a tensor, as plain JSON: the progress of the run, the optimizer's groups."""
-    block_bytes: Annotated[int, Interval(ge=16, le=1 << 26)]
-    files: dict[str, StoredFile]
+    block_bytes: Annotated[int, Interval(ge=16, le=1 << 26), MultipleOf(16)]
+    files: dict[FileName, StoredFile]
     tensors: dict[str, StoredTensor]
     explicit: Annotated[dict[str, Any], Field(exclude=True, max_length=0)] = field(default_factory=dict)
     """Shard -> Contents where they do not follow from the tensors: in version 1. Not in the file."""
@@ -131,9 +186,7 @@ class Manifest:
     def shards(self) -> dict[int, str]:
         """The shards by number."""
         names = [name for name, file in self.files.items() if file.header_bytes]
-        if self.version == 1:
-            return dict(enumerate(names))
-        return {int(found[1]): name for name in names if (found := SHARD_NAME.fullmatch(name))}
+        return {int(match[1]): name for name in names if (match := SHARD_NAME.fullmatch(name))}
 
     def contents(self, number: int) -> Contents:
         """What is in the shard of this number: in the order of the tensors, but the widest elements first."""
@@ -169,6 +222,7 @@ class Manifest:
 
 ADAPTER = TypeAdapter(Manifest)
 TAIL_BYTES = 48
+"""Of the end of a manifest, with the checksum."""
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -180,75 +234,37 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def contradictions(manifest: Manifest) -> Iterator[str]:
-    """Everything that could make a reader go outside of the folder, of a file or of a tensor."""
-    if (manifest.format, manifest.version) != (FORMAT, VERSION):
-        yield f"its format is {manifest.format[:50]!r}, version {manifest.version}"
-    if manifest.block_bytes % 16:
-        yield f"blocks of {manifest.block_bytes} bytes would cut elements"
-    yield from _file_contradictions(manifest)
-    numbers = numpy.zeros(max(manifest.shards, default=-1) + 1, bool)
-    numbers[[*manifest.shards]] = True
-    total = 0
+    """Everything that could make a reader go outside of a file or of a tensor, or leave a part of a tensor unread."""
+    there = numpy.zeros(max(manifest.shards, default=-1) + 1, bool)
+    there[[*manifest.shards]] = True
+    sizes = numpy.zeros(len(there), numpy.int64)
     for name, tensor in manifest.tensors.items():
-        yield from tensor_contradictions(name[:200], tensor, numbers)
-        total += prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
-        if total >= 2**62:
-            yield f"{name[:200]} has the shape {list(tensor.shape)}"
-    yield from _size_contradictions(manifest, len(numbers))
-
-
-def _file_contradictions(manifest: Manifest) -> Iterator[str]:
-    for name, file in manifest.files.items():
-        found = SHARD_NAME.fullmatch(name)
-        if not found and (not PLAIN_NAME.fullmatch(name) or name == MANIFEST):
-            yield f"a file called {name[:200]!r}"
-        if not found and file.header_bytes:
-            yield f"a shard called {name[:200]!r}"
-        if found and (int(found[1]) >= int(found[2]) or int(found[2]) > MAX_SHARDS or not file.header_bytes):
-            yield f"{name} as the name of a file"
-        if found and shard_name(int(found[1]), int(found[2])) != name:
-            yield f"{name} in the wrong folder"
-        if file.header_bytes > file.bytes:
-            yield f"{name} has a header larger than itself"
-    if len({match[2] for match in map(SHARD_NAME.fullmatch, manifest.files) if match}) > 1:
-        yield "shards of saves with different numbers of processes"
-
-
-def tensor_contradictions(name: str, tensor: StoredTensor, shards: Any) -> Iterator[str]:
-    """shards: whether there is a shard of each number."""
-    if not name or not name.isprintable():
-        yield f"a tensor called {name!r}"
-    if tensor.dtype not in DTYPE_BYTES:
-        yield f"{name} has elements of type {tensor.dtype[:50]!r}"
-        return
-    if prod(tensor.shape) >= 2**62:
-        yield f"{name} has the shape {list(tensor.shape)}"
-    for row in tensor.boxes:
-        if problem := row.problem(len(tensor.shape)):
-            yield f"{name} has {problem}"
+        if problem := _contradiction(name, tensor, there):
+            yield problem
             return
-        if any(end > whole for end, whole in zip(row.end, tensor.shape, strict=True)):
-            yield f"{name} has a part outside of its shape"
-        if not prod(row.shape):
-            yield f"{name} has 0 bytes for a part of the shape {list(row.shape)}"
-        if row.shards.stop > len(shards) or not shards[row.shards].all():
-            yield f"{name} is in one of the shards {row.file} to {row.shards.stop - 1} that is not there"
-    if sum(row.count * prod(row.shape) for row in tensor.boxes) != prod(tensor.shape) or rows_overlap(tensor.boxes):
-        yield f"the parts of {name} do not make up the shape {list(tensor.shape)}"
-
-
-def _size_contradictions(manifest: Manifest, shards: int) -> Iterator[str]:
-    """Shards whose sizes are not those of their tensors, and headers that are much larger than JSON that names each
-    tensor of the file once; they are not read."""
-    sizes, likely = numpy.zeros(shards, numpy.int64), numpy.full(shards, 1500, numpy.int64)
-    for name, tensor in manifest.tensors.items():
         for row in tensor.boxes:
             size = prod(row.shape) * DTYPE_BYTES[tensor.dtype]
-            sizes[row.shards] += size - (-size // manifest.block_bytes) * SUM_BYTES
-            likely[row.shards] += 12 * len(name) + 2000
+            sums = 0 if manifest.explicit else -(-size // manifest.block_bytes) * SUM_BYTES
+            sizes[row.shards] += size + sums
     for number, name in manifest.shards.items():
         file = manifest.files[name]
-        if file.header_bytes > min(likely[number], MAX_HEADER_BYTES):
-            yield f"{name} has a header of {file.header_bytes} bytes, more than its tensors need"
         if file.header_bytes + sizes[number] != file.bytes:
             yield f"{name} has {file.bytes} bytes, but its tensors end at {file.header_bytes + sizes[number]}"
+
+
+def _contradiction(name: str, tensor: StoredTensor, there: Any) -> str:
+    """there: whether there is a shard of each number."""
+    if not name.isprintable():
+        return f"a tensor called {name[:200]!r}"
+    name = name[:200]
+    if tensor.dtype not in DTYPE_BYTES:
+        return f"{name} has elements of type {tensor.dtype[:50]!r}"
+    for row in tensor.boxes:
+        if problem := row.problem(tensor.shape):
+            return f"{name} has {problem}"
+        if row.shards.stop > len(there) or not there[row.shards].all():
+            return f"{name} is in one of the shards {row.file} to {row.shards.stop - 1} that is not there"
+    elements = prod(tensor.shape)
+    if elements > MAX_ELEMENTS or sum(row.count * prod(row.shape) for row in tensor.boxes) != elements:
+        return f"the parts of {name} do not make up the shape {list(tensor.shape)}"
+    return ""

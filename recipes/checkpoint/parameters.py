@@ -30,9 +30,9 @@ class StoredParameters:
         self._manifest = read_manifest(path)
         check_parts(path, self._manifest)
         shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
-        found = {name: f"has shape {list(shape)}" for name, shape in shapes.items()}
+        stated = {name: f"has shape {list(shape)}" for name, shape in shapes.items()}
         if problems := [
-            f"{name} {found.get(PARAMETERS + name, 'is missing')}; {MODEL} says {list(stored.shape)}"
+            f"{name} {stated.get(PARAMETERS + name, 'is missing')}; {MODEL} says {list(stored.shape)}"
             for name, stored in layout_of(model).tensors.items()
             if shapes.get(PARAMETERS + name) != stored.shape
         ]:
@@ -49,9 +49,9 @@ class StoredParameters:
 
     def read_into(self, model: nn.Module) -> None:
         """Fill a model with its parameters; if it is sharded, with the shards of this process."""
-        found, copies = get_model_state_dict(model), copies_in(model)
+        stored, copies = get_model_state_dict(model), copies_in(model)
         state: dict[str, Any] = {
-            name: without_wrapper(cast(Tensor, value)) for name, value in found.items() if name not in copies
+            name: without_wrapper(cast(Tensor, value)) for name, value in stored.items() if name not in copies
         }
         self._read(state)
         set_model_state_dict(model, state | {copy: state[name] for copy, name in copies.items()})

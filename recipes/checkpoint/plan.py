@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy
 
 from parallel.errors import UserError
-from recipes.checkpoint.boxes import Boxes
 from recipes.checkpoint.files import Piece
-from recipes.checkpoint.manifest import DTYPE_BYTES, StoredTensor
+from recipes.checkpoint.manifest import DTYPE_BYTES, Boxes, StoredTensor
 
 TINY = 64
 """Bytes of tensors that are together in one file, such as counters of steps: every process reads all of them."""
@@ -72,7 +71,7 @@ def plan(tensors: Mapping[str, Spread], processes: int) -> dict[str, StoredTenso
     }
     width = {name: DTYPE_BYTES[about.dtype] for name, about in tensors.items()}
     load = numpy.zeros(processes, numpy.int64)
-    found: dict[str, StoredTensor] = {}
+    planned: dict[str, StoredTensor] = {}
     for name in sorted(tensors, key=lambda name: -divisions[name].largest * width[name]):
         division = divisions[name]
         ranks = division.ranks + holders[name][0]
@@ -81,19 +80,19 @@ def plan(tensors: Mapping[str, Spread], processes: int) -> dict[str, StoredTenso
         load[ranks[:, replica]] += division.elements * width[name]
         away = int(ranks[0, replica] - division.ranks[0, 0]) if ranks.size else 0
         runs = tuple(replace(run, file=run.file + away) for run in division.runs) if away else division.runs
-        found[name] = StoredTensor(tensors[name].dtype, tensors[name].shape, runs)
-    return {name: found[name] for name in tensors}
+        planned[name] = StoredTensor(tensors[name].dtype, tensors[name].shape, runs)
+    return {name: planned[name] for name in tensors}
 
 
 def pieces_of(tensors: Mapping[str, StoredTensor], rank: int) -> list[Piece]:
     """What a process writes, in the order of its file: widest elements first, so that all are aligned."""
-    found = []
+    pieces = []
     for name, tensor in tensors.items():
         for run in tensor.boxes:
             if (number := run.number_in(rank)) is not None:
                 whole = run.shape == tensor.shape
-                found.append(Piece(name, tensor.dtype, run.start_of(number), run.shape, whole=whole))
-    return sorted(found, key=lambda piece: -DTYPE_BYTES[piece.dtype])
+                pieces.append(Piece(name, tensor.dtype, run.start_of(number), run.shape, whole=whole))
+    return sorted(pieces, key=lambda piece: -DTYPE_BYTES[piece.dtype])
 
 
 @lru_cache(maxsize=64)
@@ -141,24 +140,20 @@ def _runs(starts: Array, shapes: Array, ranks: Array) -> tuple[Boxes, ...]:
     width = starts.shape[1]
     regular = (steps[:, 0] > 0) & (steps[:, 1 : 1 + width] >= 0).all(axis=1) & ~steps[:, 1 + width :].any(axis=1)
     changes = numpy.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 1
-    found, begin = [], 0
+    rows, begin = [], 0
     while begin < len(table):
         end, step = begin + 1, None
         if begin < len(steps) and regular[begin]:
             step, after = steps[begin], int(numpy.searchsorted(changes, begin, side="right"))
             end = int(changes[after]) + 1 if after < len(changes) else len(table)
-        found.append(_row(table[begin], step, end - begin, width))
+        file, *rest = table[begin].tolist()
+        first = Boxes(file, tuple(rest[:width]), tuple(rest[width:]))
+        if step is not None:
+            stride, *moves = step.tolist()
+            first = replace(first, count=end - begin, stride=stride, step=tuple(moves[:width]))
+        rows.append(first)
         begin = end
-    return tuple(found)
-
-
-def _row(first: Array, step: Array | None, count: int, width: int) -> Boxes:
-    file, *rest = (int(value) for value in first)
-    start, shape = tuple(rest[:width]), tuple(rest[width:])
-    if step is None:
-        return Boxes(file, start, shape)
-    stride, *moves = (int(value) for value in step)
-    return Boxes(file, start, shape, count, stride, tuple(moves[:width]))
+    return tuple(rows)
 
 
 def strides_of(ranks: Sequence[Any]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from parallel.errors import UserError
 from recipes.checkpoint.best import BestOf
 from recipes.checkpoint.config import CheckpointConfig
-from recipes.checkpoint.decoding import decode
+from recipes.checkpoint.files import decode
 from recipes.checkpoint.folder import dispensable
 from recipes.checkpoint.manifest import MANIFEST, Manifest
 from recipes.files import remote

@@ -44,7 +44,7 @@ def named_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Ten
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     copies = copies_in(model)
-    found = {
+    tensors = {
         PARAMETERS + name: without_wrapper(cast(Tensor, value))
         for name, value in model_state.items()
         if name not in copies
@@ -52,8 +52,8 @@ def named_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Ten
     for parameter, values in cast(Mapping[str, Any], optimizer_state["state"]).items():
         for kind, value in values.items():
             assert isinstance(value, Tensor), f"optimizer state {kind} of {parameter} is not a tensor"
-            found[f"{MOMENTS}{parameter}.{kind}"] = value
-    return found, cast(list[dict[str, Any]], optimizer_state["param_groups"])
+            tensors[f"{MOMENTS}{parameter}.{kind}"] = value
+    return tensors, cast(list[dict[str, Any]], optimizer_state["param_groups"])
 
 
 def restore(
@@ -87,21 +87,16 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key == "params" or type(value) in numbers}
 
 
-def checked(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dict[str, Any]:
-    """Stored progress and the optimizer's groups, types checked. Raises Damage, or UserError for a different
-    optimizer."""
+def checked_progress(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dict[str, Any]:
+    """Stored progress, types checked. Raises Damage, or UserError if the optimizer's groups were of a different one."""
     try:
         progress, stored = manifest.state["progress"], manifest.state["optimizer"]
         group_of = {name: group for group in stored for name in group["params"]}
-        found = []
         for group in groups:
-            required = [key for key in REQUIRED if key in group]
+            required = {key for key in REQUIRED if key in group}
             for name in group["params"]:
-                if not group_of.get(name, {}).keys() >= set(required):
+                if not group_of.get(name, {}).keys() >= required:
                     raise UserError(f"{path} was saved with a different optimizer, or without the moments of {name}")
-                for key in required:
-                    _require_alike(group[key], group_of[name][key])
-            found.append(dict(group))  # the recipe's numbers, which a stage or a fork may have changed
         if not isinstance(progress, dict):
             raise TypeError("progress")
         for key in PROGRESS.keys() & progress.keys():
@@ -109,13 +104,4 @@ def checked(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dic
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = " ".join(repr(error).split())[:300]
         raise Damage(f"{path}: the state in the manifest is not valid ({why})") from None
-    return {"progress": progress, "optimizer": found}
-
-
-def _require_alike(present: Any, stored: Any) -> None:
-    """Raise TypeError or ValueError unless a hyperparameter from JSON has the type that the optimizer has now."""
-    if isinstance(present, tuple | list):
-        for one, other in zip(present, stored, strict=True):
-            _require_alike(one, other)
-    elif type(present) is not type(stored) and not (isinstance(present, float) and type(stored) is int):
-        raise TypeError(f"{stored!r:.100} instead of {present!r}")
+    return progress

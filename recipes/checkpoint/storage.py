@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -48,7 +47,7 @@ READ_BYTES = 16 * BLOCK_BYTES
 
 
 @dataclass(frozen=True)
-class Plan:
+class Share:
     """The parts of tensors that each process writes. Valid as long as names, shapes and sharding do not change."""
 
     pieces: list[Piece]
@@ -70,7 +69,7 @@ def make_plan(
     *,
     rank: int,
     processes: int,
-) -> Plan:
+) -> Share:
     """Divide the tensors among the processes: every element is written once, replicas share the work.
 
     Every process computes this alone. parts: of the model, (Spread.ranks, tensors) of each; what several have, the
@@ -84,26 +83,20 @@ def make_plan(
         if (box := _box(state[piece.tensor])) != (piece.start, piece.shape):
             raise UserError(f"{piece.tensor} holds the box {box} where {(piece.start, piece.shape)} was expected")
     identity = xxhash.xxh3_64_hexdigest(repr((processes, spreads, is_known)).encode())
-    return Plan(pieces, stored, signature(state), identity)
+    return Share(pieces, stored, signature(state), identity)
 
 
 def spreads_of(state: Mapping[str, Tensor]) -> dict[str, Spread]:
     """How each tensor is spread over the processes that hold it. Raises UserError if no checkpoint can hold it."""
     meshes = {value.device_mesh for value in state.values() if isinstance(value, DTensor)}
     axes = {mesh: strides_of(mesh.mesh.tolist()) for mesh in meshes}
-    return {name: spread_of(name, value, axes) for name, value in state.items()}
-
-
-def spread_of(name: str, value: Tensor, axes: Mapping[DeviceMesh, list[tuple[int, int]]]) -> Spread:
-    """How a tensor is spread over all processes. Raises UserError if no checkpoint can hold its type.
-
-    axes: the parts and the distances of their ranks, by mesh.
-    """
-    if value.dtype not in CODES:
-        raise UserError(f"{name} has elements of type {value.dtype}, which no checkpoint can hold")
-    if not isinstance(value, DTensor):
-        return Spread(CODES[value.dtype], tuple(value.shape))
-    return Spread(CODES[value.dtype], tuple(value.shape), cuts_of(value.placements, axes[value.device_mesh]))
+    spreads = {}
+    for name, value in state.items():
+        if value.dtype not in CODES:
+            raise UserError(f"{name} has elements of type {value.dtype}, which no checkpoint can hold")
+        cuts = cuts_of(value.placements, axes[value.device_mesh]) if isinstance(value, DTensor) else ()
+        spreads[name] = Spread(CODES[value.dtype], tuple(value.shape), cuts)
+    return spreads
 
 
 def cuts_of(placements: Sequence[Placement], axes: Sequence[tuple[int, int]]) -> tuple[Cut, ...]:
@@ -144,7 +137,7 @@ def raw(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-class HostMemory:
+class HostCopies:
     """Host memory that every save is copied to, so that training can continue while it is written."""
 
     SEGMENT = 512 << 20
@@ -183,22 +176,21 @@ class HostMemory:
 
     def _places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The bytes for each tensor, in segments that are there or allocated now."""
-        places, segment, used = [], 0, 0
-        left = sum(-(-tensor.nbytes // 16) * 16 for tensor in tensors)
+        places, lengths = [], list[int]()  # (segment, offset) of each tensor; the bytes of the segments
         for tensor in tensors:
-            size = tensor.nbytes
-            if segment < len(self._segments) and used + size > len(self._segments[segment]):
-                segment, used = segment + 1, 0
-            while segment < len(self._segments) and size > len(self._segments[segment]):
-                segment += 1
-            if segment == len(self._segments):
-                pinned = tensor.device.type == "cuda"
-                length = max(size, min(left, self.SEGMENT))
-                self._segments.append(torch.empty(length, dtype=torch.uint8, pin_memory=pinned))
-            places.append(self._segments[segment][used : used + size])
-            used += -(-size // 16) * 16  # aligns every copy to its elements
-            left -= -(-size // 16) * 16
-        return places
+            size = -(-tensor.nbytes // 16) * 16  # aligns every copy to its elements
+            if not lengths or lengths[-1] + size > self.SEGMENT:
+                lengths.append(0)
+            places.append((len(lengths) - 1, lengths[-1]))
+            lengths[-1] += size
+        if lengths != [len(segment) for segment in self._segments]:
+            pinned = any(tensor.device.type == "cuda" for tensor in tensors)
+            self._segments = []  # freed before others are allocated
+            self._segments += [torch.empty(length, dtype=torch.uint8, pin_memory=pinned) for length in lengths]
+        return [
+            self._segments[segment][offset : offset + tensor.nbytes]
+            for tensor, (segment, offset) in zip(tensors, places, strict=True)
+        ]
 
 
 def assemble(
@@ -208,7 +200,7 @@ def assemble(
     return Manifest(FORMAT, VERSION, step, state, BLOCK_BYTES, dict(sorted(files.items())), dict(stored))
 
 
-class Part(NamedTuple):
+class BoxRead(NamedTuple):
     """What this process reads of a box."""
 
     tensor: str
@@ -225,7 +217,7 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
 
     Every byte read is verified. Raises Damage, or UserError if a tensor is missing or has another shape.
     """
-    wanted: dict[int, list[Part]] = {}
+    wanted: dict[int, list[BoxRead]] = {}
     for name, value in state.items():
         stored = manifest.tensors.get(name)
         if stored is None or stored.shape != tuple(value.shape):
@@ -250,7 +242,7 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
 
 def parts_of(
     name: str, stored: StoredTensor, start: tuple[int, ...], shape: tuple[int, ...], target: Tensor
-) -> Iterator[tuple[int, Part]]:
+) -> Iterator[tuple[int, BoxRead]]:
     """(number of the shard, part) of everything stored that meets this box of a tensor. target: its values."""
     if not prod(shape):
         return
@@ -261,10 +253,10 @@ def parts_of(
                 low, high = max(begin, start[axis]), min(begin + length, start[axis] + shape[axis])
                 view = view.narrow(axis, low - start[axis], high - low)
                 inside.append(low - begin)
-            yield row.file + number * row.stride, Part(name, box, tuple(inside), view)
+            yield row.file + number * row.stride, BoxRead(name, box, tuple(inside), view)
 
 
-def _read_box(shard: OpenShard, dtype: torch.dtype, chunk: Chunk, part: Part) -> None:
+def _read_box(shard: OpenShard, dtype: torch.dtype, chunk: Chunk, part: BoxRead) -> None:
     """Read what this part needs of a chunk."""
     target, lengths = part.target, tuple(part.target.shape)
     first = part.start[0] * prod(chunk.shape[1:]) * dtype.itemsize if part.start else 0

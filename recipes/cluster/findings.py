@@ -70,11 +70,11 @@ def speeds(links: Sequence[Links], size_bytes: int) -> str:
     reduce_seconds = max(link.all_reduce_seconds for link in links)
     gather_seconds = max(link.all_gather_seconds for link in links)
     moved = size_bytes * (ranks - 1) / ranks
-    found = [f"all-reduce {size(int(2 * moved / reduce_seconds))}/s, all-gather {size(int(moved / gather_seconds))}/s"]
+    said = [f"all-reduce {size(int(2 * moved / reduce_seconds))}/s, all-gather {size(int(moved / gather_seconds))}/s"]
     for axis in links[0].inside:
         slowest = min(speed for link in links for speed in link.inside[axis].values())
-        found.append(f"in {axis} groups {size(int(slowest))}/s")
-    return ", ".join(found)
+        said.append(f"in {axis} groups {size(int(slowest))}/s")
+    return ", ".join(said)
 
 
 def node_warnings(

@@ -74,6 +74,29 @@ def measure_links(world: World, groups: Mapping[str, Sequence[Sequence[int]]] | 
     return mine
 
 
+def _measured(world: World, groups: Mapping[str, Sequence[Sequence[int]]]) -> Links:
+    device = world.device
+    length = BUFFER[device.type] // 4
+    part = length // world.size
+    reduced = summand(world.rank, length, device)
+    dist.all_reduce(reduced)
+    own, gathered = contribution(world.rank, part, device), torch.empty(part * world.size, device=device)
+    all_gather_single(gathered, own)
+    wrong_sum, wrong_parts = is_wrong_sum(reduced, world.size), wrong_ranks(gathered, world.size)
+    reduced.zero_()  # the repeated sums below must not overflow
+    return Links(
+        wrong_sum,
+        wrong_parts,
+        mean_seconds(world, lambda: dist.all_reduce(reduced)),
+        mean_seconds(world, lambda: all_gather_single(gathered, own)),
+        _exchange(world, reduced, rounds(world.nodes)),
+        {
+            axis: _exchange(world, reduced, pairings([ranks for ranks in of_axis if world.rank in ranks]))
+            for axis, of_axis in groups.items()
+        },
+    )
+
+
 def forget_memory(device: torch.device) -> None:
     """Let the run's statistics of memory start after measurements."""
     if device.type == "cuda":
@@ -159,26 +182,6 @@ def _than(speed: float, usual: float) -> str:
     return f"{size(int(speed))}/s (others reach {size(int(usual))}/s)"
 
 
-def _measured(world: World, groups: Mapping[str, Sequence[Sequence[int]]]) -> Links:
-    device = world.device
-    length = BUFFER[device.type] // 4
-    part = length // world.size
-    reduced = summand(world.rank, length, device)
-    dist.all_reduce(reduced)
-    own, gathered = contribution(world.rank, part, device), torch.empty(part * world.size, device=device)
-    all_gather_single(gathered, own)
-    wrong_sum, wrong_parts = is_wrong_sum(reduced, world.size), wrong_ranks(gathered, world.size)
-    reduced.zero_()  # the repeated sums below must not overflow
-    return Links(
-        wrong_sum,
-        wrong_parts,
-        mean_seconds(world, lambda: dist.all_reduce(reduced)),
-        mean_seconds(world, lambda: all_gather_single(gathered, own)),
-        _exchange(world, reduced, rounds(world.nodes)),
-        {axis: _exchange(world, reduced, _own_pairings(world.rank, every)) for axis, every in groups.items()},
-    )
-
-
 def summand(rank: int, length: int, device: torch.device) -> Tensor:
     """A rank's input to all-reduce: integers whose sum over thousands of ranks is exact in float32 in any order."""
     return _pattern(length, device) * (rank % 61 + 1)
@@ -226,14 +229,14 @@ def _finish(device: torch.device) -> None:
 
 def _exchange(world: World, buffer: Tensor, plan: Sequence[Mapping[int, int]]) -> dict[int, float]:
     """Swap the buffer with this process's partner of each round. Returns bytes per second, by partner."""
-    found = {}
+    speeds = {}
     received = torch.empty_like(buffer)
     for partners in plan:
         partner = partners.get(world.rank)
         seconds = mean_seconds(world, partial(_swap, buffer, received, partner))
         if partner is not None:
-            found[partner] = buffer.nbytes / seconds
-    return found
+            speeds[partner] = buffer.nbytes / seconds
+    return speeds
 
 
 def rounds(nodes: Sequence[Node]) -> list[dict[int, int]]:
@@ -250,25 +253,17 @@ def rounds(nodes: Sequence[Node]) -> list[dict[int, int]]:
     return [partners for partners in by_round if partners]
 
 
-def pairings(groups: Sequence[Sequence[int]], *, most: int | None = None) -> list[dict[int, int]]:
-    """The partner of each rank, for each round of exchanges. All members of a group meet; groups have one size.
-
-    most: rounds; None = until all have met.
-    """
+def pairings(groups: Sequence[Sequence[int]]) -> list[dict[int, int]]:
+    """The partner of each rank, for each round of exchanges, at most MOST_ROUNDS. Groups have one size."""
     places = len(groups[0]) + len(groups[0]) % 2  # of an odd number, one member rests in each round
     by_round: list[dict[int, int]] = []
-    for turn in range(places - 1)[:most]:
+    for turn in range(places - 1)[:MOST_ROUNDS]:
         seats = [places - 1, *((turn + seat) % (places - 1) for seat in range(places - 1))]  # the last one stays
         by_round.append({})
         for seat in range(places):
             one, other = seats[seat], seats[-1 - seat]
             by_round[-1] |= {group[one]: group[other] for group in groups if max(one, other) < len(group)}
     return by_round
-
-
-def _own_pairings(rank: int, groups: Sequence[Sequence[int]]) -> list[dict[int, int]]:
-    """The first rounds inside this rank's group."""
-    return pairings([next(group for group in groups if rank in group)], most=MOST_ROUNDS)
 
 
 def _swap(buffer: Tensor, received: Tensor, partner: int | None) -> None:
@@ -304,14 +299,17 @@ def measure_axes(world: World, mesh: Mesh) -> dict[str, Any]:
             | {name: [list(pair) for pair in zip(sizes, seconds, strict=True)] for name, seconds in slowest.items()}
         )
     side = SIDE[world.device.type]
-    products = world.messages.to_main(_product(world, side)) or []
+    kind = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    product = partial(torch.matmul, *(torch.ones(side, side, dtype=kind, device=world.device) for _ in range(2)))
+    products = world.messages.to_main(mean_seconds(world, product)) or []
+    del product
     forget_memory(world.device)
     return {"nodes": len(world.nodes), "links": links, "products": {"flops": 2 * side**3, "seconds": products}}
 
 
-def summary(found: dict[str, Any], world: World) -> Iterator[str]:
+def summary(measured: dict[str, Any], world: World) -> Iterator[str]:
     """Lines for the log: each axis's bandwidth and latency, and on GPUs those that multiply slowly."""
-    for link in found["links"]:
+    for link in measured["links"]:
         (less, sooner), (more, later) = link["all_gather"]
         share = (link["processes"] - 1) / link["processes"]
         yield (
@@ -319,7 +317,7 @@ def summary(found: dict[str, Any], world: World) -> Iterator[str]:
             f" {1e6 * sooner:.0f} us for {size(less)}"
         )
     if world.device.type == "cuda" and world.is_main:
-        yield from slow_products(found["products"]["seconds"], found["products"]["flops"])
+        yield from slow_products(measured["products"]["seconds"], measured["products"]["flops"])
 
 
 def slow_products(seconds: Sequence[float], flops: float) -> Iterator[str]:
@@ -337,36 +335,29 @@ def _groups(mesh: Mesh) -> dict[str, tuple[ProcessGroup, int]]:
     """Axes with several processes: their groups, and how far apart neighbours in them are."""
     degrees = mesh.degrees
     inner = degrees.tensor * degrees.context * degrees.shard
-    found = {
+    groups = {
         "shard": (mesh.fsdp.get_group(mesh.fsdp.ndim - 1), degrees.tensor),
         "replicate": (mesh.replicate_group, inner),
     }
     if mesh.context is not None:
-        found["context"] = (mesh.context.get_group(), degrees.tensor)
+        groups["context"] = (mesh.context.get_group(), degrees.tensor)
     if mesh.tensor is not None:
-        found["tensor"] = (mesh.tensor.get_group(), 1)
-    return {axis: (group, stride) for axis, (group, stride) in found.items() if group.size() > 1}
+        groups["tensor"] = (mesh.tensor.get_group(), 1)
+    return {axis: (group, stride) for axis, (group, stride) in groups.items() if group.size() > 1}
 
 
 def _messages(world: World, group: ProcessGroup) -> Seconds:
     """Seconds of both collectives, by size."""
-    found: Seconds = {"all_gather": [], "reduce_scatter": []}
+    seconds: Seconds = {"all_gather": [], "reduce_scatter": []}
     reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name from torch 2.13 on
     for amount in SIZES[world.device.type]:
         part = torch.zeros(amount // 4 // group.size(), device=world.device)
         whole = torch.zeros(len(part) * group.size(), device=world.device)
-        found["all_gather"].append(mean_seconds(world, partial(all_gather_single, whole, part, group=group)))
-        found["reduce_scatter"].append(mean_seconds(world, partial(reduce_scatter, part, whole, group=group)))
-    return found
+        seconds["all_gather"].append(mean_seconds(world, partial(all_gather_single, whole, part, group=group)))
+        seconds["reduce_scatter"].append(mean_seconds(world, partial(reduce_scatter, part, whole, group=group)))
+    return seconds
 
 
 def _slower(one: Seconds, other: Seconds) -> Seconds:
     """The longer time of each message."""
     return {name: list(map(max, one[name], other[name])) for name in one}
-
-
-def _product(world: World, side: int) -> float:
-    """Seconds of one product of square matrices."""
-    kind = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    left, right = (torch.ones(side, side, dtype=kind, device=world.device) for _ in range(2))
-    return mean_seconds(world, partial(torch.matmul, left, right))

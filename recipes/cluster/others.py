@@ -185,8 +185,8 @@ def word_of(report: Report) -> str:
 
 def reports_of(nodes: Sequence[Node], words_of_nodes: Sequence[Sequence[str]]) -> list[Report]:
     """The reports of all processes, by rank, from the boards of all nodes."""
-    found = {}
+    reports = {}
     for node, words in zip(nodes, words_of_nodes, strict=True):
         for rank, word in zip_longest(node.ranks, words[: len(node.ranks)]):
-            found[rank] = replace(Report(rank, node.name), **json.loads(word or "{}"))
-    return [found[rank] for rank in sorted(found)]
+            reports[rank] = replace(Report(rank, node.name), **json.loads(word or "{}"))
+    return [reports[rank] for rank in sorted(reports)]

@@ -11,15 +11,12 @@ Imports no torch.
 import io
 import json
 import os
-import py_compile
 import re
+import subprocess
 import sys
 import tarfile
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -47,7 +44,7 @@ HERE = "@HERE@"
 
 
 @dataclass(frozen=True)
-class Entry:
+class PackedFile:
     """A file, or a link (target), of a pack."""
 
     name: str
@@ -79,7 +76,7 @@ def pack(root: Path, cache: Path) -> tuple[Pack, list[str]]:
     lines on what was done. Raises UserError."""
     notes: list[str] = []
     inside_venv = sys.prefix != sys.base_prefix
-    listings: dict[str, Callable[[], Iterator[Entry]]] = {
+    listings: dict[str, Callable[[], Iterator[PackedFile]]] = {
         "environment": environment_entries,
         "checkout": partial(checkout_entries, root),
     }
@@ -97,8 +94,11 @@ def pack(root: Path, cache: Path) -> tuple[Pack, list[str]]:
                 os.utime(files[kind])  # in use
                 continue
             started = time.monotonic()
+            sources = [entry for entry in entries if entry.name.endswith(".py")]
+            folders = {entry.path.removesuffix("/".join(entry.name.split("/")[2:])) for entry in sources}
+            subprocess.run([sys.executable, "-W", "ignore", "-m", "compileall", "-qq", "-j0", *folders])
             with _new(files[kind]) as new:
-                _write(new, entries, changes.get(kind, {}))
+                _write(new, list(listing()), changes.get(kind, {}))
                 if _key(listing(), changes.get(kind, {})) != key:
                     raise UserError(
                         f"the {kind} changed while it was packed; start the job again when nobody writes to it"
@@ -114,7 +114,7 @@ def pack(root: Path, cache: Path) -> tuple[Pack, list[str]]:
     return Pack(**files, python=f"{'venv' if inside_venv else 'python'}/bin/{VERSION}", bytes=total), notes
 
 
-def environment_entries() -> Iterator[Entry]:
+def environment_entries() -> Iterator[PackedFile]:
     """What travels of the running interpreter's environment. Raises UserError."""
     prefix, base = Path(sys.prefix), Path(sys.base_prefix)
     base_stays = base.is_relative_to(SYSTEM)
@@ -125,7 +125,7 @@ def environment_entries() -> Iterator[Entry]:
         # Python finds its virtual environment beside this link.
         link = f"{base}/bin/{VERSION}" if base_stays else f"../../python/bin/{VERSION}"
         for name in (VERSION, "python"):
-            yield Entry(f"venv/bin/{name}", "", 0, 0, link if name == VERSION else VERSION)
+            yield PackedFile(f"venv/bin/{name}", "", 0, 0, link if name == VERSION else VERSION)
     if base_stays:
         return
     shared = "include-system-site-packages = true" in _read_venv_config().lower()
@@ -136,7 +136,7 @@ def environment_entries() -> Iterator[Entry]:
     yield _entry(f"python/bin/{VERSION}", base / "bin" / VERSION)
 
 
-def checkout_entries(root: Path) -> Iterator[Entry]:
+def checkout_entries(root: Path) -> Iterator[PackedFile]:
     for part in CHECKOUT:
         if (root / part).is_dir():
             yield from _listed(root / part, f"checkout/{part}")
@@ -144,11 +144,11 @@ def checkout_entries(root: Path) -> Iterator[Entry]:
             yield _entry(f"checkout/{part}", root / part)
 
 
-def _listed(folder: Path, name: str, *, left_out: Sequence[str] = ()) -> Iterator[Entry]:
+def _listed(folder: Path, name: str, *, left_out: Sequence[str] = ()) -> Iterator[PackedFile]:
     """All files below a folder. A link that leads out of the folder is followed: its target may be on no node."""
     own = f".{sys.implementation.cache_tag}.pyc"
-    with os.scandir(folder) as found:
-        items = sorted(found, key=lambda item: item.name)
+    with os.scandir(folder) as inside:
+        items = sorted(inside, key=lambda item: item.name)
     for item in items:
         inner = f"{name}/{item.name}"
         if any(fnmatch(inner, pattern) for pattern in left_out):
@@ -156,7 +156,7 @@ def _listed(folder: Path, name: str, *, left_out: Sequence[str] = ()) -> Iterato
         if item.is_symlink():
             target = os.readlink(item.path)
             if not os.path.isabs(target) and ".." not in Path(target).parts:
-                yield Entry(inner, item.path, 0, 0, target)
+                yield PackedFile(inner, item.path, 0, 0, target)
                 continue
         if item.is_dir():
             yield from _listed(Path(item.path), inner, left_out=left_out)
@@ -164,15 +164,15 @@ def _listed(folder: Path, name: str, *, left_out: Sequence[str] = ()) -> Iterato
             yield _entry(inner, item)
 
 
-def _entry(name: str, item: "Path | os.DirEntry[str]") -> Entry:
-    found = item.stat()
-    return Entry(name, os.fspath(item), found.st_size, found.st_mtime_ns)
+def _entry(name: str, item: "Path | os.DirEntry[str]") -> PackedFile:
+    about = item.stat()
+    return PackedFile(name, os.fspath(item), about.st_size, about.st_mtime_ns)
 
 
-def _key(entries: Iterable[Entry], changes: dict[str, str]) -> str:
+def _key(entries: Iterable[PackedFile], changes: dict[str, str]) -> str:
     digest = sha256(repr(sorted(changes.items())).encode())
     for entry in entries:
-        # Bytecode follows from its source, and the first run writes what is missing.
+        # Bytecode follows from its source.
         if not entry.name.endswith(".pyc"):
             digest.update(f"{entry.name}\0{entry.bytes}\0{entry.changed}\0{entry.target}\n".encode())
     return digest.hexdigest()[:16]
@@ -189,11 +189,11 @@ def _new(file: Path) -> Iterator[Path]:
         partial_file.unlink(missing_ok=True)
 
 
-def _write(file: Path, entries: Sequence[Entry], changes: dict[str, str]) -> None:
+def _write(file: Path, entries: Sequence[PackedFile], changes: dict[str, str]) -> None:
     # GNU's format keeps whole seconds, as bytecode does, which names the time of its source.
     with tarfile.open(file, "w", format=tarfile.GNU_FORMAT) as archive:
         for entry in entries:
-            if entry.name.endswith(".pyc") or entry.name in changes:
+            if entry.name in changes:
                 continue
             if entry.target is None:
                 archive.add(os.path.realpath(entry.path), entry.name, recursive=False)
@@ -202,40 +202,9 @@ def _write(file: Path, entries: Sequence[Entry], changes: dict[str, str]) -> Non
                 link.type, link.linkname = tarfile.SYMTYPE, entry.target
                 archive.addfile(link)
         for name, text in changes.items():
-            _add(archive, name, text.encode())
-        sources = [entry for entry in entries if entry.name.endswith(".py")]
-        with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-            for name, code in zip(map(_cached, sources), pool.map(_bytecode, sources, chunksize=64), strict=True):
-                if code is not None:
-                    _add(archive, name, code)
-
-
-def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-    info = tarfile.TarInfo(name)
-    info.size, info.mode, info.mtime = len(content), 0o644, int(time.time())
-    archive.addfile(info, io.BytesIO(content))
-
-
-def _cached(source: Entry) -> str:
-    folder, _, name = source.name.rpartition("/")
-    return f"{folder}/__pycache__/{name.removesuffix('.py')}.{sys.implementation.cache_tag}.pyc"
-
-
-def _bytecode(source: Entry) -> bytes | None:
-    """The source's bytecode: what lies beside it if that is current, else newly compiled; None: it does not compile."""
-    path = Path(source.path)
-    with suppress(OSError):
-        code = (path.parent / _cached(source).split("/")[-2] / _cached(source).split("/")[-1]).read_bytes()
-        # After the magic number, importlib compares the flags, the time and the size of the source.
-        times = (source.changed // 10**9 & 0xFFFFFFFF, source.bytes & 0xFFFFFFFF)
-        if code[4:16] == b"".join(number.to_bytes(4, "little") for number in (0, *times)):
-            return code
-    warnings.simplefilter("ignore")  # in a process of its own
-    with tempfile.TemporaryDirectory() as folder, suppress(py_compile.PyCompileError, OSError, ValueError):
-        compiled = Path(folder) / "code"
-        py_compile.compile(source.path, os.fspath(compiled), doraise=True, quiet=2)
-        return compiled.read_bytes()
-    return None
+            info = tarfile.TarInfo(name)
+            info.size, info.mode, info.mtime = len(text.encode()), 0o644, int(time.time())
+            archive.addfile(info, io.BytesIO(text.encode()))
 
 
 def _read_venv_config() -> str:

@@ -146,8 +146,8 @@ def hash_of_sources() -> str:
 def _find(file: str, pattern: str) -> str | None:
     """What the pattern's group matches in a file under /proc; None if the file (no Linux) or a match is missing."""
     with suppress(OSError):
-        if found := re.search(pattern, Path(file).read_text(), re.MULTILINE):
-            return found[1]
+        if match := re.search(pattern, Path(file).read_text(), re.MULTILINE):
+            return match[1]
     return None
 
 
@@ -179,7 +179,7 @@ def _joined(rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def differences(places: Places, nodes: Sequence[Node]) -> list[str]:
     """One line per value that differs from the most common one of its field."""
-    found = []
+    lines = []
     for field, (name, remedy) in MUST_MATCH.items():
         ranks = {
             value: [*chain(*(range(first, last + 1) for first, last in rows))] for value, rows in places[field].items()
@@ -188,8 +188,8 @@ def differences(places: Places, nodes: Sequence[Node]) -> list[str]:
         for value in others:
             own = {*ranks[value]}
             where = [node.name for node in nodes if not own.isdisjoint(node.ranks)]
-            found.append(f"{name}: {value} on {abbreviated(where)}, {usual} on the others; {remedy}")
-    return found
+            lines.append(f"{name}: {value} on {abbreviated(where)}, {usual} on the others; {remedy}")
+    return lines
 
 
 def in_common(facts: Facts) -> str:

@@ -51,10 +51,10 @@ def serve(name: str, port: int, *, remote: bool) -> Served | None:
     RendezvousError.
     """
     try:
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise RendezvousError(f"the address {name} of node 0: {error.strerror}") from None
-    for family, _, _, _, place in found:
+    for family, _, _, _, place in addresses:
         address = str(place[0])
         if remote and name not in (address, "localhost") and ip_address(address.partition("%")[0]).is_loopback:
             continue
@@ -193,7 +193,7 @@ class Launchers:
                 self._counted_first(store)
                 self._counted = True
             if store.check([ENDED]):
-                return _cause(store.get(ENDED))
+                return Cause(*json.loads(store.get(ENDED)))
         except RuntimeError:
             if self._store is not None:
                 return Cause("the launcher of node 0 is gone", 1)
@@ -236,18 +236,6 @@ class Launchers:
         return self._store
 
 
-def _cause(text: bytes) -> Cause | None:
-    """What a launcher wrote, or None: anyone who reaches the store can write anything."""
-    try:
-        message, code, crashed = json.loads(text)
-    except (ValueError, TypeError):
-        return None
-    right = isinstance(message, str) and isinstance(code, int) and isinstance(crashed, bool)
-    return Cause(message, code, crashed) if right else None
-
-
 def _announce(store: TCPStore, cause: Cause) -> None:
     """Give a cause to all launchers, unless one has been given: the first says most."""
-    text = json.dumps(cause)
-    if _cause(store.compare_set(ENDED, "", text)) is None:
-        store.set(ENDED, text)
+    store.compare_set(ENDED, "", json.dumps(cause))

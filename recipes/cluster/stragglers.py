@@ -7,7 +7,7 @@ when even the shortest wait is longer than it used to be, the links between node
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -45,60 +45,36 @@ DATA, COMPUTE, COMMUNICATION = "data", "compute", "communication"
 
 @dataclass(frozen=True)
 class Straggler:
-    """A process that is itself slow, in seconds per step (on CUDA, of the part that ComputeTime measures)."""
+    """A process that is itself slow, beside the median process."""
 
     rank: int
     node: str
     phase: str
-    seconds: float
+    value: float
+    """Seconds per step (on CUDA, of the part that ComputeTime measures); for COMMUNICATION, bytes per second in each
+    direction between it and the faster of its neighbours on other nodes."""
     median: float
 
-    def __str__(self) -> str:
-        return (
-            f"STRAGGLER: rank {self.rank} on {self.node} takes {self.seconds:.4f} s for {self.phase},"
-            f" the median process {self.median:.4f} s"
-        )
-
-
-@dataclass(frozen=True)
-class SlowLink:
-    """A process that exchanges data with other nodes slowly."""
-
-    rank: int
-    node: str
-    phase: str
-    bytes_per_second: float
-    """Bytes per second in each direction, with the faster of its neighbours."""
-    median: float
+    def row(self) -> dict[str, Any]:
+        """What metrics.jsonl says of it."""
+        unit = "bytes_per_second" if self.phase == COMMUNICATION else "seconds"
+        return {"rank": self.rank, "node": self.node, "phase": self.phase, unit: self.value, "median": self.median}
 
     def __str__(self) -> str:
-        return (
-            f"STRAGGLER: rank {self.rank} on {self.node} reaches {size(int(self.bytes_per_second))}/s in {self.phase},"
-            f" the median process {size(int(self.median))}/s"
-        )
+        who = f"STRAGGLER: rank {self.rank} on {self.node}"
+        if self.phase == COMMUNICATION:
+            slow, usual = (f"{size(int(speed))}/s" for speed in (self.value, self.median))
+            return f"{who} reaches {slow} in {self.phase}, the median process {usual}"
+        return f"{who} takes {self.value:.4f} s for {self.phase}, the median process {self.median:.4f} s"
 
 
-class Window:
-    """This process's seconds at the last logged steps."""
-
-    def __init__(self) -> None:
-        self._step, self._data, self._compute = (deque[float](maxlen=WINDOW) for _ in range(3))
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._step) == WINDOW
-
-    def add(self, step: float, data: float, compute: float) -> None:
-        """Take in a logged step, seconds."""
-        self._step.append(step)
-        self._data.append(data)
-        self._compute.append(compute)
-
-    def typical(self) -> list[float]:
-        """The lower quartiles of data and compute, and the median of steps; zeros before the first."""
-        if not self._step:
-            return [0.0] * 3
-        return [lower_quartile(self._data), lower_quartile(self._compute), median(self._step)]
+def typical(steps: Collection[tuple[float, float, float]]) -> list[float]:
+    """The lower quartiles of data and compute, and the median of steps, of logged steps' (step, data, compute); zeros
+    without any."""
+    if not steps:
+        return [0.0] * 3
+    step, data, compute = zip(*steps, strict=True)
+    return [lower_quartile(data), lower_quartile(compute), median(step)]
 
 
 class Comparison:
@@ -136,15 +112,15 @@ class Comparison:
 
     def read(self, numbers: Sequence[float]) -> tuple[list[Straggler], dict[str, int]]:
         """(the stragglers of the summary by rank, phase -> how many there are)."""
-        found: list[Straggler] = []
+        stragglers: list[Straggler] = []
         counts, half = {}, len(numbers) // 2
         for phase, part in ((DATA, numbers[:half]), (COMPUTE, numbers[half:])):
             count, *worst = part
             counts[phase], places = int(count), len(worst) // 3
             named = sorted(zip(worst[:places], worst[places : 2 * places], worst[2 * places :], strict=True))
             slow = [(int(rank), seconds, usual) for rank, seconds, usual in named if seconds >= 0]
-            found += [Straggler(rank, self._node_of(rank), phase, seconds, usual) for rank, seconds, usual in slow]
-        return found, counts
+            stragglers += [Straggler(rank, self._node_of(rank), phase, seconds, usual) for rank, seconds, usual in slow]
+        return stragglers, counts
 
 
 class Communication:
@@ -245,20 +221,20 @@ class Stragglers:
         self._world, self._clock = world, clock
         self._is_cpu = world.device.type == "cpu"
         self._slower = SLOWER_ON_CPUS if self._is_cpu else SLOWER
-        self._window = Window()
+        self._window = deque[tuple[float, float, float]](maxlen=WINDOW)
         stages = stages if self._is_cpu else 1
         self._comparison = Comparison(world.node_of, slower=self._slower, stages=stages)
         self._communication = Communication(is_all=self._is_cpu)
         self._is_warm = False
-        self._slow_links, self._probes = list[SlowLink](), 0
+        self._slow_links, self._probes = list[Straggler](), 0
         self._named: set[tuple[int, str]] = set()
         self._counts = dict[str, int]()
 
     def counts(self, step: float, data: float, compute: float) -> list[float]:
         """What this process tells the others about a logged step: its seconds per step, and those of its window."""
         if self._is_warm:  # the first step compiles, on whichever process comes first
-            self._window.add(step, data, compute)
-        return [step, data, step - data - compute, *self._window.typical()]
+            self._window.append((step, data, compute))
+        return [step, data, step - data - compute, *typical(self._window)]
 
     def summary(self, rows: Tensor) -> Tensor:
         """What the host needs of the counts of all processes, (processes, numbers), however many they are.
@@ -267,30 +243,29 @@ class Stragglers:
         the device that the counts are on, which is not waited for.
         """
         of_step = torch.stack([rows[:, 0].median(), rows[:, 1].amax(), rows[:, 2].amin()])
-        return torch.cat([of_step, self._comparison.summary(rows[:, 3:])]) if self._window.is_full else of_step
+        return torch.cat([of_step, self._comparison.summary(rows[:, 3:])]) if len(self._window) == WINDOW else of_step
 
     def compare(self, numbers: Sequence[float]) -> tuple[dict[str, Any], list[str]]:
         """Take in the summary of a logged step, on all ranks: the columns for metrics.jsonl, if any, and lines."""
         step, _, left, *slow = numbers
-        found: list[Straggler | SlowLink] = []
+        stragglers: list[Straggler] = []
         lines: list[str] = []
         before, named = self._counts, self._named
         if slow:
             stragglers, self._counts = self._comparison.read(slow)
-            found += stragglers
         if self._is_warm:
             lines += self._check_links(step, left)
-            found += self._slow_links
+            stragglers += self._slow_links
         self._is_warm = True
-        self._named = {(one.rank, one.phase) for one in found}
+        self._named = {(straggler.rank, straggler.phase) for straggler in stragglers}
         many = {phase for phase, count in self._counts.items() if count > MOST_NAMED}
         known = {phase for phase in many if before.get(phase, 0) > MOST_NAMED}  # whose slowest may change every time
-        lines += [str(one) for one in found if (one.rank, one.phase) not in named and one.phase not in known]
+        lines += [str(it) for it in stragglers if (it.rank, it.phase) not in named and it.phase not in known]
         lines += [
             f"STRAGGLERS: {self._counts[phase]} processes are slow in {phase}; the {MOST_NAMED} slowest are named"
             for phase in sorted(many - known)
         ]
-        return {"stragglers": [asdict(one) for one in found]} if found else {}, lines
+        return {"stragglers": [straggler.row() for straggler in stragglers]} if stragglers else {}, lines
 
     def _check_links(self, step: float, left: float) -> list[str]:
         """Find the process with the slow link when communication has become slow; a line if none can be named.
@@ -308,7 +283,7 @@ class Stragglers:
         self._probes += 1
         best = self._best_exchanges() if len(world.nodes) > 1 else {}
         slow = [
-            SlowLink(rank, node, COMMUNICATION, speed, usual)
+            Straggler(rank, node, COMMUNICATION, speed, usual)
             for rank, node, speed, usual in slow_processes(best, world.nodes, share=1 / self._slower)
         ]
         self._slow_links = world.messages.from_main(slow)

@@ -68,7 +68,7 @@ class Quarantine:
             # A resumed run lists everything that it used again; what earlier stages read stays as it is.
             self._begun, again = True, {source.name for source in sources}
             with suppress(OSError):  # then appending fails too, and is reported
-                self._rows = keep_rows(self.file, lambda name: name not in again)
+                self._rows = keep_rows(self.file, "source", lambda name: isinstance(name, str) and name not in again)
         for source in sources:
             first, used = self._noted.get(source.name, 0), source.used_shards
             rows = [*bad_rows(source.shards.folder, source.shards.shards[:used], first=first), *source.left_out]

@@ -3,21 +3,17 @@
 import json
 import os
 import platform
+import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 PART = ".part-"
 """Prefix of the names of unfinished texts; a kill may leave one behind."""
 BLOCK = 4096
 """Bytes of a file that are read at a time, from its end."""
-SETTLED = 1 << 20
-"""Bytes of whole rows of wanted steps, before which no others are looked for: about a thousand rows. Rows are nearly in
-order: a skipped step has its row when the next step is logged, and old versions kept the rows of repeated steps."""
-
-Value = TypeVar("Value")
 
 
 def utc_of(seconds: float) -> str:
@@ -92,8 +88,14 @@ class Lines:
 def _append(path: Path, content: bytes) -> None:
     # Opened every time, so that it does not matter if the file or its disk was replaced in between.
     with path.open("ab+", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        end = next((start for start, _ in _lines_from_the_end(file, size)), 0)  # of the last whole line
+        size = end = file.seek(0, os.SEEK_END)
+        while end:  # until the end of the last whole line
+            begin = max(0, end - BLOCK)
+            file.seek(begin)
+            if newline := file.read(end - begin).rfind(b"\n") + 1:
+                end = begin + newline
+                break
+            end = begin
         if end < size:
             file.truncate(end)
         left = memoryview(content)
@@ -108,87 +110,52 @@ def _append(path: Path, content: bytes) -> None:
 
 def cut_back(path: Path, step: int) -> None:
     """Remove partial rows, and rows of steps after `step`, which a resumed run repeats, from a .jsonl file if it
-    exists. Looks at no more than its end: what was written before the checkpoint of `step` was synced before it, so
-    that even a power cut damages only rows after it. Raises OSError."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        end, kept = _end_of_rows(file, size, step)
-        if kept:
-
-            def write(out: BinaryIO) -> None:
-                file.seek(0)
-                for start in range(0, end, SETTLED):
-                    out.write(file.read(min(SETTLED, end - start)))
-                out.write(kept)
-
-            replace(path, write, sync=True)
-        elif end < size:
-            with path.open("rb+") as shortened:
-                shortened.truncate(end)
-                os.fsync(shortened.fileno())
+    exists: in place where nothing that stays is behind them. Raises OSError."""
+    keep_rows(path, "step", lambda value: type(value) is int and value <= step)
 
 
-def _end_of_rows(file: BinaryIO, size: int, step: int) -> tuple[int, bytes]:
-    """The start of the first line that must go, and the rows after it that must stay."""
-    end = size
-    kept: list[bytes] = []  # after `end`, the last row first
-    settled: list[bytes] = []  # the same before it
-    for start, line in _lines_from_the_end(file, size):
-        if start == size:  # nothing follows the last newline
-            continue
-        found = _value_in(line.decode(errors="replace"), "step", int)
-        if is_wanted := found is not None and found <= step:
-            settled.append(line + b"\n")
-        if not is_wanted or start + len(line) == size:
-            kept += settled
-            end, settled = start, []
-        elif end - start >= SETTLED:
-            break
-    return end, b"".join(reversed(kept))
-
-
-def _lines_from_the_end(file: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
-    """Start and content of each line, without its newline, the last one first."""
-    parts: list[bytes] = []
-    end = size
-    while end:
-        begin = max(0, end - BLOCK)
-        file.seek(begin)
-        pieces, at = file.read(end - begin).split(b"\n"), end
-        while len(pieces) > 1:
-            parts.append(pieces.pop())
-            at -= len(parts[-1])
-            yield at, b"".join(reversed(parts))
-            at, parts = at - 1, []
-        parts.append(pieces[0])
-        end = begin
-    if size:
-        yield 0, b"".join(reversed(parts))
-
-
-def keep_rows(path: Path, wanted: Callable[[str], bool]) -> int:
-    """Keep the rows of a .jsonl file whose source is wanted; without any, remove it. Returns how many there are. Raises
-    OSError."""
+def keep_rows(path: Path, column: str, wanted: Callable[[Any], bool]) -> int:
+    """Keep the rows of a .jsonl file whose value in this column is wanted; without any, remove it. Returns how many
+    there are. Raises OSError."""
     if not path.exists():
         return 0
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows = [line for line in lines if (source := _value_in(line, "source", str)) is not None and wanted(source)]
-    if rows:
-        write_whole(path, "".join(f"{row}\n" for row in rows), sync=True)
-    else:
+    count = end = 0  # rows that stay; where the first line that must go begins
+    late: list[bytes] = []  # what stays behind that line
+    cut = False
+    with path.open("rb") as file:
+        for line in file:
+            is_wanted = wanted(_value_in(line, column))
+            cut = cut or not is_wanted or not line.endswith(b"\n")
+            count += is_wanted
+            if not cut:
+                end += len(line)
+            elif is_wanted:
+                late.append(line.rstrip(b"\n") + b"\n")
+
+        def write(out: BinaryIO) -> None:
+            file.seek(0)
+            shutil.copyfileobj(file, out)
+            out.truncate(end)
+            out.seek(end)
+            out.writelines(late)
+
+        if late:
+            replace(path, write, sync=True)
+    if not count:
         path.unlink()
-    return len(rows)
+    elif cut and not late:
+        with path.open("rb+") as shortened:
+            shortened.truncate(end)
+            os.fsync(shortened.fileno())
+    return count
 
 
-def _value_in(row: str, name: str, kind: type[Value]) -> Value | None:
-    """The value in a row; None if there is none of this kind, or the line is not a row, as after a power cut."""
+def _value_in(row: bytes, column: str) -> Any:
+    """The value in a row; None if there is none, or the line is not a row, as after a power cut."""
     try:
-        value = json.loads(row)[name]
+        return json.loads(row)[column]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return value if type(value) is kind else None
 
 
 def sync(folder: Path, names: Iterable[str]) -> None:

@@ -55,12 +55,12 @@ def limit_behind(error: BaseException) -> str:
     threads = "can't start new thread" in text or "Resource temporarily unavailable" in text
     if not threads and not isinstance(error, MemoryError):
         return ""
-    found = []
+    limits = []
     for name, number, unit in (("-u", resource.RLIMIT_NPROC, 1), ("-v", resource.RLIMIT_AS, 1024)):
         limit = resource.getrlimit(number)[0]
         if limit != resource.RLIM_INFINITY and (threads or name == "-v"):
-            found.append(f"ulimit {name} ({limit // unit:,})")
-    return f"{text}: a limit of this shell or job is too low; raise {' or '.join(found)}" if found else ""
+            limits.append(f"ulimit {name} ({limit // unit:,})")
+    return f"{text}: a limit of this shell or job is too low; raise {' or '.join(limits)}" if limits else ""
 
 
 def _refuse(what: str) -> None:

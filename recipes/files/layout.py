@@ -41,8 +41,8 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
     Raises UserError if the folder cannot be listed.
     """
-    found = ((checkpoint_step(name), name) for name in names_in(folder))
-    return sorted(step for step, name in found if step is not None and is_folder(folder / name))
+    steps = ((checkpoint_step(name), name) for name in names_in(folder))
+    return sorted(step for step, name in steps if step is not None and is_folder(folder / name))
 
 
 def checkpoint_step(name: str) -> int | None:

@@ -1,17 +1,16 @@
 """Copies of files of a server on this disk, for what is read from memory maps or many times: tokens and weights.
 Imports no torch."""
 
-import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import xxhash
 
 from parallel.errors import UserError
-from recipes.files.lock import NoLocks, open_locked
+from recipes.files.lock import alone
 from recipes.files.reading import user_path
 from recipes.files.remote import download, find
 
@@ -57,7 +56,7 @@ def local_copy(
     part = folder.with_name(f".part-{folder.name}")
     try:
         part.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError), _alone(part.with_name(f"{part.name}.lock")):
+        with suppress(FileExistsError), alone(part.with_name(f"{part.name}.lock")):
             if folder.is_dir():
                 return folder
             size = sum(file.state.st_size for file in files)
@@ -79,17 +78,3 @@ def local_copy(
             " data.cache"
         ) from None
     return folder
-
-
-@contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """Inside, no other process that uses this lock does the same."""
-    lock: int | None = None
-    with suppress(NoLocks):  # each copies to names of its own then
-        while lock is None:
-            lock = open_locked(file, owner="descriptor", wait=True)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)

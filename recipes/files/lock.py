@@ -17,7 +17,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -73,14 +73,25 @@ def open_locked(
     return None
 
 
-@contextmanager
-def written_alone(real: Path) -> Iterator[None]:
+def written_alone(real: Path) -> AbstractContextManager[None]:
     """Inside, no other process writes this folder. Raises UserError if one does; OSError if nothing can be written."""
     real.parent.mkdir(parents=True, exist_ok=True)
-    file, lock = real.parent / f".lock-{real.name}", None
+    busy = f"{real} is being written by another process; wait until it ends, or give another name"
+    return alone(real.parent / f".lock-{real.name}", busy=busy)
+
+
+@contextmanager
+def alone(file: Path, *, busy: str = "") -> Iterator[None]:
+    """Inside, no other process has this lock, where the file system has locks; the file is removed at the end.
+
+    busy: what the UserError says that is raised if another process has it; "" = wait for that. Raises OSError if
+    nothing can be written.
+    """
+    lock: int | None = None
     with suppress(NoLocks):
-        if (lock := open_locked(file, owner="descriptor")) is None:
-            raise UserError(f"{real} is being written by another process; wait until it ends, or give another name")
+        while (lock := open_locked(file, owner="descriptor", wait=not busy)) is None:
+            if busy:
+                raise UserError(busy)
     try:
         yield
     finally:

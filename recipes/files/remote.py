@@ -31,7 +31,7 @@ BLOCK = 8 << 20
 """Bytes of one request: at a delay of 30 ms it takes a tenth of the time of 1 Gbit/s."""
 AHEAD = 4
 """Blocks that are fetched before they are asked for, while a file is read from one end to the other."""
-BLOCKS_KEPT = 2 * AHEAD
+BLOCKS_KEPT = 3 * AHEAD
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}
 """Scheme of an address -> the package that fsspec reads it with."""
 LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "gcsfs", "google", "fsspec", "asyncio")
@@ -102,9 +102,6 @@ class _Blocks(io.RawIOBase):
         self._position = max(0, base + offset)
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, target: Any, /) -> int:
         left = self._file.state.st_size - self._position
         if left <= 0 or not len(target):
@@ -129,7 +126,7 @@ class _Blocks(io.RawIOBase):
                     self._blocks[wanted] = self._pool.submit(self._fetch, wanted)
             self._last = index
             self._blocks.move_to_end(index)
-            while len(self._blocks) > BLOCKS_KEPT + AHEAD:
+            while len(self._blocks) > BLOCKS_KEPT:
                 self._blocks.popitem(last=False)
         block = self._blocks[index]
         if block.done() and block.exception():  # fetched ahead while the server was away; perhaps it is back
@@ -141,12 +138,12 @@ class _Blocks(io.RawIOBase):
         end = min(begin + BLOCK, file.state.st_size)
 
         def fetch() -> bytes:
-            found = bytes(self._system.cat_file(file.address, start=begin, end=end))
-            if len(found) > end - begin:
+            content = bytes(self._system.cat_file(file.address, start=begin, end=end))
+            if len(content) > end - begin:
                 raise UserError(f"{file}: its server cannot send parts of files; download it and give the file")
-            if len(found) < end - begin:
-                raise ConnectionError(f"{len(found)} of {end - begin} bytes from byte {begin} on arrived")
-            return found
+            if len(content) < end - begin:
+                raise ConnectionError(f"{len(content)} of {end - begin} bytes from byte {begin} on arrived")
+            return content
 
         return _patiently(fetch, file.address)
 
@@ -167,8 +164,8 @@ def find(address: str, *, pattern: bool = False) -> list[RemoteFile]:
         about = system.info(address)
         return {about["name"]: about} if about["type"] == "file" else dict(system.find(address, detail=True))
 
-    found = _files(_if_there(look, address) or {}, address)
-    visible = (file for file in found if not any(part.startswith(".") for part in file.parts[fixed:]))
+    files = _files(_if_there(look, address) or {}, address)
+    visible = (file for file in files if not any(part.startswith(".") for part in file.parts[fixed:]))
     return sorted(visible, key=lambda file: file.parts)
 
 
@@ -176,14 +173,14 @@ def files_in(address: str) -> list[RemoteFile]:
     """The files directly in the folder at this address that may have the same names on a disk."""
     system = _system(address)
     listed = _if_there(lambda: system.ls(address, detail=True), address) or ()
-    found = _files({about["name"]: about for about in listed}, address)
-    return [file for file in found if re.fullmatch(r"[^.\x00-\x1f][^\x00-\x1f]{0,99}", file.name)]
+    files = _files({about["name"]: about for about in listed}, address)
+    return [file for file in files if re.fullmatch(r"[^.\x00-\x1f][^\x00-\x1f]{0,99}", file.name)]
 
 
-def _files(found: Mapping[str, Mapping[str, Any]], address: str) -> list[RemoteFile]:
+def _files(listed: Mapping[str, Mapping[str, Any]], address: str) -> list[RemoteFile]:
     return [
         RemoteFile(_system(address).unstrip_protocol(name), _state_of(about, address))
-        for name, about in found.items()
+        for name, about in listed.items()
         if about["type"] == "file" and not name.endswith("/")
     ]
 
@@ -201,8 +198,8 @@ def state(address: str) -> RemoteState | None:
 
 def read(address: str) -> bytes | None:
     """The contents of a small file; None if there is none. Raises UserError."""
-    found: bytes | None = _if_there(partial(_system(address).cat_file, address), address)
-    return found
+    content: bytes | None = _if_there(partial(_system(address).cat_file, address), address)
+    return content
 
 
 def write(address: str, content: bytes) -> None:
@@ -292,14 +289,14 @@ def _state_of(about: Mapping[str, Any], address: str) -> RemoteState:
 def _if_there(look: Callable[[], Result], address: str) -> Result | None:
     """The result of `look`, as _patiently() has it; None if the server says that there is no such file."""
 
-    def found() -> Result | None:
+    def look_once() -> Result | None:
         try:
             return look()
         except FileNotFoundError as error:
             _require_answer(error)
             return None
 
-    return _patiently(found, address)
+    return _patiently(look_once, address)
 
 
 def _patiently(work: Callable[[], Result], address: str) -> Result:

@@ -15,10 +15,10 @@ PACKED = "pack.json"
 def version(root: Path = ROOT) -> str:
     """The version of the checkout, and its commit where git can tell: "shardwright 0.2.0 (commit 0123456789ab)"."""
     number = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    if not (found := commit(root, "--untracked-files=no"))["git_commit"]:
+    if not (about := commit(root, "--untracked-files=no"))["git_commit"]:
         return f"shardwright {number}"
-    changed = ", with uncommitted changes" if found["git_uncommitted_changes"] else ""
-    return f"shardwright {number} (commit {found['git_commit'][:12]}{changed})"
+    changed = ", with uncommitted changes" if about["git_uncommitted_changes"] else ""
+    return f"shardwright {number} (commit {about['git_commit'][:12]}{changed})"
 
 
 def commit(root: Path = ROOT, *options: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ SECONDS = 30
 """Seconds after which rows that TensorBoard has taken are on the disk; before a checkpoint, at once."""
 
 
-class Board:
+class TensorBoard:
     """One run's numbers by step, of all its starts."""
 
     def __init__(self, folder: Path, *, done: int, recipe: Mapping[str, Any], log: Callable[[str], None]) -> None:

@@ -9,14 +9,12 @@ import gzip
 import json
 import math
 import re
-import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import UserError
 from recipes.files.markdown import markdown_table
 
 STEP = "shardwright.step"
@@ -93,24 +91,16 @@ class Breakdown:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """The events of an exported trace, gzipped or not. Raises UserError if the file is not a trace."""
-    try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-            whole = json.load(file)
-    except (OSError, ValueError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} is not a trace of torch.profiler: {error}") from None
-    events = whole.get("traceEvents") if isinstance(whole, dict) else None
-    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise UserError(f'{path} is not a trace of torch.profiler: it has no list "traceEvents" of events')
+    """The events of a trace that StepProfiler wrote."""
+    with gzip.open(path, "rt") as file:
+        events: list[Event] = json.load(file)["traceEvents"]
     return events
 
 
 def break_down(events: Iterable[Event]) -> Breakdown:
-    """Attribute the traced steps' time to kinds of work. Raises UserError if the trace has no steps."""
+    """Attribute the traced steps' time to kinds of work."""
     whole = [event for event in events if event.get("ph") == "X"]
     steps = [(event["ts"], event["ts"] + event["dur"]) for event in whole if _is_step(event)]
-    if not steps:
-        raise UserError(f'the trace has no event "{STEP}": it is not from a run with [profile]')
     on_device = any(event.get("cat") == "kernel" for event in whole)
     pieces, names = _device_intervals(whole) if on_device else _host_intervals(whole)
     totals = dict.fromkeys(KINDS, 0.0)
@@ -120,39 +110,50 @@ def break_down(events: Iterable[Event]) -> Breakdown:
         own = [(max(b, begin), min(e, end), *what) for b, e, *what in pieces if e > begin and b < end]
         hidden += _attribute(own, begin, end, totals, exposed)
     each = 1e6 * len(steps)
+    collectives = ((label, begin, end - begin) for begin, end, _, label in pieces if label)
+    kernels: dict[str, list[tuple[str, float, float]]] = {kind: [] for kind in NAMES}
+    for event, kind in names:
+        if kind in NAMES and (event["cat"] == "kernel" or NAMES[kind].search(event["name"])):
+            kernels[kind].append((event["name"], event["ts"], event["dur"]))
     return Breakdown(
         steps=len(steps),
         step_seconds=sum(end - begin for begin, end in steps) / each,
         seconds={kind: total / each for kind, total in totals.items()},
         hidden_communication=hidden / each,
-        collectives=_collectives(pieces, exposed, steps),
-        kernels=_kernels(names, steps),
+        collectives={
+            label: (seconds, exposed.get(label, 0.0) / each, calls)
+            for label, (seconds, calls) in sorted(_per_step(collectives, steps).items())
+        },
+        kernels={
+            kind: [(name, *spent) for name, spent in sorted(by_name.items(), key=lambda item: -item[1][0])]
+            for kind, by_name in ((kind, _per_step(kernels[kind], steps)) for kind in NAMES)
+        },
     )
 
 
-def table(found: Breakdown) -> str:
+def table(breakdown: Breakdown) -> str:
     """The breakdown as Markdown tables."""
     lines = [
-        f"Mean of {found.steps} traced steps: {1e3 * found.step_seconds:,.2f} ms. Tracing slows the host, so idle time"
-        " is an upper bound.",
+        f"Mean of {breakdown.steps} traced steps: {1e3 * breakdown.step_seconds:,.2f} ms. Tracing slows the host, so"
+        " idle time is an upper bound.",
         "",
     ]
-    sums = {"sum": sum(found.seconds.values()), "communication, hidden behind work": found.hidden_communication}
-    kinds = (found.seconds | sums).items()
+    sums = {"sum": sum(breakdown.seconds.values()), "communication, hidden behind work": breakdown.hidden_communication}
+    kinds = (breakdown.seconds | sums).items()
     lines += markdown_table(
         ("kind", "ms", "share"),
-        [(kind, f"{1e3 * seconds:,.2f}", f"{seconds / found.step_seconds:.1%}") for kind, seconds in kinds],
+        [(kind, f"{1e3 * seconds:,.2f}", f"{seconds / breakdown.step_seconds:.1%}") for kind, seconds in kinds],
     )
-    if found.collectives:
+    if breakdown.collectives:
         lines += ["", "Communication by axis of the mesh and collective:", ""]
         lines += markdown_table(
             ("axis: collective", "ms", "of which exposed", "calls"),
             [
                 (label, f"{1e3 * seconds:,.2f}", f"{1e3 * exposed:,.2f}", calls)
-                for label, (seconds, exposed, calls) in found.collectives.items()
+                for label, (seconds, exposed, calls) in breakdown.collectives.items()
             ],
         )
-    for kind, kernels in found.kernels.items():
+    for kind, kernels in breakdown.kernels.items():
         most = [(f"`{name}`", f"{1e3 * seconds:,.2f}", calls) for name, seconds, calls in kernels[:12]]
         lines += ["", f"Kernels of {kind}:", "", *markdown_table(("name", "ms", "calls"), most)]
     return "\n".join([*lines, ""])
@@ -222,7 +223,7 @@ def _scopes(events: Sequence[Event], inner: Mapping[Any, Event]) -> dict[Any, li
     in_order = [*operators, *((event, key) for key, event in inner.items())]
     in_order.sort(key=lambda item: (item[0]["ts"], item[1] is not None, -item[0]["dur"]))
     stacks: dict[Any, list[Event]] = defaultdict(list)
-    found = {}
+    around = {}
     for event, key in in_order:
         stack = stacks[event["tid"]]
         while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
@@ -230,8 +231,8 @@ def _scopes(events: Sequence[Event], inner: Mapping[Any, Event]) -> dict[Any, li
         if key is None:
             stack.append(event)
         else:
-            found[key] = [scope["name"] for scope in reversed(stack) if scope["ts"] + scope["dur"] > event["ts"]]
-    return found
+            around[key] = [scope["name"] for scope in reversed(stack) if scope["ts"] + scope["dur"] > event["ts"]]
+    return around
 
 
 def _label(name: str, group: str, around: Sequence[str]) -> str:
@@ -343,34 +344,13 @@ def _only_casts(operators: str) -> bool:
     return words == {"cast"} or any(parts <= words for parts in SCALE_PARTS)
 
 
-def _collectives(
-    pieces: Sequence[Interval], exposed: Mapping[str, float], steps: Sequence[tuple[float, float]]
-) -> dict[str, tuple[float, float, int]]:
-    """Seconds, exposed seconds and calls per step of each label, in alphabetical order."""
-    found: dict[str, tuple[float, int]] = {}
-    for begin, end, _, label in pieces:
-        if label and any(first <= begin < last for first, last in steps):
-            seconds, calls = found.get(label, (0.0, 0))
-            found[label] = (seconds + (end - begin) / 1e6, calls + 1)
-    each = len(steps)
-    return {
-        label: (seconds / each, exposed.get(label, 0.0) / 1e6 / each, round(calls / each))
-        for label, (seconds, calls) in sorted(found.items())
-    }
-
-
-def _kernels(names: Sequence[tuple[Event, str]], steps: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Seconds and calls per step of matrix multiplication and attention kernels (CPU: operators), by name."""
-    found: dict[str, dict[str, tuple[float, int]]] = {MATMUL: {}, ATTENTION: {}}
-    for event, kind in names:
-        by_name = kind in found and (event["cat"] == "kernel" or NAMES[kind].search(event["name"]))
-        if by_name and any(begin <= event["ts"] < end for begin, end in steps):
-            seconds, calls = found[kind].get(event["name"], (0.0, 0))
-            found[kind][event["name"]] = (seconds + event["dur"] / 1e6, calls + 1)
-    return {
-        kind: [
-            (name, seconds / len(steps), round(calls / len(steps)))
-            for name, (seconds, calls) in sorted(kernels.items(), key=lambda item: -item[1][0])
-        ]
-        for kind, kernels in found.items()
-    }
+def _per_step(
+    items: Iterable[tuple[str, float, float]], steps: Sequence[tuple[float, float]]
+) -> dict[str, tuple[float, int]]:
+    """Label -> seconds and calls per step of what begins in a traced step. items: label, begin, duration."""
+    sums: dict[str, tuple[float, int]] = {}
+    for label, begin, duration in items:
+        if any(first <= begin < last for first, last in steps):
+            seconds, calls = sums.get(label, (0.0, 0))
+            sums[label] = (seconds + duration / 1e6, calls + 1)
+    return {label: (seconds / len(steps), round(calls / len(steps))) for label, (seconds, calls) in sums.items()}

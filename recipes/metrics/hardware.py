@@ -64,10 +64,10 @@ def hardware_of(name: str, *, written: str = "") -> Hardware | None:
     written: run.hardware, such as "64x8h100", which counts instead of the name if it is not empty.
     """
     if written:
-        found = re.fullmatch(_WRITTEN, written, re.IGNORECASE)
+        match = re.fullmatch(_WRITTEN, written, re.IGNORECASE)
     else:
-        found = re.search(rf"_{_WRITTEN}(?![a-z0-9])", name, re.IGNORECASE)
-    if found is None:
+        match = re.search(rf"_{_WRITTEN}(?![a-z0-9])", name, re.IGNORECASE)
+    if match is None:
         return None
-    nodes, each = int(found[1] or 1), int(found[2] or 1)
-    return Hardware(found[3].upper(), nodes * each, nodes)
+    nodes, each = int(match[1] or 1), int(match[2] or 1)
+    return Hardware(match[3].upper(), nodes * each, nodes)

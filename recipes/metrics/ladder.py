@@ -75,8 +75,8 @@ class Ladder:
         shares = [one for one, _ in self.fits]
         if share < shares[0]:
             return None
-        found = numpy.array([fit.predict(parameters, tokens) for _, fit in self.fits])
-        return Prediction(*(float(numpy.interp(share, shares, column)) for column in found.T))
+        predicted = numpy.array([fit.predict(parameters, tokens) for _, fit in self.fits])
+        return Prediction(*(float(numpy.interp(share, shares, column)) for column in predicted.T))
 
 
 @dataclass
@@ -92,14 +92,14 @@ class Beside:
 
     def compare(self, step: int, loss: float, *, share: float) -> tuple[str, dict[str, float]]:
         """A line to log, "" for none, and the columns of metrics.jsonl, at the end. share: of the run's steps."""
-        if (found := self.ladder.predict(self.parameters, self.tokens, share=share)) is None:
+        if (predicted := self.ladder.predict(self.parameters, self.tokens, share=share)) is None:
             return "", {}
-        interval, error = f"({found.low:.3f} to {found.high:.3f})", loss / found.loss - 1
-        self.above = [*self.above, step] if loss > found.high else []
+        interval, error = f"({predicted.low:.3f} to {predicted.high:.3f})", loss / predicted.loss - 1
+        self.above = [*self.above, step] if loss > predicted.high else []
         if share == 1:
             gap = f"{abs(error):.1%} {'above' if error > 0 else 'below'}"
-            line = f"the ladder predicted {found.loss:.3f} {interval}; the loss is {loss:.3f}, {gap}"
-            return line, {f"ladder_{name}": value for name, value in (*found._asdict().items(), ("error", error))}
+            line = f"the ladder predicted {predicted.loss:.3f} {interval}; the loss is {loss:.3f}, {gap}"
+            return line, {f"ladder_{name}": value for name, value in (*predicted._asdict().items(), ("error", error))}
         since = f"since step {self.above[0]:,}" if len(self.above) == 2 else ""
         return since and f"validation loss {loss:.3f} is above the ladder's 95% {interval} {since}", {}
 
@@ -107,8 +107,8 @@ class Beside:
 def losses(laws: list[Law], parameters: Any, tokens: Any) -> NDArray[numpy.float64]:
     """L of each law at N and D, nats."""
     E, A, a, B, b = numpy.array(laws).T
-    found: NDArray[numpy.float64] = E + A * float(parameters) ** -a + B * float(tokens) ** -b
-    return found
+    values: NDArray[numpy.float64] = E + A * float(parameters) ** -a + B * float(tokens) ** -b
+    return values
 
 
 def read_ladder(path: Path) -> Ladder:

@@ -79,12 +79,12 @@ class GpuMemory:
         Bytes are those of this process, and the most and least of all; counts are the sums over all, gauges the means.
         A line names the processes whose GPU was full since the last call.
         """
-        found, size = iter(numbers), self._world.size
-        retries, failures, full = (int(next(found)) for _ in range(3))
-        ranks, times = ([int(next(found)) for _ in range(min(FEW, size) + 1)] for _ in range(2))
-        own = [next(found), next(found)]
-        ends = [[next(found) for _ in range(4 if size > 1 else 0)] for _ in own]
-        known, sums = ([next(found) for _ in self._gauges] for _ in range(2))
+        values, size = iter(numbers), self._world.size
+        retries, failures, full = (int(next(values)) for _ in range(3))
+        ranks, times = ([int(next(values)) for _ in range(min(FEW, size) + 1)] for _ in range(2))
+        own = [next(values), next(values)]
+        ends = [[next(values) for _ in range(4 if size > 1 else 0)] for _ in own]
+        known, sums = ([next(values) for _ in self._gauges] for _ in range(2))
         row: dict[str, Any] = {}
         for column, used, of_all in zip(("peak_memory_gib", "reserved_memory_gib"), own, ends, strict=True):
             row |= {column: used, **extreme_columns(column, of_all)}

@@ -72,7 +72,7 @@ class StepProfiler:
         self._profile = None
         self._folder.mkdir(exist_ok=True)
         traced.export_chrome_trace(str(self._folder / TRACE))
-        found = break_down(read_trace(self._folder / TRACE))
-        (self._folder / TABLE).write_text(table(found), encoding="utf-8")
-        (self._folder / NUMBERS).write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+        breakdown = break_down(read_trace(self._folder / TRACE))
+        (self._folder / TABLE).write_text(table(breakdown), encoding="utf-8")
+        (self._folder / NUMBERS).write_text(json.dumps(asdict(breakdown), indent=2) + "\n", encoding="utf-8")
         self._log(f"steps {self._first} to {self._last} of this start were traced: {self._folder / TABLE}")

@@ -11,7 +11,7 @@ from recipes.files.layout import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
 from recipes.metrics.config import MetricsConfig
 
 if TYPE_CHECKING:
-    from recipes.metrics.board import Board
+    from recipes.metrics.board import TensorBoard
     from recipes.metrics.tracking import Tracker
 
 
@@ -53,11 +53,11 @@ class MetricsWriter:
                 folder, project=config.wandb_project, name=run_name, recipe=recipe, run_id=self._wandb_id, log=log
             )
             self._wandb_id = self._tracker.id
-        self._board: Board | None = None
+        self._board: TensorBoard | None = None
         if enabled and config.tensorboard:
             from recipes.metrics import board
 
-            self._board = board.Board(folder, done=before.get("step", 0), recipe=recipe, log=log)
+            self._board = board.TensorBoard(folder, done=before.get("step", 0), recipe=recipe, log=log)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores, so that a resumed run continues the same run at Weights & Biases."""

@@ -8,8 +8,7 @@ from pathlib import Path
 from parallel.dist import World, on_all, on_main
 from parallel.errors import UserError
 from recipes.checkpoint import folder as folders
-from recipes.checkpoint.decoding import decode
-from recipes.checkpoint.files import read_manifest, verify_shards
+from recipes.checkpoint.files import decode, read_manifest, verify_shards
 from recipes.checkpoint.manifest import MANIFEST, Damage
 from recipes.checkpoint.remote_folder import RemoteFolder
 from recipes.files import remote

@@ -118,7 +118,7 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
             # Rewritten up to the present step; the stages before had other sources, too.
             present = set(stage_of(recipe, done).recipe.data.sources)
             earlier = {name for stage in stages_of(recipe) if stage.last <= done for name in stage.recipe.data.sources}
-            keep_rows(folder / QUARANTINE, (earlier - present).__contains__)
+            keep_rows(folder / QUARANTINE, "source", [*(earlier - present)].__contains__)
             _update(folder / ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
         for name in (METRICS, FLOAT8_SHARES):
             cut_back(folder / name, done)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.processes import PATIENCE, free_ports, wait_for
+from tests.scripts.nodes import ROOT, arguments, environment, losses, reached
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -180,3 +181,59 @@ SlurmdTimeout=10
             if ours and there and command:
                 found.append(int(path.name))
         return found
+
+
+class Job:
+    """A run on both nodes."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        corpus: Path,
+        name: str,
+        *overrides: str,
+        script: Path = ROOT / "scripts/slurm.sbatch",
+        below: Path | None = None,
+        **variables: str,
+    ) -> None:
+        """folder: the run is written there, and the job's logs, too. below: another folder for these."""
+        self.cluster, self.folder, self.name = cluster, folder, name
+        self._below = below or folder
+        self.number = cluster.submit(
+            script,
+            arguments(folder, corpus, name, *overrides),
+            folder=self._below,
+            flags=["--nodes=2"],
+            variables=environment(**{"NPROC": "1"} | variables),
+        )
+
+    @property
+    def log(self) -> str:
+        """The main log."""
+        path = self._below / f"slurm-{self.number}.out"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        return losses(self.folder, self.name)
+
+    @property
+    def state(self) -> str:
+        return self.cluster.job(self.number)["JobState"]
+
+    @property
+    def restarts(self) -> str:
+        return self.cluster.job(self.number)["Restarts"]
+
+    def reach(self, step: int) -> None:
+        def is_there() -> bool:
+            assert self.state not in ("FAILED", "COMPLETED"), self.log
+            return reached(self.folder, self.name, step)
+
+        wait_for(f"step {step} of {self.name}", is_there)
+
+    def finish(self) -> tuple[str, str]:
+        """State and exit code at the end."""
+        wait_for(f"the end of {self.name}", lambda: self.state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"))
+        return self.state, self.cluster.job(self.number)["ExitCode"]

@@ -274,23 +274,6 @@ def test_a_process_that_cannot_start_ends_the_other_nodes(tmp_path: Path, corpus
     assert err == "launch: node 1 ended with exit code 2\n"
 
 
-def test_a_run_folder_that_differs_between_nodes_is_refused(tmp_path: Path, corpus: Path) -> None:
-    """A relative path, with another current folder on each node."""
-    port, host = free_port(), socket.gethostname()
-    words = arguments(tmp_path, corpus, "two", "--run.output", "runs")
-    nodes = []
-    for rank in ("0", "1"):
-        (folder := tmp_path / rank).mkdir()
-        variables = {"NPROC": "1", "NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        nodes.append(launch(folder, words, **variables))
-    (_, err), (_, other_err) = ends(nodes)
-    assert [process.returncode for process in nodes] == [2, 2], err + other_err
-    assert err.startswith("pre-flight: the nodes do not share the run's folder; nothing was started\n")
-    assert f"a file that {host}#0 wrote into {tmp_path}/0 (which is {tmp_path}/1 there" in err
-    assert f"did not appear on {host}#1 within 10 s; write a run.output" in err
-    assert not list((tmp_path / "0").iterdir()) and not list((tmp_path / "1").iterdir())
-
-
 def checked(folder: Path, words: list[str], **variables: str) -> tuple[int, str, str]:
     """What scripts/run.sh says before it starts a launcher."""
     out, err = (process := run_sh(folder, words, **variables)).communicate()
@@ -345,13 +328,6 @@ def test_a_node_finds_its_number_in_the_host_file(tmp_path: Path, corpus: Path) 
 def test_check_accepts_a_recipe_that_fits(variables: dict[str, str], tmp_path: Path, corpus: Path) -> None:
     """For any number of processes if none is given."""
     assert checked(tmp_path, [*arguments(tmp_path, corpus, "none"), "--check"], **variables)[0] == 0
-
-
-def test_check_refuses_replicate_beside_shard_node(tmp_path: Path, corpus: Path) -> None:
-    words = arguments(tmp_path, corpus, "none", "--check", "--mesh.shard", "node", "--mesh.replicate", "3")
-    code, out, err = checked(tmp_path, words, NPROC="4", NNODES="2")
-    assert (code, out) == (2, "")
-    assert 'shard = "node" makes one replica per node, and there are 2; omit replicate' in err
 
 
 def test_check_refuses_a_batch_that_does_not_fit_the_processes_of_all_nodes(tmp_path: Path, corpus: Path) -> None:

@@ -103,22 +103,13 @@ def no_python(folder: Path) -> str:
     return f"{folder}:{os.environ['PATH']}"
 
 
-def assert_is_set_up_again(checkout: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["requirements.lock", ".venv/shardwright-stamp"])
+def test_a_changed_lock_file_or_an_unfinished_environment_causes_a_new_set_up(file: str, checkout: Path) -> None:
+    (checkout / file).write_text("torch==2.12.0\n")
     result = source_setup(checkout, PATH=no_python(checkout / "bin"))
     assert result.returncode != 0
     assert "no Python 3.11 to 3.14 found" in result.stderr
-
-
-@pytest.mark.slow
-def test_a_changed_lock_file_causes_a_new_set_up(checkout: Path) -> None:
-    (checkout / "requirements.lock").write_text("torch==2.12.0\n")
-    assert_is_set_up_again(checkout)
-
-
-@pytest.mark.slow
-def test_an_unfinished_environment_is_set_up_again(checkout: Path) -> None:
-    (checkout / ".venv/shardwright-stamp").unlink()
-    assert_is_set_up_again(checkout)
 
 
 @pytest.mark.slow
@@ -212,20 +203,6 @@ def test_run_checks_the_recipe_and_then_launches(checkout: Path) -> None:
 def test_run_takes_a_number_of_processes_with_zeros_before_it(checkout: Path) -> None:
     result, calls = run_sh(checkout, "pyproject.toml", NPROC="008")
     assert result.returncode == 0 and "--processes 8 " in calls[0] and "--nproc-per-node=8 " in calls[1], result.stderr
-
-
-@pytest.mark.slow
-def test_run_passes_nodes_and_their_processes_on(checkout: Path) -> None:
-    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
-    _, calls = run_sh(checkout, "pyproject.toml", NPROC="4", **nodes)
-    assert "--processes 8" in calls[0]
-    assert "--nnodes=2 --node-rank=1 --master-addr=127.0.0.1 --master-port=29500 --nproc-per-node=4" in calls[1]
-
-
-@pytest.mark.slow
-def test_run_requires_the_node_rank_with_several_nodes(checkout: Path) -> None:
-    result, _ = run_sh(checkout, "pyproject.toml", NPROC="4", NNODES="2")
-    assert "set NODE_RANK (0 to NNODES - 1) and MASTER_ADDR" in result.stderr
 
 
 @pytest.mark.slow

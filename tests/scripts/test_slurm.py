@@ -14,8 +14,8 @@ from tests.processes import rank_of, untimed, wait_for
 from tests.recipes.data.texts import write_rows
 from tests.recipes.data.tokens.test_parts import everything
 from tests.recipes.training.test_full_disk import fill
-from tests.scripts.cluster import Cluster, missing
-from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, launch, losses, reached
+from tests.scripts.cluster import Cluster, Job, missing
+from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, launch, losses
 
 pytestmark = [
     pytest.mark.slurm,
@@ -56,53 +56,9 @@ def without_slurm(folder: Path, corpus: Path, *, processes: int) -> list[tuple[i
     return found
 
 
-class Job:
-    """A run on both nodes."""
-
-    def __init__(
-        self, cluster: Cluster, folder: Path, corpus: Path, name: str, *overrides: str, processes: int = 1
-    ) -> None:
-        """processes: on each node."""
-        self.cluster, self.folder, self.name = cluster, folder, name
-        self.number = cluster.submit(
-            ROOT / "scripts/slurm.sbatch",
-            arguments(folder, corpus, name, *overrides),
-            folder=folder,
-            flags=["--nodes=2"],
-            variables=environment(NPROC=str(processes)),
-        )
-
-    @property
-    def log(self) -> str:
-        """The main log."""
-        path = self.folder / f"slurm-{self.number}.out"
-        return path.read_text() if path.exists() else ""
-
-    @property
-    def losses(self) -> list[tuple[int, float]]:
-        return losses(self.folder, self.name)
-
-    def reach(self, step: int) -> None:
-        def is_there() -> bool:
-            assert self.cluster.job(self.number)["JobState"] not in ("FAILED", "COMPLETED"), self.log
-            return reached(self.folder, self.name, step)
-
-        wait_for(f"step {step} of {self.name}", is_there)
-
-    def finish(self) -> tuple[str, str]:
-        """State and exit code at the end."""
-
-        def ended() -> bool:
-            return self.cluster.job(self.number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
-
-        wait_for(f"the end of {self.name}", ended)
-        job = self.cluster.job(self.number)
-        return job["JobState"], job["ExitCode"]
-
-
 def test_two_nodes_train_like_one(cluster: Cluster, folder: Path, corpus: Path) -> None:
     whole = without_slurm(folder, corpus, processes=4)
-    job = Job(cluster, folder, corpus, "two", processes=2)
+    job = Job(cluster, folder, corpus, "two", NPROC="2")
     assert job.finish() == ("COMPLETED", "0:0"), job.log
     assert "attempt 1 on node[0-1], from the beginning\n" in job.log
     assert "= 4 processes on cpu" in job.log
@@ -121,13 +77,13 @@ def test_a_preempted_job_resumes_by_itself_and_a_cancelled_one_does_not_but_no_s
     job = Job(cluster, folder, corpus, "preempted")
     job.reach(SEEN)
     cluster.do("scancel", "--signal=USR1", job.number)
-    wait_for("the first requeue", lambda: cluster.job(job.number)["Restarts"] == "1")
+    wait_for("the first requeue", lambda: job.restarts == "1")
     first = saved(job.log)
     assert first, job.log
     assert f"attempt 1 preempted; newest checkpoint: step {first[0]}\n" in job.log
     job.reach(first[0] + 2)
     cluster.do("scontrol", "requeue", job.number)
-    wait_for("the second requeue", lambda: cluster.job(job.number)["Restarts"] == "2")
+    wait_for("the second requeue", lambda: job.restarts == "2")
     wait_for("the third attempt", lambda: "attempt 3 " in job.log)
     [_, second] = saved(job.log)
     job.reach(second + 2)
@@ -138,7 +94,7 @@ def test_a_preempted_job_resumes_by_itself_and_a_cancelled_one_does_not_but_no_s
     assert "ended by SLURM, which cancels the job or requeues it\n" in job.log
     assert f"attempt 2 on node[0-1], from step {first}\n" in job.log
     assert f"attempt 3 on node[0-1], from step {second}\n" in job.log and "attempt 4" not in job.log
-    assert cluster.job(job.number)["Restarts"] == "2"
+    assert job.restarts == "2"
     assert job.losses == whole[:third]
 
 
@@ -150,7 +106,7 @@ def test_a_job_can_be_stopped_with_a_save_and_without_a_requeue(cluster: Cluster
     cluster.do("scancel", "--signal=USR1", job.number)
     assert job.finish() == ("FAILED", "75:0"), job.log
     assert saved(job.log) and "slurm: not requeued (" in job.log
-    assert cluster.job(job.number)["Restarts"] == "0"
+    assert job.restarts == "0"
 
 
 def saved(log: str) -> list[int]:
@@ -178,7 +134,7 @@ def test_a_job_restarts_on_its_nodes_after_a_process_is_frozen_and_all_of_a_node
         with suppress(ProcessLookupError):  # some end when others are killed
             os.kill(process, signal.SIGKILL)
     assert job.finish() == ("COMPLETED", "0:0"), job.log
-    assert cluster.job(job.number)["Restarts"] == "0"  # on the nodes it had
+    assert job.restarts == "0"  # on the nodes it had
     assert "slurm: attempt 2 crashed; newest checkpoint: step " in job.log
     assert "slurm:   lost: killed, or the node failed: node1\n" in job.log
     assert "attempt 3 on node[0-1], from step " in job.log and "attempt 4 " not in job.log
@@ -195,21 +151,13 @@ def test_a_job_whose_logs_are_on_a_full_disk_restarts_and_ends_as_with_logs(
         pytest.skip(f"mounting a tmpfs is not allowed here: {mounted.stderr.strip()}")
     try:
         fill(disk)
-        number = cluster.submit(
-            ROOT / "scripts/slurm.sbatch",
-            arguments(folder, corpus, "full"),
-            folder=disk,
-            flags=["--nodes=2"],
-            variables=environment(NPROC="1"),
-        )
-        wait_for("steps", lambda: cluster.job(number)["JobState"] == "FAILED" or reached(folder, "full", SEEN))
+        job = Job(cluster, folder, corpus, "full", below=disk)
+        job.reach(SEEN)
         killed = [process for process in cluster.processes("node1") if rank_of(process) is not None]
         os.kill(killed[0], signal.SIGKILL)
-        wait_for("the end", lambda: cluster.job(number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"))
-        job = cluster.job(number)
-        assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0")
+        assert (*job.finish(), job.restarts) == ("COMPLETED", "0:0", "0")
         assert untimed((folder / "runs" / "full" / "log.txt").read_text()).count("\nresumed from ") == 1
-        assert losses(folder, "full") == whole
+        assert job.losses == whole
         assert {path.stat().st_size for path in disk.glob("slurm-*/*")} == {0}
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
@@ -222,8 +170,8 @@ def test_a_job_whose_node_does_not_answer_waits_in_the_queue(
     job.reach(SEEN)
     cluster.lose("node1")
     try:
-        wait_for("the requeue", lambda: cluster.job(job.number)["JobState"] == "PENDING")
-        assert cluster.job(job.number)["Restarts"] == "1"
+        wait_for("the requeue", lambda: job.state == "PENDING")
+        assert job.restarts == "1"
     finally:
         cluster.start_node("node1")
     assert job.finish() == ("COMPLETED", "0:0"), job.log
@@ -231,56 +179,24 @@ def test_a_job_whose_node_does_not_answer_waits_in_the_queue(
     assert job.losses == whole
 
 
-def test_a_crash_loop_stops_the_job_with_the_reason(cluster: Cluster, folder: Path, corpus: Path) -> None:
-    """Workers crash at once, although the recipe is valid."""
-    broken = folder / "broken"
-    broken.mkdir()
-    (broken / "torch.py").write_text("raise SystemExit(3)")
-    number = cluster.submit(
-        ROOT / "scripts/slurm.sbatch",
-        arguments(folder, corpus, "loop"),
-        folder=folder,
-        flags=["--nodes=2"],
-        variables=environment(NPROC="1", PYTHONPATH=str(broken)),
-    )
-    wait_for("the end", lambda: cluster.job(number)["JobState"] == "FAILED")
-    log = (folder / f"slurm-{number}.out").read_text()
-    assert cluster.job(number)["ExitCode"] == "3:0"
-    assert log.count("slurm: attempt ") == 6
-    assert "slurm:   exit code 3: node" in log
-    assert log.endswith(
-        "stopped: two restarts got no further than step 0 (a crash loop, or checkpoints too far apart)\n"
-    )
-
-
 def test_a_bad_recipe_is_refused_before_anything_starts(cluster: Cluster, folder: Path, corpus: Path) -> None:
-    job = Job(cluster, folder, corpus, "bad", "--batch.global_batch_size", "6", processes=2)
+    job = Job(cluster, folder, corpus, "bad", "--batch.global_batch_size", "6", NPROC="2")
     assert job.finish() == ("FAILED", "2:0")
     assert "multiple of micro_batch_size 1 x 4 data-parallel" in job.log
     assert job.log.endswith("slurm: refused: nothing was started\n")
     assert job.log.count("slurm: ") == 1
-    assert cluster.job(job.number)["Restarts"] == "0"
+    assert job.restarts == "0"
     assert not (folder / "runs" / "bad").exists() and not (folder / f"slurm-{job.number}").exists()
 
 
 def test_check_only_checks_the_recipe_for_the_allocation(cluster: Cluster, folder: Path, corpus: Path) -> None:
-    job = Job(cluster, folder, corpus, "dry", "--mesh.shard", "node", "--check")
+    """Also from a checkout below a folder with blanks."""
+    (folder / "a checkout of mine").symlink_to(ROOT)
+    script = folder / "a checkout of mine/scripts/slurm.sbatch"
+    job = Job(cluster, folder, corpus, "dry", "--mesh.shard", "node", "--check", script=script)
     assert job.finish() == ("COMPLETED", "0:0")
     assert untimed(job.log) == "slurm: the recipe fits 2 nodes\n"
     assert not (folder / "runs" / "dry").exists()
-
-
-def test_a_checkout_below_a_folder_with_blanks_is_found(cluster: Cluster, folder: Path, corpus: Path) -> None:
-    (folder / "a checkout of mine").symlink_to(ROOT)
-    number = cluster.submit(
-        folder / "a checkout of mine/scripts/slurm.sbatch",
-        arguments(folder, corpus, "blanks", "--check"),
-        folder=folder,
-        flags=["--nodes=2"],
-        variables=environment(NPROC="1"),
-    )
-    wait_for("the end", lambda: cluster.job(number)["JobState"] in ("COMPLETED", "FAILED"))
-    assert untimed((folder / f"slurm-{number}.out").read_text()) == "slurm: the recipe fits 2 nodes\n"
 
 
 def test_array_of_jobs_prepares_the_tokens_of_one_machine(cluster: Cluster, folder: Path) -> None:

@@ -14,9 +14,9 @@ import pytest
 
 from recipes.cluster.pack import CHECKOUT
 from tests.processes import wait_for
-from tests.scripts.cluster import Cluster, cannot_mount, missing
+from tests.scripts.cluster import Cluster, Job, cannot_mount, missing
 from tests.scripts.looked_at import HOOK, looked_at
-from tests.scripts.nodes import EVERY, ROOT, arguments, environment, losses, reached
+from tests.scripts.nodes import EVERY, ROOT, losses, reached
 
 pytestmark = [
     pytest.mark.slurm,
@@ -59,31 +59,11 @@ def disks(cluster: Cluster) -> Iterator[list[Path]]:
     assert [name for disk in both for name in os.listdir(disk)] == []
 
 
-class Job:
-    def __init__(self, cluster: Cluster, checkout: Path, corpus: Path, name: str, *words: str, **more: str) -> None:
-        self.cluster, self.folder, self.name = cluster, cluster.folder, name
-        variables = {"PYTHON": f"{checkout}/environment/bin/python", "PACK": f"{self.folder}/disk", "NPROC": "1"}
-        self.number = cluster.submit(
-            checkout / "scripts" / "slurm.sbatch",
-            arguments(self.folder, corpus, name, "--run.steps", "8", *words),
-            folder=self.folder,
-            flags=["--nodes=2"],
-            variables=environment(**variables | more),
-        )
-
-    @property
-    def log(self) -> str:
-        path = self.folder / f"slurm-{self.number}.out"
-        return path.read_text() if path.exists() else ""
-
-    @property
-    def state(self) -> str:
-        return self.cluster.job(self.number)["JobState"]
-
-    def end(self) -> tuple[str, str]:
-        """State and exit code."""
-        wait_for(f"the end of {self.name}", lambda: self.state in ("COMPLETED", "FAILED", "CANCELLED"))
-        return self.state, self.cluster.job(self.number)["ExitCode"]
+def packed(cluster: Cluster, checkout: Path, corpus: Path, name: str, *words: str, **more: str) -> Job:
+    """A run of the copied checkout, from the nodes' own disks."""
+    variables = {"PYTHON": f"{checkout}/environment/bin/python", "PACK": f"{cluster.folder}/disk"} | more
+    script = checkout / "scripts" / "slurm.sbatch"
+    return Job(cluster, cluster.folder, corpus, name, "--run.steps", "8", *words, script=script, **variables)
 
 
 def test_nodes_run_from_their_own_disks_also_after_a_crash(
@@ -93,12 +73,12 @@ def test_nodes_run_from_their_own_disks_also_after_a_crash(
     opened.mkdir()
     (opened / "sitecustomize.py").write_text(HOOK)
     variables = {"PYTHONPATH": str(opened), "LOOKED_AT": str(opened)}
-    job = Job(cluster, checkout, corpus, "own", "--run.steps", "24", **variables)
+    job = packed(cluster, checkout, corpus, "own", "--run.steps", "24", **variables)
     wait_for("steps", lambda: reached(cluster.folder, "own", EVERY + 2) or job.state == "FAILED")
     for process in cluster.processes("node1"):
         with suppress(ProcessLookupError):  # some end when others are killed
             os.kill(process, signal.SIGKILL)
-    assert job.end() == ("COMPLETED", "0:0"), job.log
+    assert job.finish() == ("COMPLETED", "0:0"), job.log
     assert "attempt 2 on node[0-1], from step " in job.log
     assert job.log.count("slurm: packed the ") == 2
     assert job.log.count("unpacked in ") == 1, job.log  # the second attempt finds it
@@ -119,11 +99,11 @@ def test_ended_job_leaves_nothing_on_the_disks(
     left = disks[1] / "shardwright-job-99999"
     left.mkdir()
     os.utime(left, (0, 0))
-    job = Job(cluster, checkout, corpus, "cancelled", "--run.steps", "100000")
+    job = packed(cluster, checkout, corpus, "cancelled", "--run.steps", "100000")
     wait_for("steps", lambda: reached(cluster.folder, "cancelled", 2) or job.state == "FAILED")
     assert f"slurm: node1: deletes {cluster.folder}/disk/{left.name}, which an ended job has left\n" in job.log
     cluster.do("scancel", job.number)
-    assert job.end()[0] == "CANCELLED"
+    assert job.finish()[0] == "CANCELLED"
     wait_for("empty disks", lambda: not any(os.listdir(disk) for disk in disks))
 
 
@@ -140,8 +120,8 @@ def test_wrong_folder_is_refused_on_all_nodes_with_the_reason(
 ) -> None:
     (cluster.folder / "runs").mkdir(exist_ok=True)
     disk = cluster.folder / "disk"
-    job = Job(cluster, checkout, corpus, "wrong", PACK=str(disk / place))
-    assert job.end() == ("FAILED", "2:0"), job.log
+    job = packed(cluster, checkout, corpus, "wrong", PACK=str(disk / place))
+    assert job.finish() == ("FAILED", "2:0"), job.log
     assert message.format(disk=disk) in job.log
     assert not losses(cluster.folder, "wrong")
     for left in (cluster.folder / "runs").glob("shardwright-job-*"):

@@ -62,19 +62,6 @@ def test_a_crash_loop_stops_with_the_reason(tmp_path: Path, corpus: Path) -> Non
     ]
 
 
-def test_a_refused_run_is_not_restarted(tmp_path: Path, corpus: Path) -> None:
-    words = arguments(tmp_path, corpus, "once", "--run.steps", "2", "--data.source", "no-such-file")
-    process = run_sh(tmp_path, words, NPROC="1", RESTARTS="9")
-    _, err = process.communicate()
-    assert process.returncode == 2 and "supervise: " not in err, err
-
-
-def test_a_finished_run_is_not_restarted(tmp_path: Path, corpus: Path) -> None:
-    process = run_sh(tmp_path, arguments(tmp_path, corpus, "once", "--run.steps", "2"), NPROC="1", RESTARTS="9")
-    out, err = process.communicate()
-    assert (process.returncode, err) == (0, "") and "done: 2 steps" in out
-
-
 def test_restarts_that_is_not_a_number_is_refused(tmp_path: Path, corpus: Path) -> None:
     process = run_sh(tmp_path, arguments(tmp_path, corpus, "none"), NPROC="1", RESTARTS="many")
     out, err = process.communicate()

@@ -58,7 +58,7 @@ def average(run: str, steps: str, out: Path, *, weights: str, log: Callable[[str
         if newest.bytes > (free := shutil.disk_usage(partial).free):
             raise UserError(f"{out} needs {size(newest.bytes)}, but its disk has {size(free)} free; free some space")
         log(f"writing {out}")
-        write_file(partial / RECIPE, read_text(home / RECIPE).encode())
+        write_file(partial / RECIPE, [read_text(home / RECIPE).encode()])
         origin = {"run": run, "steps": [*wanted], "weights": weights}
         _write(step_folder(partial / CHECKPOINTS, wanted[-1]), checkpoints, shares_of(len(wanted), weights), origin)
         shutil.rmtree(fetched, ignore_errors=True)

@@ -126,7 +126,7 @@ def test_every_process_exchanges_with_both_neighbours_one_at_a_time(count: int) 
     assert met == {(one * 2 + local, other * 2 + local) for one, other in neighbours for local in (0, 1)}
 
 
-@pytest.mark.parametrize("members", range(2, 10))
+@pytest.mark.parametrize("members", range(2, 9))
 def test_all_pairs_of_a_group_meet_once_and_one_at_a_time(members: int) -> None:
     groups = [range(first, first + members) for first in (0, members)]
     plan = pairings(groups)
@@ -137,8 +137,8 @@ def test_all_pairs_of_a_group_meet_once_and_one_at_a_time(members: int) -> None:
     assert len(met) == len(set(met)) and set(met) == expected
 
 
-def test_only_as_many_rounds_as_are_asked_for_are_planned() -> None:
-    assert pairings([range(512)], most=7) == pairings([range(512)])[:7]
+def test_large_groups_meet_in_few_rounds_only() -> None:
+    assert len(pairings([range(512)])) == links.MOST_ROUNDS
 
 
 def test_groups_are_those_of_the_mesh() -> None:

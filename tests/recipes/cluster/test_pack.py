@@ -14,7 +14,7 @@ import pytest
 
 from parallel.errors import UserError
 from recipes.cluster import pack as module
-from recipes.cluster.pack import CHECKOUT, UNUSED_SECONDS, Entry, pack
+from recipes.cluster.pack import CHECKOUT, UNUSED_SECONDS, PackedFile, pack
 from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (copy / part).mkdir(parents=True)
             (copy / part / "code.py").write_text("value = 1\n")
 
-    def small() -> Iterator[Entry]:
+    def small() -> Iterator[PackedFile]:
         return (entry for entry in module.checkout_entries(copy) if entry.name.endswith("lock"))
 
     monkeypatch.setattr(module, "environment_entries", small)
@@ -58,6 +58,7 @@ def test_unpacked_code_starts_from_current_bytecode(checkout: Path, tmp_path: Pa
     stale = checkout / "models" / "code.py"
     subprocess.run([sys.executable, "-m", "compileall", "-q", checkout / "models"], check=True)
     stale.write_text("value = 'new'\n")
+    os.utime(stale, (time.time() + 9,) * 2)  # bytecode knows seconds
     with tarfile.open(pack(checkout, checkout / ".pack")[0].checkout) as archive:
         archive.extractall(tmp_path / "node", filter="tar")
     folder = tmp_path / "node" / "checkout"

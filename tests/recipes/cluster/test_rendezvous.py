@@ -1,6 +1,5 @@
 """How launchers notify each other, through a real store."""
 
-import pickle
 import socket
 import threading
 from collections.abc import Callable
@@ -101,20 +100,6 @@ def test_a_missing_node_0_is_named_with_its_address(monkeypatch: pytest.MonkeyPa
     node(1, port, log=lines.append).await_all(lambda: bool(lines), give_up=lambda: None)
     wait_for("a line", lambda: lines)
     assert lines == [f"waiting for node 0 at 127.0.0.1:{port}"]
-
-
-@pytest.mark.parametrize(
-    "written", [b"\xff", b"5", b"null", b'["a"]', b'[{}, "2", 1]', pickle.dumps(Cause("a", 2))], ids=str
-)
-def test_what_no_launcher_wrote_ends_no_node(written: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.cluster.rendezvous.LOOK_SECONDS", 0.05)
-    kept, ended = store(), threading.Event()
-    other = node(1, kept.port)
-    kept.set(ENDED, written.decode("latin-1"))
-    other.watch(ended.set, grace=0)
-    assert not ended.wait(0.3)
-    kept.set(ENDED, '["node 2 ended", 2, true]')
-    assert ended.wait(PATIENCE) and other.cause == Cause("node 2 ended", 2, crashed=True)
 
 
 def test_a_node_reaches_a_store_that_is_served_later_and_gets_its_address() -> None:

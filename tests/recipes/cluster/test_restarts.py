@@ -55,6 +55,9 @@ def stops(attempts: list[tuple[int, End | None]], *, step: int, restarts: int = 
         ([(0, CRASHED), (0, CRASHED)], 0),
         ([(0, PREEMPTED), (10, CRASHED), (20, None), (30, PREEMPTED)], 40),
         ([(0, CRASHED), (0, CRASHED), (0, CRASHED)], 10),
+        ([(0, TAKEN)] * 9, 0),  # ends by the scheduler do not count
+        ([(0, CRASHED), (0, TAKEN), (0, CRASHED), (0, TAKEN)], 0),
+        ([(0, CRASHED), (0, End.UNSTARTED), (0, End.UNSTARTED)], 0),  # nor do nodes that do not answer
     ],
 )
 def test_a_job_starts_again_while_it_makes_progress(attempts: list[tuple[int, End | None]], step: int) -> None:
@@ -67,48 +70,28 @@ def test_a_job_starts_again_while_it_makes_progress(attempts: list[tuple[int, En
         ([(0, CRASHED)] * 3, 0),
         ([(0, CRASHED), (10, CRASHED), (10, None)], 10),
         ([(0, CRASHED), (10, PREEMPTED), (10, PREEMPTED)], 10),
+        ([(0, CRASHED), (0, TAKEN), (0, CRASHED), (0, TAKEN), (0, None)], 0),
     ],
 )
 def test_two_restarts_without_progress_stop_a_job(attempts: list[tuple[int, End | None]], step: int) -> None:
     assert f"two restarts got no further than step {step}" in (stops(attempts, step=step) or "")
 
 
-def test_ends_by_the_scheduler_do_not_count_as_restarts_without_progress() -> None:
-    assert stops([(0, TAKEN)] * 9, step=0) is None
-    assert stops([(0, CRASHED), (0, TAKEN), (0, CRASHED), (0, TAKEN)], step=0) is None
-
-
-def test_crashes_between_ends_by_the_scheduler_count() -> None:
-    assert stops([(0, CRASHED), (0, TAKEN), (0, CRASHED), (0, TAKEN), (0, None)], step=0)
-
-
-def test_a_node_that_does_not_answer_is_not_a_restart_without_progress() -> None:
-    assert stops([(0, CRASHED), (0, End.UNSTARTED), (0, End.UNSTARTED)], step=0) is None
-
-
-def test_a_node_that_does_not_answer_counts_as_a_crash() -> None:
-    assert stops([(0, End.UNSTARTED)] * 3, step=0, restarts=2) == "it crashed 3 times, and RESTARTS=2"
-
-
-OFTEN_PREEMPTED: list[tuple[int, End | None]] = [(step, PREEMPTED) for step in range(50)]
-
-
-def test_preemptions_are_not_limited_by_restarts() -> None:
-    assert stops(OFTEN_PREEMPTED, step=50, restarts=0) is None
-
-
-def test_as_many_crashes_as_restarts_are_allowed() -> None:
-    assert stops([*OFTEN_PREEMPTED, (50, CRASHED)], step=60, restarts=1) is None
-
-
-def test_more_crashes_than_restarts_stop_a_job() -> None:
-    attempts = [*OFTEN_PREEMPTED, (50, CRASHED), (60, None)]
-    assert stops(attempts, step=70, restarts=1) == "it crashed 2 times, and RESTARTS=1"
-
-
-@pytest.mark.parametrize("end", [End.DONE, End.FINAL])
-def test_a_job_does_not_start_again_after_a_final_end(end: End) -> None:
-    assert stops([(0, end)], step=10)
+@pytest.mark.parametrize(
+    ("crashes", "restarts", "said"),
+    [
+        ([], 0, None),  # pre-emptions are not limited
+        ([CRASHED], 1, None),
+        ([CRASHED, None], 1, "it crashed 2 times, and RESTARTS=1"),
+        ([End.UNSTARTED] * 3, 2, "it crashed 3 times, and RESTARTS=2"),
+        ([End.DONE], 9, "done"),
+        ([End.FINAL], 9, "ended for a reason that a restart does not mend"),
+    ],
+)
+def test_crashes_are_limited_by_restarts(crashes: list[End | None], restarts: int, said: str | None) -> None:
+    preempted: list[tuple[int, End | None]] = [(step, PREEMPTED) for step in range(50)]
+    ends = [(50 + 10 * number, end) for number, end in enumerate(crashes)]
+    assert stops([*preempted, *ends], step=99, restarts=restarts) == said
 
 
 UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"

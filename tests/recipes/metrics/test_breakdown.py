@@ -1,6 +1,5 @@
 """The table of where a step's time went, from a hand-made trace of a GPU and a recorded trace of a CPU."""
 
-import gzip
 import json
 import time
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import torch
 
 from models.sizes import SIZES
 from parallel.config import FSDPConfig
-from parallel.errors import UserError
 from recipes.metrics.breakdown import (
     ATTENTION,
     CASTS,
@@ -226,32 +224,6 @@ def test_the_table_has_a_row_for_each_kind_with_time_and_share() -> None:
     assert ["sum", "1.00", "100.0%"] in lines
     assert ["communication, hidden behind work", "0.15", "15.0%"] in lines
     assert "| `nvjet_tst_128x256_64x4_2x1_v_bz_TNT` | 0.18 | 1 |\n" in page
-
-
-def test_a_file_that_is_not_json_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text("[]]")
-    with pytest.raises(UserError, match=r"trace\.json is not a trace of torch\.profiler"):
-        read_trace(path)
-
-
-@pytest.mark.parametrize("text", ["[1]", "{}", '{"traceEvents": 1}', '{"traceEvents": [1]}'])
-def test_json_without_trace_events_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(text)
-    with pytest.raises(UserError, match=r'it has no list "traceEvents" of events'):
-        read_trace(path)
-
-
-def test_a_damaged_gzip_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "trace.json.gz").write_bytes(gzip.compress(b"[]" * 1000)[:15] + b"no bytes of a compressed file")
-    with pytest.raises(UserError, match=r"trace\.json\.gz is not a trace of torch\.profiler"):
-        read_trace(tmp_path / "trace.json.gz")
-
-
-def test_a_trace_without_steps_is_refused() -> None:
-    with pytest.raises(UserError, match=r"it is not from a run with \[profile\]"):
-        break_down([cpu("aten::mm", 0, 1)])
 
 
 # A CPU: real steps of a small model
