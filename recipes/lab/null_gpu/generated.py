@@ -1,7 +1,7 @@
-"""What the modules that torch.compile generates launch, and the bytes that their fused kernels move. Imports no torch.
+"""What the modules that torch.compile generates launch, and the bytes that their fused kernels move.
 
 A fused kernel moves each tensor that it reads or writes once. The least for a module is what remains if all its fused
-kernels were one: what others computed, read once, and what others read, written once.
+kernels were one: what others computed, read once, and what others read, written once. Imports no torch.
 """
 
 import ast
