@@ -11,9 +11,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
-SUITES = (
-    *("calibrate", "checkpoint", "data", "gpu", "kernels", "null_gpu", "operators", "plan", "plan_memory"),
-)
+SUITES = (*("calibrate", "checkpoint", "data", "gpu", "kernels", "null_gpu", "operators", "plan"),)
 
 
 def main(arguments: list[str]) -> int:

@@ -16,8 +16,7 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
-from recipes.files.markdown import markdown_table
-from recipes.lab.bench.marks import between
+from recipes.files.markdown import between, markdown_table
 from recipes.lab.null_gpu.build import NullGpu, build
 from recipes.lab.null_gpu.calls import disorders, read_logs
 from recipes.lab.null_gpu.generated import table as table_of_generated
