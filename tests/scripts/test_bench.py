@@ -229,7 +229,7 @@ def test_the_record_has_the_training_runs_with_raw_times(record: tuple[dict[str,
 def test_the_page_shows_the_record(record: tuple[dict[str, Any], str]) -> None:
     _, page = record
     assert page.startswith("# One cpu\n")
-    assert "\n| works_float8 | " in page and "\n| zero2 | " in page and "\n| nccl_tensor | " in page
+    assert "\n| works_float8" in page and "\n| zero2 | " in page and "\n| nccl_tensor | " in page
     assert "not run yet" not in page
     assert "## Kernels\n\n" + UNKNOWN_DEVICE in page
 
