@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     """Step the recipe and write what was seen; of what did not finish, only what was predicted."""
     path, size, out, *overrides = arguments
     codes: list[str] = []
-    GraphLowering.save_output_code = staticmethod(codes.append)  # type: ignore[assignment]
+    GraphLowering.save_output_code = staticmethod(codes.append)
     log = Path(os.environ["NULL_GPU_LOG"] + ".0")
     stub = ctypes.CDLL("libcuda.so.1")
     processes, recipe = int(size), load(path, overrides, elsewhere=True)
