@@ -20,7 +20,6 @@ import torch
 from recipes.lab.bench import gpu, kernels
 from recipes.lab.bench.gpu_page import GROUPS
 from recipes.lab.sweep import loop, runner
-from tests.processes import wait_for
 from tests.recipes.lab.sweep.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,59 +77,6 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(
     assert (code, out) == (2, "")
     assert message in err and "Traceback" not in err
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, int, str, int]:
-    """SIGTERM in the first full step: the folder, exit code, standard error, and size of the step's metrics."""
-    home = tmp_path_factory.mktemp("interrupted")
-    endless = ["--run.steps", "100000000", "--data.source", str(corpus)]
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, "--suite", "gpu", "--tiny", "--output", "record", *endless],
-        cwd=home,
-        env=environment(home),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for("the first step", lambda: list(home.rglob("metrics.jsonl")) or process.poll() is not None)
-    process.terminate()
-    out, err = process.communicate()
-    logged = list(home.rglob("metrics.jsonl"))
-    assert len(logged) == 1, (out, err)
-    return home, process.returncode, err, logged[0].stat().st_size
-
-
-@pytest.mark.slow
-def test_a_signal_ends_the_suite_with_one_line_and_its_exit_code(interrupted: tuple[Path, int, str, int]) -> None:
-    _, code, err, _ = interrupted
-    assert code == 128 + signal.SIGTERM
-    assert err == "\ninterrupted; what was finished is written, and the same command continues\n"
-
-
-@pytest.mark.slow
-def test_an_interrupted_suite_leaves_a_record_to_continue(interrupted: tuple[Path, int, str, int]) -> None:
-    record = interrupted[0] / "record"
-    assert [*json.loads((record / "gpu-cpu.json").read_text())["rows"]] == [*GROUPS]
-    assert "- not run yet: works_bf16, works_float8, " in (record / "gpu-cpu.md").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
-def test_a_signal_ends_the_processes_of_the_full_steps(interrupted: tuple[Path, int, str, int]) -> None:
-    home, _, _, size = interrupted
-    mine = f"HOME={home}".encode()
-    assert not [place for place in Path("/proc").glob("[0-9]*/environ") if mine in variables(place)]
-    [logged] = home.rglob("metrics.jsonl")
-    assert logged.stat().st_size == size
-
-
-def variables(place: Path) -> list[bytes]:
-    """The environment of a process; empty where it belongs to another user or has ended."""
-    try:
-        return place.read_bytes().split(b"\0")
-    except OSError:
-        return []
 
 
 def measured_here(home: Path, *arguments: str) -> tuple[int, str, str]:
@@ -284,29 +230,6 @@ def test_a_suite_killed_without_notice_goes_on_with_the_next_row(tmp_path: Path,
     assert (again.returncode, again.stderr) == (0, "")
     assert f"{names[1]}: measured before\n{names[2]}: running" in again.stdout
     assert [*json.loads(file.read_text())["rows"]] == names
-
-
-@pytest.mark.slow
-def test_a_second_suite_is_refused_and_leaves_the_record_alone(home: Path) -> None:
-    code = """if True:
-        import sys
-        from pathlib import Path
-        sys.path.insert(0, sys.argv[1])
-        from recipes.files.lock import FolderLock
-        lock = FolderLock()
-        lock.take(Path(sys.argv[2]), log=print)
-        print("locked", flush=True)
-        input()
-    """
-    folder = home / "runs/bench/cpu/gpu_bench"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(ROOT), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as first:
-        assert first.stdout is not None and first.stdout.readline() == "locked\n"
-        ended = measured_here(home)
-        first.communicate("")
-    assert ended[0] == 2 and "is in use" in ended[2] and "write another --runs" in ended[2]
-    assert sorted(file.name for file in (home / "record").iterdir()) == ["gpu-cpu.json", "gpu-cpu.md"]
 
 
 @pytest.mark.slow

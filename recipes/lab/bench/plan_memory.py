@@ -74,7 +74,6 @@ class Row:
     """Whether it recomputes what torchtitan's "selective" does: every second product is kept."""
     measured: float
     """Bytes."""
-    trust: str
 
     @property
     def counts(self) -> bool:
@@ -88,14 +87,15 @@ class Row:
         return peak_of(self) / self.measured - 1
 
 
-def rows_with_memory(rows: Iterable[Published]) -> tuple[list[Row], int]:
+def rows_with_memory(published: Iterable[Published]) -> tuple[list[Row], int]:
     """The rows with a memory that a recipe can state, and how many it cannot: those with pipeline stages."""
-    lines = [row.line for row in rows if row.line["memory_gib"]]
-    stated = [_row(line) for line in lines if line["pp"] == "1"]
-    return stated, len(lines) - len(stated)
+    rows = [row for row in published if row.line["memory_gib"]]
+    stated = [_row(row) for row in rows if row.line["pp"] == "1"]
+    return stated, len(rows) - len(stated)
 
 
-def _row(row: Mapping[str, str]) -> Row:
+def _row(published: Published) -> Row:
+    row = published.line
     degrees = MeshDegrees(
         replicate=int(row["replicate"]), shard=int(row["shard"]), context=int(row["cp"]), tensor=int(row["tp"])
     )
@@ -117,14 +117,10 @@ def _row(row: Mapping[str, str]) -> Row:
         ),
         fsdp=FSDPConfig(reshard_after_forward=True),
     )
-    layout = {"FSDP": degrees.shard, "tensor": degrees.tensor, "context": degrees.context}
-    axes = [f"{axis} {degree}" for axis, degree in layout.items() if degree > 1] or ["one GPU"]
     how = "compiled" if recipe.compile.enabled else "eager"
     recompute = "every second product" if second else row["ac"]
-    tokens = f"{row['micro_batch']} x {row['seq']}"
-    name = f"{_who(row)}, {row['model']}, {', '.join(axes)}, {tokens}, {how}, {recompute}"
-    program, measured = _program(row), float(row["memory_gib"]) * 2**30
-    return Row(name, program, recipe, degrees, second, measured, row["trust"])
+    name = f"{published.project}: {published.name}, {how}, {recompute}"
+    return Row(name, _program(row), recipe, degrees, second, float(row["memory_gib"]) * 2**30)
 
 
 def _model(row: Mapping[str, str]) -> ModelConfig:
@@ -139,10 +135,6 @@ def _model(row: Mapping[str, str]) -> ModelConfig:
         vocabulary=int(row["vocab"]),
         tied_embeddings=row["tied"] == "1",
     )
-
-
-def _who(row: Mapping[str, str]) -> str:
-    return row["framework"].split()[0] + (" (torchao)" if "pytorch/ao" in row["source"] else "")
 
 
 def _program(row: Mapping[str, str]) -> Program:
