@@ -123,7 +123,7 @@ def _scale(widths: Widths) -> float:
 
 
 def _compiled(widths: Widths, kept: Kept) -> float:
-    """Counted in generated code for sm_90 (docs/benchmarks/codegen.md)."""
+    """Counted in generated code for sm_90 (tests/generated_code.csv)."""
     # Before attention and before the feed-forward; with norms in both places, the second one is computed again.
     residual = 2 * (1 if widths.norms == "both" else 2) * widths.stream
     attention = 2 * (2 * widths.query + 2 * widths.seen) + 4 * widths.heads  # queries, keys, values, output, logsumexp

@@ -11,9 +11,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
-SUITES = (
-    *("calibrate", "checkpoint", "codegen", "data", "gpu", "kernels", "null_gpu", "operators", "plan", "plan_memory"),
-)
+SUITES = (*("calibrate", "checkpoint", "data", "gpu", "kernels", "null_gpu", "operators", "plan"),)
 
 
 def main(arguments: list[str]) -> int:
@@ -23,8 +21,8 @@ def main(arguments: list[str]) -> int:
     if len(arguments) < 2 or arguments[0] != "--suite" or arguments[1] not in SUITES:
         print(f"usage: bench.py --suite {{{','.join(SUITES)}}} [options]", file=sys.stderr)
         return 2
-    places = {"codegen": "codegen.codegen", "null_gpu": "null_gpu.suite"}
-    suite = importlib.import_module(f"recipes.lab.{places.get(arguments[1], f'bench.{arguments[1]}')}")
+    name = "null_gpu.suite" if arguments[1] == "null_gpu" else f"bench.{arguments[1]}"
+    suite = importlib.import_module(f"recipes.lab.{name}")
     return suite.main(arguments[2:])
 
 

@@ -25,8 +25,7 @@ explain_wrong_interpreter()
 from pydantic import TypeAdapter  # noqa: E402
 
 from models.sizes import SIZES  # noqa: E402
-from recipes.files.markdown import markdown_table  # noqa: E402
-from recipes.lab.bench.marks import between  # noqa: E402
+from recipes.files.markdown import between, markdown_table  # noqa: E402
 from recipes.lab.plan.command import answer  # noqa: E402
 from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
 from recipes.plan.memory import CUDA, FULL, NCCL, NCCL_PAIR, RESERVED, Prediction, predict  # noqa: E402

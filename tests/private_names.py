@@ -15,8 +15,6 @@ NAMES: dict[str, tuple[str, str]] = {
     "_foreach_copy_": ("one kernel for many tensors", NATIVE),
     "_foreach_sub_": ("one kernel for many tensors", NATIVE),
     "_fused_adamw_": ("AdamW's kernel, without the class around it", NATIVE),
-    "_fused_rms_norm": ("counted in generated code", NATIVE),
-    "_fused_rms_norm_backward": ("counted in generated code", NATIVE),
     "_fused_sdp_choice": ("which attention kernel torch chooses, for the log", NATIVE),
     "_schema": ("arguments of an operator by name", TORCH + "torch/_ops.py"),
     "_ops": ("the type of an operator", TORCH + "torch/_ops.py"),
@@ -55,7 +53,6 @@ NAMES: dict[str, tuple[str, str]] = {
     "_symmetric_memory": ("fused tensor-parallel messages", TORCH + "torch/distributed/_symmetric_memory/__init__.py"),
     "_utils": ("where a shard lies in its tensor", TORCH + "torch/distributed/tensor/_utils.py"),
     # Compiling
-    "_boxed_call": ("compiled functions that free their inputs", TORCH + "torch/_functorch/_aot_autograd/utils.py"),
     "_dynamo": ("limits and marks of torch.compile", TORCH + "torch/_dynamo/config.py"),
     "_inductor": ("passes over graphs; options of a mode", TORCH + "torch/_inductor/custom_graph_pass.py"),
     # Memory

@@ -39,6 +39,19 @@ def rank_of(process: int) -> int | None:
     return next((int(value[5:]) for value in variables if value.startswith(b"RANK=")), None)
 
 
+def descendants(of: int) -> list[int]:
+    """Process ids of a process's children, their children, and so on."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it has ended
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    processes = [of]
+    for process in processes:
+        processes += [child for child, parent in parents.items() if parent == process]
+    return processes[1:]
+
+
 def free_ports(count: int) -> list[int]:
     """Free ports below the range that the system picks from (on Linux from 32768 on)."""
     found: set[int] = set()

@@ -23,7 +23,7 @@ TOP = (*PACKAGES, "scripts")
 LAYERS = (
     ("train.py", "scripts"),
     (
-        *("recipes/lab/bench", "recipes/lab/codegen", "recipes/lab/curves", "recipes/lab/null_gpu"),
+        *("recipes/lab/bench", "recipes/lab/curves", "recipes/lab/null_gpu"),
         *("recipes/lab/average", "recipes/lab/ladder", "recipes/lab/plan", "recipes/lab/sweep"),
     ),
     ("recipes/training",),
@@ -177,14 +177,10 @@ def test_model_and_its_parallelization_meet_in_one_file_of_training() -> None:
 
 
 def test_decoder_is_built_only_by_training_and_evaluation() -> None:
-    """And by benchmarks: without FSDP, to compare with it, and without numbers, to count the generated code.
-
-    And where a plan takes a step on tensors without values.
-    """
+    """And by benchmarks, and where a plan takes a step on tensors without values."""
     users = [file for file in FILES if "models.decoder" in imports(file)]
     builders = {place(file) for file in users if name(file) != "recipes/plan/tracked.py"}
-    benchmarks = {"recipes/lab/bench", "recipes/lab/codegen"}
-    assert builders <= {"models", "recipes/training", "recipes/evaluation", *benchmarks, "scripts"}
+    assert builders <= {"models", "recipes/training", "recipes/evaluation", "recipes/lab/bench", "scripts"}
 
 
 @pytest.mark.parametrize(("library", "importer"), ONLY_IMPORTER.items())

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from recipes.files.exit_codes import FAILED, HUNG, OUT_OF_MEMORY, REFUSED
-from recipes.lab.bench.crash import descendants
 from tests.commands import rank_of_fork, run_command
+from tests.processes import descendants
 from tests.scripts.nodes import ROOT, arguments
 from tests.scripts.nodes import environment as plain_environment
 from tests.test_signals import Started, start, words

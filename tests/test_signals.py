@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from recipes.files.exit_codes import PREEMPTED, SIGNALS, ended_by
-from recipes.lab.bench.crash import descendants
 from tests.commands import rank_of_fork
+from tests.processes import descendants
 from tests.test_run import command, start_here
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc"), pytest.mark.slow]

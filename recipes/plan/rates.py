@@ -117,7 +117,7 @@ class Rates:
     loss: float = 32.63
     """(fitted) Bytes per logit that torch's own loss moves, forward and backward, in bfloat16."""
     loss_chunked: float = 50.0
-    """The same for this program's eager loss in chunks (docs/benchmarks/codegen.md)."""
+    """The same for this program's eager loss in chunks (docs/benchmarks/null_gpu.md)."""
     loss_compiled: float = 6.0
     """The same for the compiled one."""
 

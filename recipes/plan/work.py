@@ -294,7 +294,7 @@ COMPILED = {
     ("rowwise", "selective"): Moved(99.0, 27.4, 28.7, 11.3, 100, 0.6),
     ("rowwise", "full"): Moved(118.3, 27.3, 28.4, 12.9, 118, -0.5),
 }
-"""Least squares over the rows of docs/benchmarks/codegen.csv, which it repeats within 1.5% (a test)."""
+"""Least squares over the rows of tests/generated_code.csv, which it repeats within 1.5% (a test)."""
 EAGER = Moved(252, 60, 28, 0, 120)
 """Operator by operator: norms in float32 (36 bytes forward each), residual sums, rotations, SwiGLU; backward twice.
 In float32 norms need no casts (28 bytes each, and 24 for both sums), the others move twice as much."""

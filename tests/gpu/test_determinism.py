@@ -8,7 +8,7 @@ import torch
 
 from parallel.determinism import repeat_bits
 from recipes.cluster.stragglers import Comparison
-from recipes.lab.bench.crash import Run, torment
+from tests.chaos import Run, torment
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,11 +4,11 @@ import pytest
 
 from models.activations import Kept, Widths, saved_per_token
 from models.sizes import SIZES
-from recipes.lab.codegen.codegen import read_all_rows
+from tests.generated_code import rows_of_generated_code
 
 ROWS = [
     (row["block"].partition(",")[0], row["float8"], row["recompute"], row["saved kB"], row["weights kB"])
-    for row in read_all_rows()
+    for row in rows_of_generated_code()
 ]
 
 

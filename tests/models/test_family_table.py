@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from recipes.lab.bench.marks import between
+from recipes.files.markdown import between
 from tests.models.family_configs import FAMILIES, REFUSED, SUPPORTED
 from tests.models.family_table import BEGIN, END, PAGE, REFUSALS, lists, measure
 

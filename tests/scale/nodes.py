@@ -10,8 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from recipes.lab.bench.crash import descendants
-from tests.processes import free_ports
+from tests.processes import descendants, free_ports
 from tests.scale.proxy import Proxy
 from tests.scripts.nodes import ROOT, arguments, environment, losses
 

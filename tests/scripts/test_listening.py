@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.lab.bench.crash import descendants
-from tests.processes import free_ports, listening, wait_for
+from tests.processes import descendants, free_ports, listening, wait_for
 from tests.scripts.nodes import arguments, launch, losses
 
 pytestmark = pytest.mark.slow

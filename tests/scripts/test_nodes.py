@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from recipes.files.exit_codes import PREEMPTED, is_there
-from recipes.lab.bench.crash import descendants
 from tests.commands import Command, rank_of_fork
-from tests.processes import free_ports, untimed, wait_for
+from tests.processes import descendants, free_ports, untimed, wait_for
 from tests.scripts import network
 from tests.scripts.network import DEVICE, Network
 from tests.scripts.nodes import EVERY, STEPS, arguments, launch, losses, reached, run_sh

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes.files.exit_codes import OUT_OF_MEMORY, PREEMPTED, REFUSED
-from recipes.lab.bench.crash import descendants
-from tests.processes import rank_of, untimed, wait_for
+from tests.processes import descendants, rank_of, untimed, wait_for
 from tests.scripts.nodes import EVERY, ROOT, arguments, environment, losses, reached
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from recipes.files.exit_codes import PREEMPTED, REFUSED
-from recipes.lab.bench.crash import descendants
 from tests.commands import rank_of_fork
-from tests.processes import untimed, wait_for
+from tests.processes import descendants, untimed, wait_for
 from tests.scripts.nodes import EVERY, ROOT, arguments, launch, losses, reached, run_sh
 
 pytestmark = pytest.mark.slow

@@ -1,20 +1,15 @@
 """Benchmark reading, tokenizing and preparing text against the libraries alone: `bench.py --suite data`. CPU only.
 
-Every comparison alternates its sides within one run, or in child processes where cores are limited, and reports
-medians, because machines are noisy.
+Medians, because machines are noisy; a comparison alternates its sides.
 """
 
 import argparse
 import json
 import os
 import platform
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -53,7 +48,6 @@ from recipes.data.tokens.workspace import preparation
 LENGTH = 8192
 """Tokens per sequence."""
 END = 0
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def main(arguments: list[str]) -> int:
@@ -78,7 +72,7 @@ def main(arguments: list[str]) -> int:
                 rows.append(row)
                 ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
                 print(f"| {row['what']} | {row['median']} | {ratio} | {row.get('target', '')} |", flush=True)
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "tokenizers", "datasets", "numpy"))
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "tokenizers", "numpy"))
     print(f"\n{os.cpu_count()} cores, Python {platform.python_version()}, {packages}")
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1))
@@ -220,39 +214,23 @@ def _corpus(folder: Path, copies: int) -> tuple[Path, list[str], Tokenizer]:
     return file, texts, _tokenizer(folder, 32000)
 
 
-PIPELINES = {
-    "plain": "every default: a row at a time",
-    "batched": "batched=True",
-    "all cores": "batched=True, num_proc and num_workers = all cores",
-}
-"""The arguments of datasets.map and a torch DataLoader."""
-
-
 def _tokenizing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure reading batches of a text file while it is tokenized, against the tokenizer alone and a plain loader."""
+    """Measure reading batches of a text file while it is tokenized, in turns with the tokenizer alone."""
     file, texts, tokenizer = _corpus(folder, options.copies)
     with parallel_tokenizers():
         tokens = sum(len(ids) + 1 for ids in tokenizer.encode_batch(texts))
-    sides = {
-        "ours": partial(_stream, file, tokenizer, folder, tokens),
-        "tokenizers": partial(_tokenizers_alone, texts, tokenizer),
-    } | {name: partial(_in_child, name, file, folder) for name in PIPELINES}
-    seconds = _alternate(sides, options.repeats)
-    ours = median(seconds["ours"])
+    seconds: dict[str, list[float]] = {"ours": [], "tokenizers": []}
+    for _ in range(options.repeats + 1):
+        seconds["ours"].append(_stream(file, tokenizer, folder, tokens))
+        seconds["tokenizers"].append(_tokenizers_alone(texts, tokenizer))
+    ours, theirs = (median(times[1:]) for times in seconds.values())
     yield {
         "what": "all of a .jsonl file tokenized and read in batches, against tokenizers alone on the same text",
         "median": f"{tokens / ours / 1e6:.2f} M tokens/s",
-        "ratio": median(seconds["tokenizers"]) / ours,
+        "ratio": theirs / ours,
         "target": "at least 0.9",
         "all": seconds,
     }
-    for name, how in PIPELINES.items():
-        yield {
-            "what": f"the same against datasets.map and a DataLoader, {how}",
-            "median": f"{tokens / median(seconds[name]) / 1e6:.2f} M tokens/s theirs",
-            "ratio": median(seconds[name]) / ours,
-            "target": "at least 2",
-        }
 
 
 def _stream(file: Path, tokenizer: Tokenizer, folder: Path, tokens: int) -> float:
@@ -276,100 +254,18 @@ def _tokenizers_alone(texts: list[str], tokenizer: Tokenizer) -> float:
 
 
 def _preparing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure preparing shards of a text file, on one core and on all, against datasets.map writing Arrow."""
-    file, _, _ = _corpus(folder, options.copies)
-    sides = {
-        "one core": partial(_in_child, "prepare", file, folder, cores=1),
-        "all cores": partial(_in_child, "prepare", file, folder),
-        "datasets.map": partial(_in_child, "map", file, folder),
-    }
-    seconds = _alternate(sides, options.repeats)
-    ours = median(seconds["all cores"])
-    yield {
-        "what": f"preparing a .jsonl file with {os.cpu_count()} cores, against one core",
-        "median": f"{file.stat().st_size / ours / 1e6:.1f} MB/s",
-        "ratio": median(seconds["one core"]) / ours,
-        "target": f"near {os.cpu_count()}",
-        "all": seconds,
-    }
-    yield {
-        "what": "the same against datasets.map(batched, num_proc=all) writing Arrow",
-        "median": f"{file.stat().st_size / median(seconds['datasets.map']) / 1e6:.1f} MB/s theirs",
-        "ratio": median(seconds["datasets.map"]) / ours,
-        "target": "more than 1",
-    }
-
-
-def _alternate(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each side, measured in turns after one warm-up round."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for repeat in range(repeats + 1):
-        for name, side in sides.items():
-            taken = side()
-            if repeat:
-                seconds[name].append(taken)
-    return seconds
-
-
-# A fresh process per measurement: the libraries start processes and threads, and the number of cores is limited.
-CHILD = """
-import os, sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[4])
-what, file, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-from recipes.lab.bench import data as bench_data
-if __name__ == "__main__":
-    print("seconds", bench_data.child(what, file, folder))
-"""
-
-
-def _in_child(what: str, file: Path, folder: Path, *, cores: int | None = None) -> float:
-    environment = dict(os.environ)
-    if cores:
-        environment["RAYON_NUM_THREADS"] = str(cores)
-    command = [sys.executable, "-c", CHILD, what, str(file), str(folder), str(ROOT)]
-    if cores:
-        command = ["taskset", "--cpu-list", f"0-{cores - 1}", *command]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return float(done.stdout.rsplit("seconds", 1)[1])
-
-
-def child(what: str, file: Path, folder: Path) -> float:
-    """Seconds of one side of a comparison, without imports: "prepare", "map", or one of PIPELINES."""
-    tokenizer = _tokenizer(folder, 32000)
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        if what == "prepare":
+    """Measure preparing shards of a text file, with all cores."""
+    file, _, tokenizer = _corpus(folder, options.copies)
+    seconds = []
+    for _ in range(options.repeats + 1):
+        with tempfile.TemporaryDirectory(dir=folder) as shards:
             started = perf_counter()
             work = preparation(str(file), text_field="text", tokenizer=tokenizer, validation_fraction=0.01)
-            for _ in write_shards(Path(own), work):
+            for _ in write_shards(Path(shards), work):
                 pass
-            return perf_counter() - started
-        import datasets
-
-        datasets.disable_progress_bars()
-        backend, end = tokenizer.backend, tokenizer.end_of_document
-        cores = None if what in ("plain", "batched") else os.cpu_count() or 1
-        started = perf_counter()
-        rows = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=own)
-
-        def tokenized_row(row: dict[str, str]) -> dict[str, list[int]]:
-            return {"ids": [*backend.encode(row["text"]).ids, end]}
-
-        def tokenized(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-            with parallel_tokenizers() if cores is None else nullcontext():
-                return {"ids": [[*found.ids, end] for found in backend.encode_batch_fast(batch["text"])]}
-
-        def packed(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-            joined = [token for ids in batch["ids"] for token in ids]
-            return {"ids": [joined[first : first + LENGTH] for first in range(0, len(joined) - LENGTH, LENGTH)]}
-
-        if what == "plain":
-            mapped = rows.map(tokenized_row, remove_columns=["text"])
-        else:
-            mapped = rows.map(tokenized, batched=True, num_proc=cores, remove_columns=["text"])
-        if what != "map":
-            mapped = mapped.map(packed, batched=True, num_proc=cores).shuffle(seed=0).with_format("torch")
-            loader = torch.utils.data.DataLoader(mapped, batch_size=16, num_workers=cores or 0)
-            for batch in loader:
-                assert batch["ids"].shape[1] == LENGTH
-        return perf_counter() - started
+            seconds.append(perf_counter() - started)
+    yield {
+        "what": f"preparing a .jsonl file with {os.cpu_count()} cores",
+        "median": f"{file.stat().st_size / median(seconds[1:]) / 1e6:.1f} MB/s",
+        "all": seconds,
+    }

@@ -1,106 +1,132 @@
-"""The record of the gpu suite as Markdown, with every prediction beside what was measured. Imports no torch."""
+"""The record of the gpu suite as Markdown, with every prediction beside what was measured.
+
+The record is a JSON object: "environment" of the last call, "code" (a hash of the sources) and "rows", which has what
+was measured by the name of a group of kernels or of a training run. Imports no torch.
+"""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from models.sizes import SIZES
-from parallel.errors import UserError
+from parallel.errors import UserError, listed
 from recipes.files.markdown import markdown_table
-from recipes.lab.bench.gpu_plan import GROUPS, TESTS, WORKS, Record, gpu_of_device, predicted_step
-from recipes.lab.sweep.grid import Sweep
+from recipes.lab.sweep.grid import Row, Sweep
 from recipes.lab.sweep.results import table
 from recipes.lab.sweep.runner import LONGEST_REASON
 from recipes.metrics.hardware import bf16_peak
-from recipes.plan.hardware import Gpu
+from recipes.plan.hardware import GPUS, Gpu, gpu_of
 from recipes.plan.memory import predict as predict_memory
-from recipes.plan.rates import KERNELS, RATES
-from recipes.plan.time import attention_seconds, moving_seconds, product_seconds, update_bytes
+from recipes.plan.rates import KERNELS, RATES, Rates
+from recipes.plan.time import attention_seconds, moving_seconds, product_seconds, time_of, update_bytes
+from recipes.plan.work import work_of
+from recipes.recipe.fields import value_of
 
 Json = dict[str, Any]
+Record = dict[str, Any]
+GROUPS = ("bandwidth", "products", "attention", "loss", "documents")
+"""Groups of kernels, each measured in a process of its own."""
 DOCUMENTS = "flash"
 """The kernel that attention within documents uses."""
 IN_BLOCK = {"q_proj, o_proj": 2, "k_proj, v_proj": 2, "gate_proj, up_proj": 2, "down_proj": 1}
 """Linears of a block by the names of their measurements, and how many of them there are."""
 
 
-def page(record: Record, sweep: Sweep) -> str:
+def gpu_of_device(name: str) -> Gpu:
+    """What gpu_of() returns; raises UserError for a device that is not known."""
+    gpu = gpu_of(name)
+    if gpu is None:
+        raise UserError(f"{name}: its rates are not known; the model knows {listed(list(GPUS))}")
+    return gpu
+
+
+def page(record: Record, sweeps: Sequence[Sweep]) -> str:
     """The whole page."""
-    device, rows = record["environment"]["device"], record["rows"]
-    measured = [result for name in GROUPS for result in rows.get(name, {}).get("measurements", [])]
+    measured = [result for name in GROUPS for result in record["rows"].get(name, {}).get("measurements", [])]
+    try:
+        gpu = gpu_of_device(record["environment"]["device"])
+        steps = step_table(record, sweeps, gpu=gpu, rates=RATES)
+        kernels = list(_kernels(measured, gpu))
+    except UserError as error:
+        steps = kernels = [f"No predictions: {error}."]
     sections = {
-        "Training runs": _runs(record, sweep),
-        "Predicted and measured steps": _steps(record, sweep),
-        "Kernels": _kernels(measured, device),
-        "Not measured": _missing(record, sweep, measured),
+        "Training runs": _runs(record, sweeps),
+        "Predicted and measured steps": steps,
+        "Kernels": kernels,
+        "Not measured": _missing(record, sweeps, measured),
     }
-    lines = [f"# One {device}", "", *_conditions(record)]
+    lines = [f"# One {record['environment']['device']}", "", _conditions(record)]
     for title, text in sections.items():
         lines += ["", f"## {title}", "", *text]
     return "\n".join([*lines, ""])
 
 
-def _conditions(record: Record) -> Iterator[str]:
+def _conditions(record: Record) -> str:
     facts, peak = record["environment"], bf16_peak(record["environment"]["device"])
     changes = " with uncommitted changes" if facts["git_uncommitted_changes"] else ""
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
     when = f"{facts['date']}: " if "date" in facts else ""
     seconds = sum(row.get("seconds", 0) for row in record["rows"].values())
-    yield (
+    return (
         f"{when}Python {facts['python']}, CUDA {facts['cuda']}, {packages}; commit {facts['git_commit']}{changes}. Peak"
         f" for dense bf16: {'unknown' if peak is None else f'{peak / 1e12:g} TFLOP/s'}. Took {seconds:.0f} s."
         " [README.md](README.md#one-gpu) explains how to read this. Predictions are those of [plan.md](../plan.md) at"
         " that commit."
     )
-    other = [name for name, row in record["rows"].items() if row["state"] != record["state"]]
-    if other:
-        yield f"Measured with other code or versions: {', '.join(other)}."
 
 
-def _runs(record: Record, sweep: Sweep) -> Iterator[str]:
-    """The sweep's own table; of the rows that only show that a run works, how they ended; and what must be known."""
-    results = _results(record, sweep)
-    whole = {name for name, result in results.items() if "final_loss" in result and not name.startswith(WORKS)}
-    rows = tuple(row for row in sweep.rows if row.label in whole)
-    if rows:
-        known = {row.label: results[row.label] for row in rows}
-        yield from table(replace(sweep, rows=rows), known).splitlines()[4:-2]  # without its title and how to read it
-        yield ""
-    if tests := record["rows"].get(TESTS):
-        yield f"- tests/gpu: {tests['outcome']}: {tests['reason']}"
-    for name, result in results.items():
-        if name.startswith(WORKS):
-            losses = [loss for _, _, loss in result.get("curve", [])]
-            yield f"- {name}: {result['outcome']}" + (f", loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else "")
+def _runs(record: Record, sweeps: Sequence[Sweep]) -> Iterator[str]:
+    """The sweeps' own tables, and what must be known of a row."""
+    for sweep in sweeps:
+        known = {row.label: result for row, result in _results(record, sweep) if "final_loss" in result}
+        if rows := tuple(row for row in sweep.rows if row.label in known):
+            yield from table(replace(sweep, rows=rows), known).splitlines()[4:-2]  # without its title, how to read it
+            yield ""
     yield from (f"- {name}: {result['note']}" for name, result in record["rows"].items() if "note" in result)
 
 
-def _results(record: Record, sweep: Sweep) -> dict[str, Json]:
-    """Label -> what was measured, in the order of the rows. A measurement of another recipe does not count."""
-    known = {row.label: (record["rows"].get(row.label, {}), row.fingerprint) for row in sweep.rows}
-    return {label: result for label, (result, now) in known.items() if result.get("fingerprint") == now}
-
-
-def _steps(record: Record, sweep: Sweep) -> Iterator[str]:
-    """Steps, and the peaks of what torch's allocator gave out."""
-    lines, results = [], _results(record, sweep)
+def _results(record: Record, sweep: Sweep) -> Iterator[tuple[Row, Json]]:
+    """The rows that were measured. A measurement with other settings does not count."""
     for row in sweep.rows:
-        result, step = results.get(row.label), predicted_step(row, record["environment"]["device"])
-        if step and result and result["outcome"] == "done" and not row.label.startswith(WORKS):
-            peak = predict_memory(row.recipe, row.recipe.mesh.fit(row.processes, nodes=1), context=False).peak / 1e9
-            took, reached = result["step_seconds"], result["peak_memory_gib"] * 2**30 / 1e9
-            cells = f"{1e3 * step:.0f}", f"{1e3 * took:.0f}", f"{took / step:.2f}"
-            lines.append((row.label, *cells, f"{peak:.1f}", f"{reached:.1f}", f"{reached / peak:.3f}"))
-    names = ("run", "step, ms: predicted", "measured", "ratio", "peak, GB: predicted", "measured", "ratio")
-    yield from markdown_table(names, lines) if lines else ["None."]
+        result = record["rows"].get(row.label)
+        if result and all(value_of(row.recipe, key) == value for key, value in result["overrides"].items()):
+            yield row, result
 
 
-def _missing(record: Record, sweep: Sweep, measured: list[Json]) -> Iterator[str]:
+def step_table(record: Record, sweeps: Sequence[Sweep], *, gpu: Gpu, rates: Rates) -> list[str]:
+    """Measured over predicted steps and peaks of what torch's allocator gave out, less 1.
+
+    A second error is with the length of its documents, which a recipe does not know. *: the allocator waited.
+    """
+    lines = []
+    for row, result in (pair for sweep in sweeps for pair in _results(record, sweep)):
+        if result["outcome"] != "done":
+            continue
+        degrees = row.recipe.mesh.fit(row.processes, nodes=1)
+        work = work_of(row.recipe, degrees)
+        if result.get("update") == "torch":  # of before updates were compiled; its kernel writes gradients, too
+            work = replace(work, compiled_update=False, clipping=8)
+        shorter = result.get("attention_length", work.sequence) / work.sequence
+        predicted = [
+            time_of(replace(work, attended=share * work.attended), gpu=gpu, rates=rates).step_seconds
+            for share in (1, shorter)
+        ]
+        errors = dict.fromkeys(f"{result['step_seconds'] / seconds - 1:+.1%}" for seconds in predicted)
+        peak = result["peak_memory_gib"] * 2**30
+        memory = f"{predict_memory(row.recipe, degrees, context=False).peak / peak - 1:+.2%}"
+        name = row.label + (" *" if "waited" in result.get("note", "") else "")
+        tokens = f"{result['tokens_per_second_per_device']:,.0f}"
+        lines.append((name, tokens, " or ".join(errors), f"{peak / 1e9:.1f}", memory))
+    return markdown_table(("run", "tokens/s", "error", "peak, GB", "error"), lines)
+
+
+def _missing(record: Record, sweeps: Sequence[Sweep], measured: list[Json]) -> Iterator[str]:
     """Every row and operation without a measurement, and why."""
-    results = _results(record, sweep)
-    known = {name: record["rows"].get(name) for name in (TESTS, *GROUPS)}
-    known |= {row.label: results.get(row.label) for row in sweep.rows}
+    known: dict[str, Json | None] = {name: record["rows"].get(name) for name in GROUPS}
+    for sweep in sweeps:
+        known |= dict.fromkeys(row.label for row in sweep.rows)
+        known |= {row.label: result for row, result in _results(record, sweep)}
     failed = {name: row for name, row in known.items() if row and row["outcome"] != "done"}
     lines = [f"- {name}: {row['outcome']}: {row['reason']}" for name, row in failed.items()]
     lines += dict.fromkeys(f"- {_name_of(row)}: {_error(row)}" for row in measured if "error" in row)
@@ -127,13 +153,8 @@ def _name_of(row: Json) -> str:
     }[row["operation"]]()
 
 
-def _kernels(measured: list[Json], device: str) -> Iterator[str]:
+def _kernels(measured: list[Json], gpu: Gpu) -> Iterator[str]:
     """Above 1 is slower than predicted."""
-    try:
-        gpu = gpu_of_device(device)
-    except UserError as error:
-        yield f"No predictions: {error}."
-        return
     done = [row for row in measured if "seconds" in row]
     lines = []
     for name, predicted, row in [*_products(done, gpu), *_others(done, gpu)]:

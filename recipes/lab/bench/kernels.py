@@ -31,7 +31,7 @@ from parallel.config import AttentionConfig
 from parallel.dist import let_segments_grow
 from parallel.errors import UserError
 from parallel.kernels import choose_attention, compiled_loss_kernels
-from recipes.lab.bench.gpu_plan import GROUPS
+from recipes.lab.bench.gpu_page import GROUPS
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.metrics.breakdown import ATTENTION_NAMES
 from recipes.optimization.config import OptimizerConfig
@@ -49,7 +49,7 @@ WARM_UP = 3
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Bench:
     """What is measured: the models' shapes, or tiny ones."""
 
     device: torch.device
@@ -59,13 +59,22 @@ class Sizes:
     """GiB of the copied buffer."""
     repeats: int
 
+    def measured(self, facts: Measurement, call: Callable[[], Any], **amounts: float) -> Measurement:
+        """`facts` plus the median seconds, or plus the error that the call raised. amounts: what one call does, by the
+        name of the rate that is added: the amount per second."""
+        try:
+            seconds = median(seconds_of(call, self.device, repeats=self.repeats))
+        except (RuntimeError, ImportError) as error:  # also torch.OutOfMemoryError and NotImplementedError
+            return facts | {"error": str(error).splitlines()[0]}
+        return facts | {"seconds": seconds} | {rate: amount / seconds for rate, amount in amounts.items()}
 
-def sizes(*, tiny: bool) -> Sizes:
+
+def bench_of(*, tiny: bool) -> Bench:
     """The sizes to measure; tiny ones run on the CPU."""
     if not tiny:
-        return Sizes(torch.device("cuda:0"), [SIZES["smollm3_3b"], SIZES["llama3_8b"]], 8192, 4.0, 20)
+        return Bench(torch.device("cuda:0"), [SIZES["smollm3_3b"], SIZES["llama3_8b"]], 8192, 4.0, 20)
     models = [replace(SIZES[name], layers=2, vocabulary=512) for name in ("smollm3_debug", "llama3_debug")]
-    return Sizes(torch.device("cpu"), models, 64, 1 / 64, 3)
+    return Bench(torch.device("cpu"), models, 64, 1 / 64, 3)
 
 
 def main(arguments: list[str]) -> int:
@@ -85,25 +94,25 @@ def _measure(group: str, out: Path, *, tiny: bool) -> int:
         let_segments_grow()  # as in a run
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's log helps only its developers
     with out.open("a", encoding="utf-8") as file:
-        for found in measurements(group, sizes(tiny=tiny)):
+        for found in measurements(group, bench_of(tiny=tiny)):
             file.write(json.dumps(found) + "\n")
             file.flush()  # what follows may hang
     return 0
 
 
-def measurements(group: str, at: Sizes) -> Iterator[Measurement]:
+def measurements(group: str, bench: Bench) -> Iterator[Measurement]:
     """The measurements of a group; of the group "environment", what the device and the versions are."""
     if group == "environment":
-        yield environment(world_size=1, device=at.device)
+        yield environment(world_size=1, device=bench.device)
     elif group == "bandwidth":
-        yield copy(gib=at.gib, device=at.device, repeats=at.repeats)
-        yield from casts(at.models[0], tokens=at.tokens, device=at.device, repeats=at.repeats)
+        yield copy(bench)
+        yield from casts(bench, bench.models[0])
         for kind in get_args(get_type_hints(OptimizerConfig)["state_dtype"]):
-            yield optimizer(at.models[0], state_dtype=kind, device=at.device, repeats=at.repeats)
+            yield optimizer(bench, bench.models[0], state_dtype=kind)
     else:
         measure = {"products": matmuls, "attention": attention, "documents": documents, "loss": loss}[group]
-        for model in at.models:
-            yield from measure(model, tokens=at.tokens, device=at.device, repeats=at.repeats)
+        for model in bench.models:
+            yield from measure(bench, model)
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device, *, repeats: int) -> list[float]:
@@ -127,21 +136,10 @@ def seconds_of(call: Callable[[], Any], device: torch.device, *, repeats: int) -
     return [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
 
-def measured(
-    facts: Measurement, call: Callable[[], Any], device: torch.device, *, repeats: int, **amounts: float
-) -> Measurement:
-    """`facts` plus the median seconds, or plus the error that the call raised. amounts: what one call does, by the name
-    of the rate that is added: the amount per second."""
-    try:
-        seconds = median(seconds_of(call, device, repeats=repeats))
-    except (RuntimeError, ImportError) as error:  # also torch.OutOfMemoryError and NotImplementedError
-        return facts | {"error": str(error).splitlines()[0]}
-    return facts | {"seconds": seconds} | {rate: amount / seconds for rate, amount in amounts.items()}
-
-
-def matmuls(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
+def matmuls(bench: Bench, model: ModelConfig) -> Iterator[Measurement]:
     """Each kind of linear of the model, forward and both backward products, in bf16 and float8 (e4m3, e5m2 gradients).
     The casts to float8 are not timed. The model has no linears "as one": they show what fusing would gain."""
+    device, tokens = bench.device, bench.tokens
     width, query, key = model.width, model.heads * model.head_width, model.key_value_heads * model.head_width
     linears = {
         "q_proj, o_proj": (width, query),
@@ -166,7 +164,7 @@ def matmuls(model: ModelConfig, *, tokens: int, device: torch.device, repeats: i
             facts |= {"shape": [*a.shape, b.shape[1]]}
             tflops = 2 * a.shape[0] * a.shape[1] * b.shape[1] / 1e12
             for kind, call in _products(a, b, forward=product == FORWARD).items():
-                yield measured(facts | {"kind": kind}, call, device, repeats=repeats, tflops=tflops)
+                yield bench.measured(facts | {"kind": kind}, call, tflops=tflops)
 
 
 def _products(a: Tensor, b: Tensor, *, forward: bool) -> dict[str, Callable[[], Tensor]]:
@@ -184,9 +182,10 @@ def _products(a: Tensor, b: Tensor, *, forward: bool) -> dict[str, Callable[[], 
     return {"bf16": lambda: a @ b, "float8 tensorwise": float8(False), "float8 rowwise": float8(True)}
 
 
-def attention(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
+def attention(bench: Bench, model: ModelConfig) -> Iterator[Measurement]:
     """Causal attention of one sequence with each backend, forward alone and with backward, and the kernels' names.
     tflops counts as ModelConfig.flops_per_token("causal") does: backward is twice the forward pass."""
+    device, tokens = bench.device, bench.tokens
     query, key, value = _heads(model, tokens, device)
     gradient, tflops = torch.randn_like(query), _causal_tflops(model, tokens)
 
@@ -206,7 +205,7 @@ def attention(model: ModelConfig, *, tokens: int, device: torch.device, repeats:
                     "passes": passes,
                     "tokens": tokens,
                 }
-                found = measured(facts, call, device, repeats=repeats, tflops=factor * tflops)
+                found = bench.measured(facts, call, tflops=factor * tflops)
                 yield found if "error" in found else found | {"kernels": _kernel_names(call, device)}
 
 
@@ -223,9 +222,7 @@ def _kernel_names(call: Callable[[], Any], device: torch.device) -> list[str]:
     return [name for name in names if ATTENTION_NAMES.search(name)]
 
 
-def optimizer(
-    model: ModelConfig, *, state_dtype: Literal["float32", "bfloat16"], device: torch.device, repeats: int
-) -> Measurement:
+def optimizer(bench: Bench, model: ModelConfig, *, state_dtype: Literal["float32", "bfloat16"]) -> Measurement:
     """One AdamW step over the parameters of the model, compiled on a GPU. bytes_per_second where one pass moves all."""
     facts: Measurement = {"operation": "optimizer", "model": model.name, "parameters": model.num_params()}
     facts |= {"moments": state_dtype}
@@ -233,31 +230,32 @@ def optimizer(
     try:
         with torch.device("meta"):
             built = Decoder(model)
-        for parameter in built.to_empty(device=device).parameters():
+        for parameter in built.to_empty(device=bench.device).parameters():
             parameter.grad = torch.ones_like(parameter.detach().zero_())
-        compiled = device.type == "cuda"
+        compiled = bench.device.type == "cuda"
         adamw = build_optimizer(built, OptimizerConfig(state_dtype=state_dtype), compiled=compiled)
     except torch.OutOfMemoryError as error:
         return facts | {"error": str(error).splitlines()[0]}
     moved = update_bytes(state_dtype) * model.num_params()
     rates = {"bytes_per_second": moved} if compiled or state_dtype == "float32" else {}
-    return measured(facts, adamw.step, device, repeats=repeats, **rates)
+    return bench.measured(facts, adamw.step, **rates)
 
 
-def copy(*, gib: float, device: torch.device, repeats: int) -> Measurement:
+def copy(bench: Bench) -> Measurement:
     """Read and write a buffer larger than any cache."""
-    source = torch.ones(int(gib * 2**30), dtype=torch.uint8, device=device)
+    source = torch.ones(int(bench.gib * 2**30), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     moved = 2 * source.numel()
-    facts = {"operation": "copy", "gib": gib, "bytes": moved}
-    return measured(facts, lambda: target.copy_(source), device, repeats=repeats, bytes_per_second=moved)
+    facts = {"operation": "copy", "gib": bench.gib, "bytes": moved}
+    return bench.measured(facts, lambda: target.copy_(source), bytes_per_second=moved)
 
 
-def casts(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
+def casts(bench: Bench, model: ModelConfig) -> Iterator[Measurement]:
     """What FSDP does to the weights of a block, eager, and the cast of one activation to float8, compiled.
 
     The bytes are those that recipes/plan/time.py counts.
     """
+    device, tokens = bench.device, bench.tokens
     in_block = (model.matmul_params() - model.vocabulary * model.width) // model.layers
     weight = torch.randn(in_block, device=device)
     low, scale = torch.empty_like(weight, dtype=torch.bfloat16), torch.ones((), device=device)
@@ -271,7 +269,7 @@ def casts(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int
     }
     for name, (moved, call) in calls.items():
         facts = {"operation": "cast", "name": name, "model": model.name, "bytes": moved}
-        yield measured(facts, call, device, repeats=repeats, bytes_per_second=moved)
+        yield bench.measured(facts, call, bytes_per_second=moved)
 
 
 def _backend(device: torch.device) -> str:
@@ -285,8 +283,9 @@ def _to_float8(x: Tensor) -> Tensor:
     return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-def loss(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
+def loss(bench: Bench, model: ModelConfig) -> Iterator[Measurement]:
     """Forward and backward of the loss in 8 chunks, eager and compiled as in a run."""
+    device, tokens = bench.device, bench.tokens
     targets = torch.randint(model.vocabulary, (1, tokens), device=device)
     values = torch.randn(1, tokens, model.vocabulary, device=device, dtype=torch.bfloat16)
     kinds = {"eager": EAGER, "compiled": compiled_loss_kernels(backend=_backend(device))}
@@ -297,11 +296,12 @@ def loss(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int)
             logits = values.detach().requires_grad_()
             torch.autograd.grad(cross_entropy_sum(logits, targets, chunks=8, kernels=functions), logits)
 
-        yield measured(facts, both, device, repeats=repeats)
+        yield bench.measured(facts, both)
 
 
-def documents(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
+def documents(bench: Bench, model: ModelConfig) -> Iterator[Measurement]:
     """Attention inside documents of equal lengths, forward and backward. tflops: as in attention()."""
+    device, tokens = bench.device, bench.tokens
     choose_attention(AttentionConfig(), device_type=device.type, masked=True)  # the kernel of a run
     query, key, value = _heads(model, tokens, device)
     gradient = torch.randn_like(query)
@@ -316,7 +316,7 @@ def documents(model: ModelConfig, *, tokens: int, device: torch.device, repeats:
             out = attention_by_lengths(query, key, value, Lengths(lengths))
             torch.autograd.grad(out, (query, key, value), gradient)
 
-        yield measured(facts, both, device, repeats=repeats, tflops=tflops)
+        yield bench.measured(facts, both, tflops=tflops)
 
 
 def _heads(model: ModelConfig, tokens: int, device: torch.device) -> list[Tensor]:

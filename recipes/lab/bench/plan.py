@@ -1,4 +1,4 @@
-"""Fit the model of a step's time to published measurements and show how far off it is: `bench.py --suite plan`.
+"""Fit the model of a step's time to published runs, and show how far off time and memory are: `bench.py --suite plan`.
 
 A project's rows are predicted three ways: fitted with all others, left out (the whole project is, as a program would be
 that nobody has measured), and left out but for three rows that calibrate. Imports no torch.
@@ -16,19 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.files.markdown import markdown_table
+from recipes.files.markdown import between, markdown_table
 from recipes.lab.bench.fit import ROW, SOURCES, fit, residuals_of
-from recipes.lab.bench.gpu_plan import gpu_of_device
-from recipes.lab.bench.marks import between
+from recipes.lab.bench.gpu_page import gpu_of_device, step_table
+from recipes.lab.bench.plan_memory import GOAL, memory_table
 from recipes.lab.bench.published import TABLE, Published, projects, read_published
 from recipes.lab.sweep.grid import read_sweep
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.plan import rates as rates_module
-from recipes.plan.memory import predict
 from recipes.plan.rates import RATES, Rates
-from recipes.plan.time import time_of
-from recipes.plan.work import work_of
-from recipes.recipe.fields import value_of
 from recipes.recipe.load import CONFIGS, shown
 
 PAGE = CONFIGS.parent / "docs/plan.md"
@@ -65,9 +61,6 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--table", type=Path, default=TABLE, help="measurements (%(default)s)")
     parser.add_argument(
-        "--predict", type=Path, metavar="TABLE", help="only predict these rows, by the constants in use"
-    )
-    parser.add_argument(
         "--write-docs", action="store_true", help=f"write recipes/plan/rates.py, {shown(PAGE)} and {shown(ALL_ROWS)}"
     )
     options = parser.parse_args(arguments)
@@ -75,22 +68,17 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.predict:
-        kept_back = read_published(options.predict)
-        found_errors = np.expm1(residuals_of(kept_back, RATES))
-        print("\n".join(predictions(kept_back, found_errors)))
-        return 0
     rows = read_published(options.table)
     found = fit(rows, by_sources())
     errors = errors_of(rows, found)
     found = replace(found, spread=spread_of(errors))
     if not options.write_docs:
         rows_of_all = markdown_table(COLUMNS, cells_of(errors, len(rows)), align="rrlrl")
-        print("\n".join([*summary(errors), "", *constants(found), "", *rows_of_all]))
+        print("\n".join([*summary(errors), "", *constants(found), "", *rows_of_all, "", *memory_table(rows)]))
         return 0
     write_rates(found)
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(with_tables(text, "\n".join(generated(errors, found))), encoding="utf-8")
+    part = "\n".join([*generated(errors, found), ""])
+    PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, part), encoding="utf-8")
     write_all_rows(errors)
     print(f"written: recipes/plan/rates.py, {shown(PAGE)}, {shown(ALL_ROWS)}")
     return 0
@@ -170,19 +158,6 @@ def _goal(median: float, most: float) -> str:
     return f"{median:.0%}, {most:.0%}"
 
 
-def predictions(rows: Sequence[Published], errors: np.ndarray) -> Iterator[str]:
-    """Median and 90th percentile by project, and all rows, the largest errors first."""
-    for project in projects(rows):
-        for trust in "AB":
-            mine = [
-                error for row, error in zip(rows, errors, strict=True) if (row.project, row.trust) == (project, trust)
-            ]
-            if mine:
-                yield f"{project}, trust {trust}: {len(mine)} rows, {_two(mine)}"
-    for index in np.argsort(-np.abs(errors)):
-        yield f"{errors[index]:+.1%} {rows[index].trust} {rows[index].project}: {rows[index].name}"
-
-
 def constants(found: Rates) -> list[str]:
     """A table of the fitted constants beside what their sources give."""
     rows = [
@@ -204,30 +179,10 @@ def cells_of(errors: Errors, count: int) -> Iterator[tuple[str, ...]]:
 
 
 def measured_here(rates: Rates) -> list[str]:
-    """Runs of this program on a GPU, which no fit has seen, and the errors of their plans.
-
-    A second error is with the length of its documents, which a recipe does not know. *: the allocator waited.
-    """
-    record, lines = json.loads(RECORD.read_text(encoding="utf-8")), []
-    gpu, results = gpu_of_device(record["environment"]["device"]), record["rows"]
+    """Runs of this program on a GPU, which no fit has seen, and the errors of their plans."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
     sweep = read_sweep(CONFIGS / "sweeps/gpu_bench.toml", output=Path("runs"), processes=1)
-    for label, recipe in ((row.label, row.recipe) for row in sweep.rows if row.label in results):
-        result, degrees = results[label], recipe.mesh.fit(1, nodes=1)
-        if any(value_of(recipe, key) != value for key, value in result["overrides"].items()):
-            continue  # measured with another recipe
-        work = work_of(recipe, degrees)
-        if result.get("update") == "torch":  # of before updates were compiled; its kernel writes gradients, too
-            work = replace(work, compiled_update=False, clipping=8)
-        shorter = result.get("attention_length", work.sequence) / work.sequence
-        works = work, replace(work, attended=shorter * work.attended)
-        predicted = [time_of(one, gpu=gpu, rates=rates).step_seconds for one in works]
-        errors = dict.fromkeys(f"{result['step_seconds'] / seconds - 1:+.1%}" for seconds in predicted)
-        peak = result["peak_memory_gib"] * 2**30
-        memory = f"{predict(recipe, degrees, context=False).peak / peak - 1:+.2%}"
-        name = label + (" *" if "waited" in result.get("note", "") else "")
-        tokens = f"{result['tokens_per_second_per_device']:,.0f}"
-        lines.append((name, tokens, " or ".join(errors), f"{peak / 1e9:.1f}", memory))
-    return markdown_table(("run", "tokens/s", "error", "peak, GB", "error"), lines)
+    return step_table(record, [sweep], gpu=gpu_of_device(record["environment"]["device"]), rates=rates)
 
 
 def generated(errors: Errors, found: Rates) -> Iterator[str]:
@@ -235,17 +190,13 @@ def generated(errors: Errors, found: Rates) -> Iterator[str]:
     yield from ("", "Our runs on an H200, which are in no fit. Second error: with the length of its documents, which a")
     yield from ("recipe does not know. *: the allocator waited in every step.", "", *measured_here(found))
     yield from ("", "Published rows, median and 90th percentile of the sizes of the errors:", "", *summary(errors), "")
+    yield from ("Published memory, of what a recipe can state:", "", *memory_table(errors.rows, least=GOAL), "")
 
 
 def write_all_rows(errors: Errors) -> None:
     """Write the errors of all rows, as a table for spreadsheets."""
     with ALL_ROWS.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *cells_of(errors, len(errors.rows))])
-
-
-def with_tables(text: str, tables: str) -> str:
-    """The page with new tables between its marks."""
-    return between(text, BEGIN, END, tables + "\n")
 
 
 def write_rates(found: Rates) -> None:

@@ -1,14 +1,11 @@
-"""The predicted memory of other programs' runs beside what they published: `bench.py --suite plan_memory`.
+"""The predicted memory of other programs' runs beside what they published.
 
 Each row of the table that has a memory is stated as a recipe, and then what its program does otherwise. The programs'
 sources, of the weeks of the measurements, say what. Imports no torch.
 """
 
-import argparse
-import csv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from textwrap import wrap
 
@@ -24,17 +21,11 @@ from parallel.config import (
 )
 from recipes.data.config import BatchConfig
 from recipes.files.markdown import markdown_table
-from recipes.lab.bench.marks import between
-from recipes.lab.bench.published import TABLE
-from recipes.lab.sweep.runner import exit_code_of
+from recipes.lab.bench.published import Published
 from recipes.plan.memory import predict
 from recipes.plan.sizes import Pieces, Sizes
-from recipes.recipe.load import CONFIGS, shown
 from recipes.recipe.schema import Recipe
 
-PAGE = CONFIGS.parent / "docs/plan.md"
-BEGIN = "<!-- Written by scripts/bench.py --suite plan_memory --write-docs. -->\n"
-END = "<!-- Written by scripts/bench.py --suite plan_memory --write-docs: end. -->\n"
 AT = "the gradient of the logits"
 """The moment at which all of them are the fullest: a loss that is not chunked has several copies of the logits."""
 GOAL = 0.05
@@ -83,7 +74,6 @@ class Row:
     """Whether it recomputes what torchtitan's "selective" does: every second product is kept."""
     measured: float
     """Bytes."""
-    trust: str
 
     @property
     def counts(self) -> bool:
@@ -97,42 +87,15 @@ class Row:
         return peak_of(self) / self.measured - 1
 
 
-def main(arguments: list[str]) -> int:
-    """Print the table. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="bench.py --suite plan_memory", description=__doc__.removesuffix("Imports no torch.\n"), allow_abbrev=False
-    )
-    parser.add_argument("--table", type=Path, default=TABLE, help="measurements (%(default)s)")
-    parser.add_argument("--write-docs", action="store_true", help=f"write it into {shown(PAGE)}")
-    options = parser.parse_args(arguments)
-    return exit_code_of(lambda: _run(options), interrupted="interrupted")
-
-
-def _run(options: argparse.Namespace) -> int:
-    rows, pipelines = read(options.table)
-    if not options.write_docs:
-        print("\n".join(table(rows, pipelines)))
-        return 0
-    found = "\n".join(table(rows, pipelines, least=GOAL))
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
-    print(f"written: {shown(PAGE)}")
-    return 0
-
-
-def with_table(text: str, found: str) -> str:
-    """The page with this table."""
-    return between(text, BEGIN, END, f"\n{found}\n\n")
-
-
-def read(path: Path = TABLE) -> tuple[list[Row], int]:
+def rows_with_memory(published: Iterable[Published]) -> tuple[list[Row], int]:
     """The rows with a memory that a recipe can state, and how many it cannot: those with pipeline stages."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["memory_gib"]]
-    found = [_row(row) for row in rows if row["pp"] == "1"]
-    return found, len(rows) - len(found)
+    rows = [row for row in published if row.line["memory_gib"]]
+    stated = [_row(row) for row in rows if row.line["pp"] == "1"]
+    return stated, len(rows) - len(stated)
 
 
-def _row(row: dict[str, str]) -> Row:
+def _row(published: Published) -> Row:
+    row = published.line
     degrees = MeshDegrees(
         replicate=int(row["replicate"]), shard=int(row["shard"]), context=int(row["cp"]), tensor=int(row["tp"])
     )
@@ -154,17 +117,13 @@ def _row(row: dict[str, str]) -> Row:
         ),
         fsdp=FSDPConfig(reshard_after_forward=True),
     )
-    layout = {"FSDP": degrees.shard, "tensor": degrees.tensor, "context": degrees.context}
-    axes = [f"{axis} {degree}" for axis, degree in layout.items() if degree > 1] or ["one GPU"]
     how = "compiled" if recipe.compile.enabled else "eager"
     recompute = "every second product" if second else row["ac"]
-    tokens = f"{row['micro_batch']} x {row['seq']}"
-    name = f"{_who(row)}, {row['model']}, {', '.join(axes)}, {tokens}, {how}, {recompute}"
-    program, measured = _program(row), float(row["memory_gib"]) * 2**30
-    return Row(name, program, recipe, degrees, second, measured, row["trust"])
+    name = f"{published.project}: {published.name}, {how}, {recompute}"
+    return Row(name, _program(row), recipe, degrees, second, float(row["memory_gib"]) * 2**30)
 
 
-def _model(row: dict[str, str]) -> ModelConfig:
+def _model(row: Mapping[str, str]) -> ModelConfig:
     return replace(
         SIZES["llama3_8b"],
         layers=int(row["layers"]),
@@ -178,11 +137,7 @@ def _model(row: dict[str, str]) -> ModelConfig:
     )
 
 
-def _who(row: dict[str, str]) -> str:
-    return row["framework"].split()[0] + (" (torchao)" if "pytorch/ao" in row["source"] else "")
-
-
-def _program(row: dict[str, str]) -> Program:
+def _program(row: Mapping[str, str]) -> Program:
     if row["framework"].startswith("KempnerForge"):
         return KEMPNER
     if "float8nocompile" in row["source"]:
@@ -227,8 +182,9 @@ def _at_loss(row: Row, size: Sizes) -> Pieces:
     return pieces
 
 
-def table(rows: list[Row], pipelines: int, *, least: float = 0.0) -> Iterator[str]:
+def memory_table(published: Iterable[Published], *, least: float = 0.0) -> Iterator[str]:
     """Markdown: the largest errors first. least: the least error that is shown."""
+    rows, pipelines = rows_with_memory(published)
     counted = [abs(row.error) for row in rows if row.counts]
     met = sum(error <= GOAL for error in counted)
     all_errors = median(abs(row.error) for row in rows)

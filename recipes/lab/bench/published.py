@@ -6,7 +6,7 @@ what is copied and gathered. Nothing here is fitted. Imports no torch.
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,6 @@ class Published:
     """One row of the table."""
 
     project: str
-    source: str
     trust: str
     """A: as published; B: something was assumed."""
     name: str
@@ -55,6 +54,8 @@ class Published:
     """Tokens per second and GPU."""
     work: Work
     gpu: Gpu
+    line: Mapping[str, str]
+    """The row as it is in the table."""
 
 
 def read_published(path: Path = TABLE) -> list[Published]:
@@ -84,9 +85,7 @@ def _published(row: dict[str, str]) -> Published:
     if found := re.search(r"(\d+) Gb/s.* per node", network):
         gpu = replace(gpu, network=1e9 * int(found[1]) / 8 / gpu.per_node)
     work = work_of_row(row, per_node=gpu.per_node)
-    return Published(
-        _project(row["source"]), row["source"], row["trust"], _name(row), float(row["tok_s_gpu"]), work, gpu
-    )
+    return Published(_project(row["source"]), row["trust"], _name(row), float(row["tok_s_gpu"]), work, gpu, row)
 
 
 def _project(source: str) -> str:

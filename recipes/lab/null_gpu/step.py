@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
+from torch._inductor.graph import GraphLowering
 from torch.distributed import ProcessGroup
 
 import parallel.mesh
@@ -34,6 +35,7 @@ from parallel.messages import Messages
 from parallel.nodes import arrange
 from recipes.data.batches import MicroBatch
 from recipes.lab.null_gpu.calls import along_axes, read_log
+from recipes.lab.null_gpu.generated import count
 from recipes.lab.null_gpu.planned import planned
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
@@ -56,24 +58,28 @@ PER_NODE = 8
 def main(arguments: list[str]) -> None:
     """Step the recipe and write what was seen; of what did not finish, only what was predicted."""
     path, size, out, *overrides = arguments
+    codes: list[str] = []
+    GraphLowering.save_output_code = staticmethod(codes.append)
     log = Path(os.environ["NULL_GPU_LOG"] + ".0")
     stub = ctypes.CDLL("libcuda.so.1")
     processes, recipe = int(size), load(path, overrides, elsewhere=True)
     degrees = recipe.mesh.fit(processes, nodes=-(-processes // PER_NODE))
     batch = recipe.batch
-    count = min(MICRO_BATCHES, max(1, batch.global_batch_size // degrees.data_parallel // batch.micro_batch_size))
-    whole = degrees.data_parallel * batch.micro_batch_size * count
+    micro_batches = min(
+        MICRO_BATCHES, max(1, batch.global_batch_size // degrees.data_parallel // batch.micro_batch_size)
+    )
+    whole = degrees.data_parallel * batch.micro_batch_size * micro_batches
     recipe = replace(recipe, batch=replace(batch, global_batch_size=whole))
     if recipe.attention.backend == "cudnn":
         recipe = replace(recipe, attention=replace(recipe.attention, backend="auto"))
-    seen: dict[str, Any] = {"ranks": processes, "micro_batches": count}
+    seen: dict[str, Any] = {"ranks": processes, "micro_batches": micro_batches}
     seen["predicted"] = predict(recipe, degrees, context=False).peak
     Path(out).write_text(json.dumps(seen), encoding="utf-8")
     repeat_bits(recipe.run.deterministic)
     world = alone_of(processes)
     built = build(recipe, world)
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN brings a CUDA runtime of its own, which wants a driver
-    seen |= stepped(stub, recipe, built, world, count)
+    seen |= stepped(stub, recipe, built, world, micro_batches)
     seen |= {"attention": built.attention, "communication": communication_backend("cuda")}
     if processes > 1 and not records_collectives():
         raise RuntimeError(NO_RECORD)
@@ -87,6 +93,7 @@ def main(arguments: list[str]) -> None:
     calls = logged.phases[f"step {STEPS}"]
     seen["sent"] = {axis: one._asdict() for axis, one in along_axes(calls, names, logged.sizes).items()}
     seen["planned"] = {axis: one._asdict() for axis, one in planned(recipe, degrees).items()}
+    seen["generated"] = [count(code) for code in codes if "async_compile.triton(" in code]
     seen["calls"] = Counter(f"{names.get(call.group)} {call.kind} {call.elements} {call.type}" for call in calls)
     Path(out).write_text(json.dumps(seen), encoding="utf-8")
     sys.stdout.flush()

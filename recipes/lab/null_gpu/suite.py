@@ -16,10 +16,10 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
-from recipes.files.markdown import markdown_table
-from recipes.lab.bench.marks import between
+from recipes.files.markdown import between, markdown_table
 from recipes.lab.null_gpu.build import NullGpu, build
 from recipes.lab.null_gpu.calls import disorders, read_logs
+from recipes.lab.null_gpu.generated import table as table_of_generated
 from recipes.lab.sweep.grid import read_sweep
 from recipes.lab.sweep.runner import Ended, exit_code_of, run
 from recipes.metrics.hardware import hardware_of
@@ -56,6 +56,8 @@ AXES = {
 ALONE = {f"TORCH_NCCL_{name}": "0" for name in ("ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR")}
 ALONE["TORCH_NCCL_RANKS_PER_ROOT"] = "1000000"
 """For a rank without others: torch would ask these whether they live, and for their part of NCCL's addresses."""
+UNCACHED = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+"""So that code is generated, and can be read."""
 LIMIT = 900
 """Seconds of one run: no run that ends takes as long."""
 
@@ -73,6 +75,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--axes", choices=AXES, nargs="*", help="whole runs (all)")
     parser.add_argument("--eager-only", action="store_true", help="do not step with torch.compile")
+    parser.add_argument("--generated", action="store_true", help="only print the bytes that generated kernels move")
     parser.add_argument("--record", type=Path, default=RECORD, help="JSON file that keeps all results (%(default)s)")
     parser.add_argument("--write-docs", action="store_true", help=f"write {shown(PAGE)}; else print its table")
     options = parser.parse_args(arguments)
@@ -80,6 +83,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.generated:
+        return _count_generated(options)
     try:
         record: dict[str, Any] = json.loads(options.record.read_bytes()) if options.record.exists() else {}
     except (OSError, ValueError) as error:
@@ -102,10 +107,32 @@ def _run(options: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
+def _count_generated(options: argparse.Namespace) -> int:
+    """Print the bytes that the generated kernels of each recipe move, with two layers; 1 if a step failed."""
+    failed = 0
+    for python in options.python:
+        with tempfile.TemporaryDirectory(prefix="null_gpu_") as folder:
+            gpu, counted = build(python, Path(folder) / "stub"), {}
+            for path in _paths(options):
+                *_, (name, overrides) = variants(path, eager_only=False)
+                row = step(gpu, path, (*overrides, "--model.layers", "2"), Path(folder) / "step")
+                counted[name] = row.get("generated", [])
+                failed += "error" in row
+                print(f"{gpu.torch} {name}: {row.get('error') or 'done'}", flush=True)
+            print("\n".join(table_of_generated(counted)), flush=True)
+    return int(failed > 0)
+
+
+def _paths(options: argparse.Namespace) -> list[Path]:
+    """The recipes that are asked for."""
+    return (
+        sorted(path for name in RECIPES for path in CONFIGS.rglob(name)) if options.recipes is None else options.recipes
+    )
+
+
 def _rows(gpu: NullGpu, options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, what was seen) of each step and each whole run."""
-    paths = options.recipes
-    for path in sorted(one for name in RECIPES for one in CONFIGS.rglob(name)) if paths is None else paths:
+    for path in _paths(options):
         if "runs" in read_toml(path):
             for row in read_sweep(path, output=folder, processes=1).rows:
                 file = folder / f"{row.label}_{row.processes}xh200.toml"
@@ -141,7 +168,7 @@ def step(
     hardware = hardware_of(path.stem)
     out = _cleared(folder) / "out.json"
     command = [gpu.python, script, path.resolve(), hardware.processes if hardware else 8, out, *overrides]
-    ended = _finish(command, gpu.environment(NULL_GPU_LOG=str(folder / "calls"), **ALONE), folder)
+    ended = _finish(command, gpu.environment(NULL_GPU_LOG=str(folder / "calls"), **ALONE, **UNCACHED), folder)
     seen: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     return seen if ended.outcome == "done" else seen | {"error": f"{ended.outcome}: {ended.reason}"}
 

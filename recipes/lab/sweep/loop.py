@@ -18,10 +18,11 @@ from recipes.recipe.load import to_toml
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None]) -> dict[str, Result]:
+def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None], option: str = "--output") -> dict[str, Result]:
     """Run the rows without a result (retry: also those that failed); returns label -> result, in the order of the rows.
 
-    Writes table and pictures after every row. Raises UserError if the folder is not writable or is in use.
+    Writes table and pictures after every row. Raises UserError if the folder, which `option` names, is not writable or
+    is in use.
     """
     with ExitStack() as stack:
         lock = FolderLock()  # two sweeps would measure each other, and move each other's folders
@@ -29,10 +30,10 @@ def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None]) -> dict[
         try:
             (sweep.folder / "recipes").mkdir(parents=True, exist_ok=True)
             (sweep.folder / "logs").mkdir(exist_ok=True)
-            lock.take(sweep.folder, log=log, remedy="write another --output", here=0, elsewhere=0)
+            lock.take(sweep.folder, log=log, remedy=f"write another {option}", here=0, elsewhere=0)
             write_page(sweep)
         except OSError as error:
-            raise UserError(f"{sweep.folder} cannot be written: {error.strerror}; write another --output") from None
+            raise UserError(f"{sweep.folder} cannot be written: {error.strerror}; write another {option}") from None
         for number, row in enumerate(sweep.rows, 1):
             place = f"[{number}/{len(sweep.rows)}] {row.label}"
             known = current_results(sweep).get(row.label)

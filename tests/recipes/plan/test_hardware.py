@@ -3,7 +3,7 @@
 import pytest
 
 from parallel.errors import UserError
-from recipes.lab.bench.gpu_plan import gpu_of_device
+from recipes.lab.bench.gpu_page import gpu_of_device
 from recipes.lab.plan.world import gpu_named
 
 

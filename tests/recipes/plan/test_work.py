@@ -8,15 +8,15 @@ import pytest
 
 from models.sizes import SIZES
 from parallel.config import MeshDegrees
-from recipes.lab.codegen.codegen import read_all_rows
 from recipes.plan.work import COMPILED, moved_bytes, work_of
 from recipes.recipe.load import CONFIGS, load
+from tests.generated_code import rows_of_generated_code
 
 
 def counted() -> list[tuple[str, int, Any, Any, int, float]]:
-    """(model, tokens, float8, recompute, kernels, bytes) of each row of docs/benchmarks/codegen.csv."""
+    """(model, tokens, float8, recompute, kernels, bytes) of each row of tests/generated_code.csv."""
     rows = []
-    for row in read_all_rows():
+    for row in rows_of_generated_code():
         found = re.match(r"(\w+), (\d+) x (\d+) tokens", row["block"])
         assert found
         kernels = sum(int(row[kind]) for kind in ("fused", "products", "attention", "other"))

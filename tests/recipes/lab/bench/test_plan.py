@@ -112,15 +112,7 @@ def test_a_table_with_what_nobody_knows_gets_one_line(
     old: str, new: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rows.csv").write_text(TABLE.read_text(encoding="utf-8").replace(old, new))
-    assert plan.main(["--predict", str(tmp_path / "rows.csv")]) == 2
+    assert plan.main(["--table", str(tmp_path / "rows.csv")]) == 2
     assert message in capsys.readouterr().err
-    assert plan.main(["--predict", str(tmp_path / "none.csv")]) == 2
+    assert plan.main(["--table", str(tmp_path / "none.csv")]) == 2
     assert "none.csv" in capsys.readouterr().err
-
-
-def test_kept_back_rows_are_predicted_without_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.csv").write_text("\n".join(TABLE.read_text(encoding="utf-8").splitlines()[:3]))
-    assert plan.main(["--predict", str(tmp_path / "rows.csv")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("llm-foundry, trust A: 2 rows, ") and len(lines) == 3
-    assert all("% A llm-foundry: mpt_70b, " in line for line in lines[1:])

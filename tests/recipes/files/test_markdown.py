@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.lab.bench.marks import between
+from recipes.files.markdown import between
 
 
 def test_only_what_is_between_the_marks_changes() -> None:

@@ -1,8 +1,8 @@
-"""Kills runs again and again: `python scripts/chaos.py [--kills N]`. They must end as an undisturbed run does.
+"""Kills runs again and again: `python -m tests.chaos [--kills N]`. They must end as an undisturbed run does.
 
 One process or all get SIGKILL, at random times while they start, train and save; then the same command continues. The
 files of the last checkpoint and every logged loss are compared with those of an undisturbed run. Further arguments
-change the recipe, as in `--processes 4 --mesh.context 2 --mesh.tensor 2`. Imports no torch.
+change the recipe, as in `--processes 4 --mesh.context 2 --mesh.tensor 2`.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.processes import ROOT, descendants
+
 OVERRIDES = {
     "model.layers": 2,
     "model.width": 64,
@@ -76,19 +77,6 @@ class Run:
         files = json.loads((newest / "manifest.json").read_text())["files"]
         checksums = {f"{newest.name}/{name}": about["checksum"] for name, about in files.items()}
         return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row], checksums
-
-
-def descendants(of: int) -> list[int]:
-    """Process ids of a process's children, their children, and so on."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):  # it has ended
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found = [of]
-    for process in found:
-        found += [child for child, parent in parents.items() if parent == process]
-    return found[1:]
 
 
 def kill(process: subprocess.Popen[bytes], workers: list[int]) -> None:
@@ -171,3 +159,7 @@ def main(arguments: list[str]) -> int:
             print(f"run {len(verdicts)}: {len(found[0])} losses {losses}, files of {newest} {files}", flush=True)
     print(f"{kills} kills, {sum(verdicts)} of {len(verdicts)} runs ended as the undisturbed one, to the bit")
     return 0 if all(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
