@@ -21,6 +21,7 @@ from parallel.errors import UserError
 from recipes.files.atomic import write_whole
 from recipes.files.markdown import markdown_table
 from recipes.lab.plan.plan import plan
+from recipes.lab.plan.world import World
 from recipes.lab.sweep.grid import Row
 from recipes.lab.sweep.loop import run_row
 from recipes.lab.sweep.runner import exit_code_of, run
@@ -163,7 +164,7 @@ def chain(file: Path, *, steps: int) -> list[Compared]:
 def predicted_seconds(recipe: Recipe, processes: int, file: Path) -> float:
     """The predicted seconds of one step."""
     cpu, rates = calibrated(file, None, processes=processes)
-    return plan(recipe, recipe.mesh.fit(processes), gpu=cpu, rates=rates).time.step_seconds
+    return plan(recipe, World(cpu, processes, rates=rates)).time.step_seconds
 
 
 def _row(name: str, folder: Path, steps: int) -> Row:

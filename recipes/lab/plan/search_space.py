@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, product
-from math import gcd, inf
+from math import gcd
 from typing import Any
 
 from parallel.config import ActivationCheckpointingConfig, MeshConfig, MeshDegrees
 from parallel.errors import UserError
+from recipes.lab.plan.world import World
 from recipes.plan.hardware import Gpu
-from recipes.recipe.fields import sections
+from recipes.recipe.fields import sections, toml
 from recipes.recipe.rules import blocks_can_recompute, pipeline_fits, violations_elsewhere
 from recipes.recipe.rules_experts import experts_can_run
 from recipes.recipe.rules_mesh import (
@@ -66,7 +67,7 @@ Tuning = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Layout:
+class Meshed:
     """A recipe with a mesh and a micro-batch."""
 
     recipe: Recipe
@@ -74,25 +75,33 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Candidate(Meshed):
+    """A recipe that may be the fastest, or lie on the front."""
+
+    peak: int
+    """Bytes."""
+    seconds: float
+    """Seconds of a step."""
+
+
+@dataclass(frozen=True)
 class Space:
-    """All that a search tries for one recipe on so many processes. Raises UserError for nodes that are not alike."""
+    """All that a search tries for one recipe on some GPUs."""
 
     recipe: Recipe
-    processes: int
-    nodes: int
-    fixed: frozenset[str]
+    world: World
+    fixed: frozenset[str] = frozenset()
     """Dotted keys that stay as they are in the recipe."""
-    memory: float = inf
-    """Bytes of a GPU."""
 
-    def __post_init__(self) -> None:
-        if self.processes % self.nodes:
-            raise UserError(
-                f"--search: {self.processes} processes cannot be divided equally among {self.nodes} nodes"
-                "; write --processes as a multiple of --nodes"
-            )
+    @property
+    def processes(self) -> int:
+        return self.world.processes
 
-    def layouts(self) -> Iterator[Layout | str]:
+    @property
+    def nodes(self) -> int:
+        return self.world.nodes
+
+    def layouts(self) -> Iterator[Meshed | str]:
         """Every mesh with every micro-batch that the rules accept; for each mesh that they refuse, why."""
         for mesh in self._meshes():
             float8 = self.recipe.float8
@@ -110,7 +119,7 @@ class Space:
             sizes = divisors(share)[: None if degrees.pipeline == 1 else 2]  # larger ones leave fewer for the stages
             for micro in self._values("batch.micro_batch_size", sizes):
                 candidate = self._with_micro_batch(one, micro)
-                yield self.refusal(candidate) or Layout(candidate, degrees)
+                yield self.refusal(candidate) or Meshed(candidate, degrees)
 
     def refusal(self, recipe: Recipe) -> str | None:
         """Why train.py --check would refuse this candidate, in a few words; None if it would not."""
@@ -130,7 +139,7 @@ class Space:
         key = next((key for key, _ in broken), None)
         return key and REASONS.get(key, f"a rule about {key}")
 
-    def settings(self, layout: Layout) -> Iterator[list[Recipe]]:
+    def settings(self, layout: Meshed) -> Iterator[list[Recipe]]:
         """Recipes with ever more blocks that recompute, for each mode of checkpointing and each ZeRO stage.
 
         Those in which fewer than half of the blocks do come apart from the others, which are of another kind.
@@ -180,11 +189,12 @@ class Space:
     @cached_property
     def _checkpointing(self) -> list[list[ActivationCheckpointingConfig]]:
         """Lists for each mode, of fewer than half of the blocks and of the others, with ever more that recompute."""
-        own, layers, found = self.recipe.activation_checkpointing, self.recipe.model.layers, []
+        own, layers = self.recipe.activation_checkpointing, self.recipe.model.layers
+        ways: list[list[ActivationCheckpointingConfig]] = []
         for mode in self._values("activation_checkpointing.mode", ("none", "selective", "full")):
             if mode == "none":
                 if own.blocks == "all" or "activation_checkpointing.blocks" not in self.fixed:
-                    found.append([ActivationCheckpointingConfig()])
+                    ways.append([ActivationCheckpointingConfig()])
                 continue
             halves = [count for count in ((layers - 1) // 2, -(-layers // 2)) if count]  # most of few, fewest of many
             blocks = self._values("activation_checkpointing.blocks", (*SHARES, *halves))
@@ -194,8 +204,8 @@ class Space:
                 [by_count[count] for count in sorted(by_count) if (2 * count >= layers) == half]
                 for half in (False, True)
             )
-            found += [few, many]
-        return [ways for ways in found if ways]
+            ways += [few, many]
+        return [each for each in ways if each]
 
     def _values(self, key: str, values: Any) -> Any:
         """These values for a field, or the recipe's alone if it is fixed."""
@@ -228,7 +238,7 @@ class Space:
     def _pipelines(self) -> Sequence[int]:
         """Degrees of a pipeline: 1 and the recipe's own, and further ones where they can pay."""
         own, node = self.recipe.mesh.pipeline, self.processes // self.nodes
-        is_large = self.nodes > 1 and 12 * self.recipe.model.num_params() > node * self.memory
+        is_large = self.nodes > 1 and 12 * self.recipe.model.num_params() > node * self.world.gpu.memory
         degrees = [degree for degree in (PIPELINE if is_large else (1, own)) if self.nodes % degree == 0]
         return self._values("mesh.pipeline", sorted({*degrees, own}))
 
@@ -312,3 +322,9 @@ def changes(original: Recipe, other: Recipe) -> Changes:
         if before != after:
             found[section] = {name: value for name, value in after.items() if value != before[name]}
     return found
+
+
+def as_keys(changed: Changes) -> str:
+    """The changed fields on one line, such as "fsdp.prefetch = 2, optimizer.lr = 0.1"."""
+    keys = {f"{section}.{name}": value for section, fields in changed.items() for name, value in fields.items()}
+    return ", ".join(f"{key} = {toml(value)}" for key, value in keys.items())
