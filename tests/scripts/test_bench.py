@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from recipes.lab.bench import gpu, gpu_plan, kernels
-from recipes.lab.sweep import loop, runner
+from recipes.lab.sweep import runner
 from tests.processes import wait_for
 from tests.recipes.lab.sweep.forked import run_forked
 
@@ -132,10 +132,13 @@ def variables(place: Path) -> list[bytes]:
         return []
 
 
+launched = runner.run
+
+
 def measured_here(home: Path, *arguments: str) -> tuple[int, str, str]:
     """The tiny suite with every row in this process or a fork of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "run", run_forked)
+        patch.setattr(runner, "run", run_forked)
         patch.setattr(gpu, "run", kernels_here)
         return bench_here(home, "--suite", "gpu", "--tiny", "--output", "record", *arguments)
 
@@ -145,7 +148,7 @@ def kernels_here(
 ) -> runner.Ended:
     """recipes.lab.sweep.runner.run, in this process for a group of kernels."""
     if "pytest" in command:
-        return runner.run(command, stdout=stdout, stderr=stderr, timeout=timeout, environment=environment)
+        return launched(command, stdout=stdout, stderr=stderr, timeout=timeout, environment=environment)
     assert command[2:4] == ["--suite", "kernels"]
     with stderr.open("w", encoding="utf-8") as file, contextlib.redirect_stderr(file):
         code = kernels.main(list(command[4:]))

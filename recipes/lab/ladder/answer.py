@@ -7,8 +7,7 @@ import numpy
 
 from models.config import ModelConfig
 from recipes.lab.curves.style import short
-from recipes.lab.ladder.fit import Rates, compute_optimal
-from recipes.lab.ladder.points import Point
+from recipes.lab.ladder.fit import Point, Rates, compute_optimal
 from recipes.lab.ladder.rungs import scaled
 from recipes.metrics.ladder import Fit, Ladder, Prediction
 

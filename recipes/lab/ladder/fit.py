@@ -2,13 +2,13 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy
 from numpy.typing import NDArray
 
 from parallel.errors import UserError
-from recipes.lab.ladder.points import Point
 from recipes.metrics.ladder import Fit, Law, Prediction, losses
 
 Array = NDArray[numpy.float64]
@@ -16,6 +16,24 @@ HUBER = 1e-3  # beyond it a residual counts by its size, not its square (Hoffman
 DISTINCT = 10  # draws of the bootstrap: fewer say nothing of the uncertainty
 SAME = 0.05  # lengths that differ by a smaller share are compared as equal ones
 EXPONENTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.8, 1.2)  # a and b of the starts
+
+
+@dataclass(frozen=True)
+class Point:
+    """A finished run of a ladder: what a law is fitted to."""
+
+    rung: str
+    seed: int
+    parameters: int
+    """N: ModelConfig.non_embedding_params()."""
+    tokens: int
+    """D."""
+    flops: float
+    """Of the whole run, forward and backward."""
+    loss: float
+    """On the validation text at the end, nats per token."""
+    curve: tuple[tuple[float, float], ...] = ()
+    """(share of the steps, validation loss), ascending."""
 
 
 class Rates(NamedTuple):

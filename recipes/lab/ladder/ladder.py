@@ -13,10 +13,9 @@ from pydantic import TypeAdapter
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
 from recipes.files.lock import FolderLock
-from recipes.lab.ladder.fit import SAME, best_rates, fit_law, miss_of_top
-from recipes.lab.ladder.points import Point
+from recipes.lab.ladder.fit import SAME, Point, best_rates, fit_law, miss_of_top
 from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, sizes
-from recipes.lab.ladder.runs import Failed, point_of, runs_of, train, write_recipes
+from recipes.lab.ladder.runs import Failed, point_of, runs_of, train_all, write_recipes
 from recipes.metrics.ladder import Fit, Ladder
 from recipes.recipe.load import load, shown
 from recipes.recipe.rules_ladder import conditions_of
@@ -67,7 +66,7 @@ def climb(
             for line in _listed(groups):
                 log(line)
             return 0
-        failed = train(runs, folder, processes=processes, log=log)
+        failed = train_all(runs, folder, processes=processes, log=log)
         if task is None:
             try:
                 answer = _answer(recipe, options, found, failed, folder=folder)
@@ -118,7 +117,7 @@ def _answer(
     """Fit the laws and write them, with a page. Returns the lines for the screen. Raises UserError if too few runs have
     ended, or if they do not determine a law."""
     from recipes.lab.ladder.answer import Answer, lines
-    from recipes.lab.ladder.page import write_page
+    from recipes.lab.ladder.page import write_ladder_page
 
     reached = [(budget, point) for budget in found if (point := point_of(budget))]
     points = [point for budget, point in reached if not budget.sweep]
@@ -153,7 +152,7 @@ def _answer(
         failed={one.name: one.reason for one in failed},
     )
     write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(answer.ladder).decode())
-    write_page(folder, answer, command=options.command)
+    write_ladder_page(folder, answer, command=options.command)
     return [*lines(answer), "", f"wrote {folder}: {FILE} ladder.md ladder.png"]
 
 

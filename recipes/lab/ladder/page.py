@@ -11,6 +11,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from recipes.files.atomic import write_whole
+from recipes.files.markdown import markdown_table
 from recipes.lab.curves.style import DOTS_PER_INCH, INK, VERMILION, short, tidy
 from recipes.lab.ladder.answer import Answer, interval, lines
 from recipes.metrics.ladder import losses
@@ -56,7 +57,7 @@ def draw(answer: Answer, file: Path) -> None:
     figure.savefig(file, dpi=DOTS_PER_INCH)
 
 
-def write_page(folder: Path, answer: Answer, *, command: str) -> None:
+def write_ladder_page(folder: Path, answer: Answer, *, command: str) -> None:
     """Write ladder.md and ladder.png. command: the one that they come from. Raises OSError."""
     draw(answer, folder / "ladder.png")
     write_whole(folder / "ladder.md", "\n".join(_page(answer, command)) + "\n")
@@ -67,15 +68,17 @@ def _page(answer: Answer, command: str) -> Iterator[str]:
     yield from (f"# The ladder of {answer.ladder.recipe}", "", f"    {command}", "")
     yield from (f"    {line}".rstrip() for line in lines(answer))
     yield from ("", "![Loss against FLOPs](ladder.png)", "", "## Law", "", "L(N, D) = E + A / N^a + B / D^b, nats", "")
-    yield from ("| | | 95% interval |", "|---|---:|---:|")
-    for name, value, drawn in zip("EAaBb", answer.fit.law, zip(*answer.fit.samples, strict=True), strict=True):
-        yield "| {} | {:.4g} | {:.4g} to {:.4g} |".format(name, value, *interval(drawn))
-    yield from ("", "## Runs", "", "| rung | parameters | tokens | seeds | loss | law | difference |", "|---" * 7 + "|")
+    constants = zip("EAaBb", answer.fit.law, zip(*answer.fit.samples, strict=True), strict=True)
+    spans = [(name, f"{value:.4g}", "{:.4g} to {:.4g}".format(*interval(drawn))) for name, value, drawn in constants]
+    yield from markdown_table(("", "", "95% interval"), spans)
+    yield from ("", "## Runs", "")
+    columns, rows = ("rung", "parameters", "tokens", "seeds", "loss", "law", "difference"), []
     ordered = sorted(answer.points, key=lambda point: (point.parameters, point.tokens))
     for (rung, size, tokens), group in groupby(ordered, lambda point: (point.rung, point.parameters, point.tokens)):
         seen = [point.loss for point in group]
         loss, law = fmean(seen), float(losses([answer.fit.law], size, tokens)[0])
         gap = f"{100 * (loss / law - 1):+.2f}%"
-        yield f"| {rung} | {size:,} | {tokens:,} | {len(seen)} | {loss:.4f} | {law:.4f} | {gap} |"
+        rows.append((rung, f"{size:,}", f"{tokens:,}", len(seen), f"{loss:.4f}", f"{law:.4f}", gap))
+    yield from markdown_table(columns, rows, align="l" * len(columns))
     if answer.failed:
         yield from ("", "## Failed", "", *(f"- {name}: {why}" for name, why in answer.failed.items()))

@@ -97,7 +97,9 @@ class Search:
                 if self._can_matter(kind, self._bound(setting, box.degrees), need):
                     self._try([tuned(setting, tuning) for tuning in self.space.own_tuning_first], box.degrees)
         first = min(self._fastest.values(), default=inf)
-        self.front = _thinned([at for at in self.front if at.seconds <= SLOWEST * first], GRAIN * self.gpu.memory)
+        self.front = _front(
+            [point for point in self.front if point.seconds <= SLOWEST * first], GRAIN * self.gpu.memory
+        )
         return self
 
     def fits(self) -> bool:
@@ -225,22 +227,13 @@ def kind_of(recipe: Recipe, degrees: MeshDegrees) -> Kind:
     return degrees.pipeline, degrees.tensor, degrees.context, degrees.expert, degrees.replicate > 1, mode
 
 
-def _front(points: list[Candidate]) -> list[Candidate]:
-    """The points that need less memory than all faster ones, the fastest first."""
+def _front(points: list[Candidate], grain: float = 1) -> list[Candidate]:
+    """The points that need less memory than all faster ones, by this many bytes, the fastest first."""
     front: list[Candidate] = []
     for point in sorted(points, key=lambda point: (point.seconds, point.peak)):
-        if not front or point.peak < front[-1].peak:
+        if not front or point.peak <= front[-1].peak - grain:
             front.append(point)
     return front
-
-
-def _thinned(front: list[Candidate], grain: float) -> list[Candidate]:
-    """The front without the points that need hardly less memory than the one before."""
-    kept: list[Candidate] = []
-    for point in front:
-        if not kept or point.peak <= kept[-1].peak - grain:
-            kept.append(point)
-    return kept
 
 
 def what_would_fit(whole: Search) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Run one row of a sweep in processes of its own, and find out how they ended. Imports no torch."""
+"""Train a recipe of a sweep or a ladder in processes of its own, and find out how they ended. Imports no torch."""
 
 import os
 import re
@@ -16,7 +16,13 @@ from types import FrameType
 from typing import Literal
 
 from parallel.errors import UserError
+from recipes.files.atomic import write_whole
 from recipes.files.exit_codes import REFUSED, ended_by, with_parent
+from recipes.files.screen import Screen
+from recipes.recipe.load import to_toml
+from recipes.recipe.schema import Recipe
+
+ROOT = Path(__file__).resolve().parents[3]
 
 Outcome = Literal["done", "out of memory", "crashed", "refused", "timed out"]
 MARK = "SHARDWRIGHT_SWEEP_RUN"
@@ -76,6 +82,11 @@ def exit_code_of(work: Callable[[], int], *, interrupted: str) -> int:
         return ended_by(stop.number)
 
 
+def say(line: str) -> None:
+    """Print a line; a command goes on when its terminal is gone."""
+    Screen().write(f"{line}\n")
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a run ended; reason: why it failed, or empty."""
@@ -83,6 +94,30 @@ class Ended:
     outcome: Outcome
     reason: str
     seconds: float
+
+
+def write_recipe(recipe: Recipe, folder: Path) -> Path:
+    """Write a run of this folder as a file that scripts/run.sh takes. Raises UserError if it cannot be written."""
+    path = folder / "recipes" / f"{recipe.run.name}.toml"
+    try:
+        for needed in (path.parent, folder / "logs"):
+            needed.mkdir(parents=True, exist_ok=True)
+        write_whole(path, to_toml(recipe))  # a task of an array may read it now
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; write another --output") from None
+    return path
+
+
+def train(recipe: Recipe, folder: Path, *, processes: int, timeout: float) -> Ended:
+    """Train a recipe in processes of its own, started as scripts/run.sh starts them; their output goes to logs/."""
+    launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={processes}"]
+    return run(
+        [*launch, str(ROOT / "train.py"), str(write_recipe(recipe, folder))],
+        stdout=folder / "logs" / f"{recipe.run.name}.out",
+        stderr=folder / "logs" / f"{recipe.run.name}.err",
+        timeout=timeout,
+        environment={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), **os.environ},
+    )
 
 
 def run(command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, environment: dict[str, str]) -> Ended:

@@ -9,9 +9,8 @@ from matplotlib.image import imread
 from models.config import ModelConfig
 from models.sizes import SIZES
 from recipes.lab.ladder.answer import Answer, at_equal_flops, lines
-from recipes.lab.ladder.fit import Rates, compute_optimal
-from recipes.lab.ladder.page import write_page
-from recipes.lab.ladder.points import Point
+from recipes.lab.ladder.fit import Point, Rates, compute_optimal
+from recipes.lab.ladder.page import write_ladder_page
 from recipes.lab.ladder.rungs import scaled
 from recipes.metrics.ladder import Ladder, losses
 from tests.ladders import LAW, fit
@@ -95,7 +94,7 @@ def test_the_learning_rate_of_the_small_runs_stands_beside_that_of_the_recipe(an
 
 def test_the_page_lists_all_runs_and_those_that_failed(answer: Answer, tmp_path: Path) -> None:
     failed = {"0.2M-seed2": "hung", "0.6M-seed2": "out of memory"}
-    write_page(tmp_path, replace(answer, failed=failed), command="python scripts/ladder.py configs/large.toml")
+    write_ladder_page(tmp_path, replace(answer, failed=failed), command="python scripts/ladder.py configs/large.toml")
     page = (tmp_path / "ladder.md").read_text().splitlines()
     assert page[0] == "# The ladder of configs/large.toml"
     assert "    python scripts/ladder.py configs/large.toml" in page
@@ -107,7 +106,7 @@ def test_the_page_lists_all_runs_and_those_that_failed(answer: Answer, tmp_path:
 
 
 def test_the_picture_is_drawn(answer: Answer, tmp_path: Path) -> None:
-    write_page(tmp_path, answer, command="")
+    write_ladder_page(tmp_path, answer, command="")
     assert "![Loss against FLOPs](ladder.png)" in (tmp_path / "ladder.md").read_text()
     pixels = imread(tmp_path / "ladder.png")[..., :3]
     assert pixels.shape == (825, 1350, 3)

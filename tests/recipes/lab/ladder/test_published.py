@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from recipes.lab.ladder.fit import fit_law, miss_of_top
-from recipes.lab.ladder.points import Point
+from recipes.lab.ladder.fit import Point, fit_law, miss_of_top
 from recipes.metrics.ladder import Fit, Law, losses
 
 TABLE = Path("docs/benchmarks/published_losses.csv")

@@ -60,7 +60,14 @@ def logged(
         }
         for step, seconds in SECONDS.items()
     ]
-    lines = [*map(json.dumps, rows), json.dumps({"step": 18, "validation_loss": 9.0}), '{"step": 19, "lo']
+    lines = [
+        *map(json.dumps, rows),
+        json.dumps({"step": 18, "validation_loss": 9.0}),
+        "5",
+        '"a loss"',
+        '{"step": Infinity, "loss": 1.0}',
+        '{"step": 19, "lo',
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     environment = {
         "device": DEVICE,
@@ -265,11 +272,3 @@ def test_the_picture_files_are_not_blank(sweep: Sweep) -> None:
         assert 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.6
     assert draw(sweep, {}) == []
     assert draw(sweep, {"too large": results["too large"]}) == [sweep.folder / BARS]
-
-
-def test_lines_of_metrics_that_are_not_rows_do_not_count(sweep: Sweep) -> None:
-    row = sweep.rows[0]
-    expected = result_of(row, Ended("done", "", 40.0))
-    with (row.recipe.run.folder / "metrics.jsonl").open("ab") as file:
-        file.write(b'\n5\n"a loss"\n{"step": Infinity, "loss": 1.0}\n\xff\n')
-    assert result_of(row, Ended("done", "", 40.0)) == expected
