@@ -9,10 +9,10 @@ from statistics import fmean
 from parallel.errors import UserError
 from recipes.files.layout import CHECKPOINTS, DATA, METRICS, RECIPE, checkpoint_steps, step_folder
 from recipes.files.reading import json_object, read_text
-from recipes.lab.ladder.fit import Point
+from recipes.lab.ladder.fit import EndedRun
 from recipes.lab.ladder.rungs import Budget
 from recipes.lab.sweep.results import logged_rows
-from recipes.lab.sweep.runner import train, write_recipe
+from recipes.lab.sweep.runner import train_apart, write_recipe
 from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.load import load
 from recipes.recipe.rules_ladder import conditions_of
@@ -50,8 +50,8 @@ def write_recipes(recipes: Sequence[Recipe], folder: Path, *, processes: int) ->
 def _require_same(old: Recipe, new: Recipe) -> None:
     """Raises UserError if the loss of the old run is not that of the new one."""
     was, now = (
-        {key: value_of(one, key) for key in field_types() if key.startswith(SCORED)} | conditions_of(one)
-        for one in (old, new)
+        {key: value_of(recipe, key) for key in field_types() if key.startswith(SCORED)} | conditions_of(recipe)
+        for recipe in (old, new)
     )
     differences = [f"{key}: {toml(was[key])}, {toml(now[key])} now" for key in now if was[key] != now[key]]
     # A ladder may be moved to another folder, and its trunks with it.
@@ -76,11 +76,11 @@ def train_all(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: C
         seconds = 0.0
         if is_done(recipe):
             problem = _problem(recipe)
-        elif trunk in {one.name for one in failed}:
+        elif trunk in {failure.name for failure in failed}:
             problem = f"{trunk} failed, which it continues from"
         else:
             log(f"{which}: {recipe.run.steps:,} steps of {recipe.batch.global_batch_size} sequences")
-            ended = train(recipe, folder, processes=processes, timeout=TIMEOUT)
+            ended = train_apart(recipe, folder, processes=processes, timeout=TIMEOUT)
             problem = _problem(recipe) if ended.outcome == "done" else f"{ended.outcome}: {ended.reason}"
             seconds = ended.seconds
         if problem:
@@ -115,21 +115,21 @@ def is_done(recipe: Recipe) -> bool:
 
 def _texts_of(recipe: Recipe) -> str:
     """Fingerprints of the tokens that a finished run was trained on, and of those of its validation sources."""
-    found = json_object(read_text(step_folder(recipe.run.folder / CHECKPOINTS, recipe.run.steps) / DATA))
-    return str([sorted(one["tokens"] for one in found.get(part, {}).values()) for part in ("sources", "validation")])
+    data = json_object(read_text(step_folder(recipe.run.folder / CHECKPOINTS, recipe.run.steps) / DATA))
+    return str([sorted(text["tokens"] for text in data.get(part, {}).values()) for part in ("sources", "validation")])
 
 
 def losses_of(recipe: Recipe) -> dict[int, float]:
     """Step -> validation loss, the mean over the texts."""
-    found = {}
+    by_step = {}
     for row in logged_rows(recipe.run.folder / METRICS):
         values = [value for key, value in row.items() if key.split("/")[0] == "validation_loss"]
         if values:
-            found[row["step"]] = fmean(float("nan") if value is None else value for value in values)
-    return found
+            by_step[row["step"]] = fmean(float("nan") if value is None else value for value in values)
+    return by_step
 
 
-def point_of(budget: Budget) -> Point | None:
+def point_of(budget: Budget) -> EndedRun | None:
     """What a finished run reached; None unless all its parts are done and sound."""
     if any(map(_problem, budget.recipes)):
         return None
@@ -139,4 +139,4 @@ def point_of(budget: Budget) -> Point | None:
         curve |= {step: loss for step, loss in losses_of(recipe).items() if step <= last}
     shares = tuple((step / budget.steps, loss) for step, loss in sorted(curve.items()))
     rung, loss = budget.rung, curve[budget.steps]
-    return Point(rung.name, budget.seed, rung.parameters, budget.tokens, budget.flops, loss, shares)
+    return EndedRun(rung.name, budget.seed, rung.parameters, budget.tokens, budget.flops, loss, shares)

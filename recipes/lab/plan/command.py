@@ -140,7 +140,7 @@ def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -
 
 def _searched(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:
     """The fastest recipe that fits."""
-    from recipes.lab.plan.result import search, write_recipe
+    from recipes.lab.plan.result import search, write_fastest
 
     recipe = load(path, changes, elsewhere=True)
     fixed = frozenset(word[2:].partition("=")[0].replace("-", "_") for word in changes if word.startswith("--"))
@@ -171,7 +171,7 @@ def _searched(path: str, changes: Sequence[str], options: Options, world: World)
     if result.best is None:
         return PlanAnswer(lines, numbers, draw, code=REFUSED)
     lines += ["", "of the fastest:", *costs(result.best, options.money)]
-    return PlanAnswer(lines, numbers, draw, partial(write_recipe, result, base=Path(path)))
+    return PlanAnswer(lines, numbers, draw, partial(write_fastest, result, base=Path(path)))
 
 
 def _pictures() -> ModuleType:

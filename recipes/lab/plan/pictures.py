@@ -99,7 +99,7 @@ def forward(plan: Plan) -> dict[str, Pieces]:
     layers = plan.recipe.model.layers
     steady = (*size.state_by_kind, *STEADY)
     kept = {name: loss.get(name, 0) for name in (*steady, "accumulated gradients", "reduced gradients")}
-    found = {}
+    moments = {}
     for layer in range(layers):
         weights = loss["gathered weights"]
         if not size.keeps_blocks:
@@ -107,8 +107,8 @@ def forward(plan: Plan) -> dict[str, Pieces]:
         elif not size.accumulates:
             weights -= size.gathered_block * (layers - layer - 1)
         saved = round(size.tokens * size.saved_before(layer + 1))
-        found[f"the forward pass of block {layer}"] = kept | {"gathered weights": weights, "activations": saved}
-    return found
+        moments[f"the forward pass of block {layer}"] = kept | {"gathered weights": weights, "activations": saved}
+    return moments
 
 
 def _lanes(axes: Axes, plan: Plan) -> None:

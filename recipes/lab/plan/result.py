@@ -62,7 +62,7 @@ class SearchResult:
     def points(self) -> list[tuple[float, float, str]]:
         """(bytes that are left of the memory, tokens per second and device, what it is) of each point of the front."""
         memory, front = self.world.gpu.memory, self.looked.front
-        return [(memory - point.peak, self._speed(point), described(point, self.recipe)) for point in front]
+        return [(memory - point.peak, self._speed(point), settings_of(point, self.recipe)) for point in front]
 
     def lines(self) -> list[str]:
         """Lines for the screen."""
@@ -81,7 +81,7 @@ class SearchResult:
             lines[0] += f", and {_several(looked.refused.total(), 'mesh', 'meshes')} for rules ({reasons})"
         if looked.nearly and self.best and WORTH * looked.nearly.seconds < self.best.time.step_seconds:
             speed, memory = number(self._speed(looked.nearly)), looked.nearly.peak / 1e9
-            what = described(looked.nearly, self.recipe)
+            what = settings_of(looked.nearly, self.recipe)
             lines += [f"the fastest of those that nearly fit: {speed} tokens/s with {memory:.1f} GB; {what}"]
         return lines
 
@@ -153,7 +153,7 @@ class SearchResult:
         lines = [
             f"Nothing fits: the least takes {self.least.peak / 1e9:.1f} GB, and a recipe may use {limit:.1f} of the"
             f" {self.world.gpu.memory / 1e9:.1f} GB:",
-            f"  {described(self.least, self.recipe)}",
+            f"  {settings_of(self.least, self.recipe)}",
         ]
         if self.remedies:
             lines += ["This would fit with one of:", *(f"  {remedy}" for remedy in self.remedies)]
@@ -199,22 +199,22 @@ def search(
     )
 
 
-def described(candidate: Candidate, original: Recipe) -> str:
+def settings_of(candidate: Candidate, original: Recipe) -> str:
     """What a search chooses, such as "shard 128 x tensor 8, micro-batch 8, full 63/126, ZeRO-3".
 
     It says loss chunks and prefetch only where they differ from those of the original.
     """
     recipe, degrees = candidate.recipe, candidate.degrees
     axes = {axis: getattr(degrees, axis) for axis in ("pipeline", "replicate", "shard", "context", "tensor")}
-    parts = [f"{axis} {degree}" for axis, degree in axes.items() if degree > 1] or ["shard 1"]
+    words = [f"{axis} {degree}" for axis, degree in axes.items() if degree > 1] or ["shard 1"]
     if degrees.context > 1:
-        parts[-2 if degrees.tensor > 1 else -1] += f" by {recipe.mesh.context_by}"
-    parts[-1] += f", of which expert {degrees.expert}" if degrees.expert > 1 else ""
+        words[-2 if degrees.tensor > 1 else -1] += f" by {recipe.mesh.context_by}"
+    words[-1] += f", of which expert {degrees.expert}" if degrees.expert > 1 else ""
     kept = "" if recipe.fsdp.reshard_after_forward else ", weights kept"
     sharded = degrees.shard * degrees.context > 1
     stage = f", ZeRO-{3 if recipe.fsdp.reshard_after_forward else 2}" if sharded else kept
     tuning = f", {_tuning(recipe, original)}".rstrip(", ")
-    return f"{' x '.join(parts)}, micro-batch {recipe.batch.micro_batch_size}, {_recomputed(recipe)}{stage}{tuning}"
+    return f"{' x '.join(words)}, micro-batch {recipe.batch.micro_batch_size}, {_recomputed(recipe)}{stage}{tuning}"
 
 
 def _recomputed(recipe: Recipe) -> str:
@@ -227,9 +227,9 @@ def _recomputed(recipe: Recipe) -> str:
 def _tuning(recipe: Recipe, original: Recipe) -> str:
     """Loss chunks and prefetch where they differ from those of the original."""
     chunks, ahead = recipe.batch.loss_chunks, recipe.fsdp.prefetch
-    parts = [f"loss chunks {chunks}"] if chunks != original.batch.loss_chunks else []
-    parts += [f"prefetch {ahead}"] if ahead != original.fsdp.prefetch else []
-    return ", ".join(parts)
+    words = [f"loss chunks {chunks}"] if chunks != original.batch.loss_chunks else []
+    words += [f"prefetch {ahead}"] if ahead != original.fsdp.prefetch else []
+    return ", ".join(words)
 
 
 def as_toml(changed: Changes) -> str:
@@ -240,16 +240,16 @@ def as_toml(changed: Changes) -> str:
     )
 
 
-def _several(count: int, one: str, several: str = "") -> str:
+def _several(count: int, single: str, several: str = "") -> str:
     """A count and its noun, such as "1 mesh" or "2,850 settings"."""
-    return f"{count:,} {one if count == 1 else several or one + 's'}"
+    return f"{count:,} {single if count == 1 else several or single + 's'}"
 
 
 def _indented(text: str) -> list[str]:
     return [f"    {line}".rstrip() for line in text.splitlines()]
 
 
-def write_recipe(result: SearchResult, file: Path, *, base: Path) -> None:
+def write_fastest(result: SearchResult, file: Path, *, base: Path) -> None:
     """Write the fastest recipe to a file of its own, based on the one that the search started from.
 
     The run is named after the file, so that it does not continue another one's. What the command line changed is
@@ -265,9 +265,9 @@ def write_recipe(result: SearchResult, file: Path, *, base: Path) -> None:
         count = f"{world.nodes}x{world.processes // world.nodes}" if world.nodes > 1 else f"{world.processes}x"
         hardware = {"hardware": f"{count}{world.gpu.name.lower()}"}
         changed = {"run": changed.pop("run", {}) | hardware, **changed}
-    for section, one, several in (("data", "source", "mixture"), ("validation", "source", "sources")):
+    for section, single, several in (("data", "source", "mixture"), ("validation", "source", "sources")):
         if section in changed and getattr(getattr(best, section), several):
-            changed[section].pop(one, None)  # loading refuses both
+            changed[section].pop(single, None)  # loading refuses both
     speed = result.best.time.tokens_per_second
     head = (
         f"# Found by train.py --plan --search for {world.processes} x {world.gpu.name}: {number(speed)} tokens/s per"

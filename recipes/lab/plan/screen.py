@@ -50,12 +50,12 @@ class Money:
         planned = self.of(plan).tokens
         flops = float(planned) * model.flops_per_token(length, "causal")
         sizes = [at_equal_flops(fit, model, flops, length, 2 ** (half / 2)) for half in range(-6, 7)]
-        (size, _, own), (best, tokens, least) = sizes[6], min(sizes, key=lambda size: size[2].loss)
+        (size, _, here), (best, tokens, least) = sizes[6], min(sizes, key=lambda size: size[2].loss)
         lowest = {"parameters": best, "tokens": round(tokens), **least._asdict()}
         lowest["at_edge"] = best in (sizes[0][0], sizes[-1][0])
         beyond = {"ladder": Path(self.ladder.recipe).stem, "beyond_largest_rung": size / self.ladder.parameters}
         beyond["beyond_longest_run"] = planned / self.ladder.tokens
-        return {**own._asdict(), **beyond, "lowest_at_equal_flops": lowest}
+        return {**here._asdict(), **beyond, "lowest_at_equal_flops": lowest}
 
 
 def screen(plan: Plan, money: Money, *, mark: str = "#") -> list[str]:

@@ -168,9 +168,9 @@ class Search:
         if not fitting:
             return None
         settings, needs, finer = settings[fitting[0] :], needs[fitting[0] :], self.space.finer(settings, fitting[0])
-        at = bisect_left(finer, True, key=lambda setting: self._least_of(setting, degrees) <= self.limit)
-        if at < len(finer):
-            settings, needs = [finer[at], *settings], [self._least_of(finer[at], degrees), *needs]
+        fewest = bisect_left(finer, True, key=lambda setting: self._least_of(setting, degrees) <= self.limit)
+        if fewest < len(finer):
+            settings, needs = [finer[fewest], *settings], [self._least_of(finer[fewest], degrees), *needs]
         return Box(settings, degrees, needs, self._bound(settings[0], degrees))
 
     def _least_of(self, setting: Recipe, degrees: MeshDegrees) -> int:

@@ -10,7 +10,7 @@ from recipes.files.lock import FolderLock
 from recipes.lab.sweep.grid import Row, Sweep
 from recipes.lab.sweep.numerics import numerics_table
 from recipes.lab.sweep.results import TABLE, Result, append, current_results, result_of, table
-from recipes.lab.sweep.runner import train
+from recipes.lab.sweep.runner import train_apart
 
 
 def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None]) -> dict[str, Result]:
@@ -44,17 +44,17 @@ def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None]) -> dict[
 def run_row(row: Row, *, folder: Path) -> Result:
     """Train a row; returns its line of results.jsonl."""
     _set_aside(row.recipe.run.folder)
-    return result_of(row, train(row.recipe, folder, processes=row.processes, timeout=row.timeout))
+    return result_of(row, train_apart(row.recipe, folder, processes=row.processes, timeout=row.timeout))
 
 
 def write_sweep_page(sweep: Sweep) -> None:
     """Write the table and the pictures from results.jsonl."""
-    from recipes.lab.sweep.plots import draw  # matplotlib
+    from recipes.lab.sweep.plots import draw_sweep  # matplotlib
 
     results = current_results(sweep)
     page = [table(sweep, results), numerics_table(sweep, results)]
     (sweep.folder / TABLE).write_text("\n".join(filter(None, page)), encoding="utf-8")
-    draw(sweep, results)
+    draw_sweep(sweep, results)
 
 
 def one_line(result: Result) -> str:

@@ -108,7 +108,7 @@ def write_recipe(recipe: Recipe, folder: Path) -> Path:
     return path
 
 
-def train(recipe: Recipe, folder: Path, *, processes: int, timeout: float) -> Ended:
+def train_apart(recipe: Recipe, folder: Path, *, processes: int, timeout: float) -> Ended:
     """Train a recipe in processes of its own, started as scripts/run.sh starts them; their output goes to logs/."""
     launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={processes}"]
     return run(
@@ -171,16 +171,16 @@ def outcome_and_reason(code: int, errors: str) -> tuple[Outcome, str]:
     if code == 0:
         return "done", ""
     launcher_lines = [line for line in errors.splitlines() if line.startswith("launch: ")]
-    own = "\n".join(line for line in errors.splitlines() if not line.startswith("launch: "))
-    raised = RAISED.findall(own)
-    for line in (*raised, *own.splitlines()):
+    said = "\n".join(line for line in errors.splitlines() if not line.startswith("launch: "))
+    raised = RAISED.findall(said)
+    for line in (*raised, *said.splitlines()):
         if OUT_OF_MEMORY.search(line) and "Warning" not in line:
             return "out of memory", _short(line)
     if code == 2:
-        return "refused", _short(own)
+        return "refused", _short(said)
     if raised:
         return "crashed", _short(raised[-1])
-    last = launcher_lines[-1].removeprefix("launch: ") if launcher_lines else own.rstrip().rpartition("\n")[2]
+    last = launcher_lines[-1].removeprefix("launch: ") if launcher_lines else said.rstrip().rpartition("\n")[2]
     return "crashed", _short(last or f"exit code {code}")
 
 
@@ -220,10 +220,10 @@ def _exists(number: int) -> bool:
 def processes_with(mark: str) -> list[int]:
     """Processes that inherited this mark (Linux only). Zombies are not among them: they have no environment."""
     wanted = f"{MARK}={mark}".encode()
-    found = []
+    numbers = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with suppress(OSError):  # of another user, or ended
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-    return found
+                    numbers.append(int(folder.name))
+    return numbers

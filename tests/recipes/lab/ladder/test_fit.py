@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from parallel.errors import UserError
-from recipes.lab.ladder.fit import Point, best_rates, compute_optimal, fit_law, miss_of_top
+from recipes.lab.ladder.fit import EndedRun, best_rates, compute_optimal, fit_law, miss_of_top
 from recipes.metrics.ladder import Law, losses
 
 LAW = Law(E=1.7, A=60.0, a=0.28, B=400.0, b=0.36)
@@ -16,7 +16,9 @@ SIZES = (100_000, 210_000, 450_000, 950_000, 2_000_000)
 TARGET = (8_000_000, 160_000_000)
 
 
-def ladder(*, law: Law = LAW, noise: float = 0.0, seeds: int = 2, chance: int = 0, sizes: Any = SIZES) -> list[Point]:
+def ladder(
+    *, law: Law = LAW, noise: float = 0.0, seeds: int = 2, chance: int = 0, sizes: Any = SIZES
+) -> list[EndedRun]:
     """Runs of 10, 20 and 40 tokens per parameter; a trunk and each of its budgets have noise of their own."""
     generator = numpy.random.default_rng(chance)
     points = []
@@ -25,8 +27,8 @@ def ladder(*, law: Law = LAW, noise: float = 0.0, seeds: int = 2, chance: int = 
             trunk = generator.normal()
             for ratio in (10, 20, 40):
                 error = numpy.exp(noise * (trunk + generator.normal() / 2))
-                loss = float(losses([law], size, size * ratio)[0] * error)
-                points.append(Point(f"{size}", seed, size, size * ratio, 6.0 * size**2 * ratio, loss))
+                loss = float(losses([LAW], size, size * ratio)[0] * error)
+                points.append(EndedRun(f"{size}", seed, size, size * ratio, 6.0 * size**2 * ratio, loss))
     return points
 
 
@@ -106,7 +108,7 @@ def test_compute_optimal_size_is_best_at_equal_compute() -> None:
         (ladder(noise=0.003, seeds=1, sizes=SIZES[::2]), "3 rungs and seeds are too few to draw from, so there is no"),
     ],
 )
-def test_runs_that_determine_no_law_are_refused(points: list[Point], message: str) -> None:
+def test_runs_that_determine_no_law_are_refused(points: list[EndedRun], message: str) -> None:
     with pytest.raises(UserError, match=message):
         fit_law(points)
 
@@ -131,7 +133,7 @@ def test_more_tokens_do_not_hide_that_losses_rise_with_size() -> None:
     # Mean losses of three rungs at two equal lengths: the largest is worse than the smallest at both.
     means = {8_000: (5.20, 5.35, 5.32), 24_000: (4.77, 5.09, 4.80)}
     points = [
-        Point(str(size), seed, size, tokens, 6.0 * size * tokens, found[rung] + 0.01 * seed)
+        EndedRun(str(size), seed, size, tokens, 6.0 * size * tokens, found[rung] + 0.01 * seed)
         for tokens, found in means.items()
         for rung, size in enumerate((6_984, 19_320, 55_536))
         for seed in range(2)

@@ -8,7 +8,7 @@ import pytest
 
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, scaled, sizes
+from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, rung_sizes, scaled
 from recipes.lab.ladder.runs import runs_of
 from recipes.recipe.fields import with_values
 from recipes.recipe.load import CONFIGS, load, to_toml
@@ -19,7 +19,7 @@ LARGE = CONFIGS / "smollm3_debug_8m.toml"
 def ladder(*changes: str, folder: Path = Path("ladder"), **options: Any) -> list[Budget]:
     asked = {"tokens": (10, 20, 40), "per_parameter": True, "seeds": 1, "rates": (), "processes": 1} | options
     recipe = load(LARGE, changes, rules=False)
-    return budgets(recipe, sizes(recipe, 5), folder=folder, **asked)
+    return budgets(recipe, rung_sizes(recipe, 5), folder=folder, **asked)
 
 
 @pytest.mark.parametrize("name", SIZES)

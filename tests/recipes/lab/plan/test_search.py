@@ -12,7 +12,7 @@ import pytest
 from parallel.config import ActivationCheckpointingConfig, MeshConfig
 from parallel.errors import UserError
 from recipes.lab.plan.plan import Plan, plan
-from recipes.lab.plan.result import SearchResult, search, write_recipe
+from recipes.lab.plan.result import SearchResult, search, write_fastest
 from recipes.lab.plan.search import GRAIN, KINDS, SLOWEST, TIE, kind_of, peak
 from recipes.lab.plan.search_space import CHUNKS, PREFETCH, SEARCHED, SHARES, changes, tuned
 from recipes.lab.plan.world import Asked, World, world_of
@@ -183,7 +183,7 @@ def test_check_accepts_the_recipe_that_is_written_and_finds_what_the_screen_says
     recipe = load(DEBUG, ["--batch.global_batch_size=48", "--mesh.overlap_tensor=false"])
     found = searched(recipe, 8, 2, gpu_with(2.5))
     file = tmp_path / "fast.toml"
-    write_recipe(found, file, base=DEBUG)
+    write_fastest(found, file, base=DEBUG)
     checked = check(file, "--processes", "8", "--nodes", "2")
     assert checked.returncode == 0, checked.stderr
     assert found.best is not None
@@ -285,10 +285,10 @@ def test_a_file_is_not_overwritten(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("# mine")
     with pytest.raises(UserError, match=r"mine.toml: exists; write another name, or remove it"):
-        write_recipe(found, file, base=DEBUG)
+        write_fastest(found, file, base=DEBUG)
     assert file.read_text() == "# mine"
     with pytest.raises(UserError, match="cannot be written"):
-        write_recipe(found, tmp_path / "no" / "folder.toml", base=DEBUG)
+        write_fastest(found, tmp_path / "no" / "folder.toml", base=DEBUG)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_a_recipe_that_a_search_has_written_keeps_its_hardware(
     """Its run is named after its file, which says no hardware: it was read as the 4 GPUs of its mesh."""
     recipe = load(DEBUG, ["--batch.global_batch_size=64"], rules=False)
     found = searched(recipe, processes, nodes, GPUS[gpu], "mesh.tensor", "mesh.context")
-    write_recipe(found, tmp_path / "fast.toml", base=DEBUG)
+    write_fastest(found, tmp_path / "fast.toml", base=DEBUG)
     written = load(tmp_path / "fast.toml", rules=False)
     world = world_of(written, Asked("fast"))
     assert (written.run.hardware, world.gpu.name) == (hardware, gpu)
@@ -352,7 +352,7 @@ def test_a_recipe_written_through_a_link_finds_its_base(tmp_path: Path) -> None:
     (tmp_path / "far" / "away").mkdir(parents=True)
     (tmp_path / "near").symlink_to(tmp_path / "far" / "away")
     file = tmp_path / "near" / "fast.toml"
-    write_recipe(searched(load(DEBUG), 2, 1, GPUS["H100"]), file, base=DEBUG)
+    write_fastest(searched(load(DEBUG), 2, 1, GPUS["H100"]), file, base=DEBUG)
     assert load(file, processes=2, nodes=1).run.name == "fast"
 
 
@@ -361,7 +361,7 @@ def test_a_written_recipe_has_the_changes_of_the_command_line(tmp_path: Path) ->
         DEBUG, ["--run.steps=7", "--optimizer.lr=0.5", "--schedule.warmup_steps=1", "--schedule.decay_steps=2"]
     )
     found = searched(recipe, 2, 1, GPUS["H100"], "run.steps", "optimizer.lr")
-    write_recipe(found, tmp_path / "fast.toml", base=DEBUG)
+    write_fastest(found, tmp_path / "fast.toml", base=DEBUG)
     written = load(tmp_path / "fast.toml")
     assert (written.run.steps, written.optimizer, written.schedule) == (7, recipe.optimizer, recipe.schedule)
 
