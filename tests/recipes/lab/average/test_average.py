@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from parallel.dist import start, stop
 from parallel.errors import UserError
@@ -21,7 +20,6 @@ from recipes.files.layout import step_folder
 from recipes.lab.average.average import average, shares_of, steps_of
 from recipes.plan.tracked import LiveBytes
 from recipes.recipe.schema import Recipe
-from recipes.weights.convert import export_checkpoint
 from tests.commands import run_command
 from tests.object_server import object_server, upload_folder
 from tests.processes import run_processes
@@ -122,15 +120,6 @@ def test_progress_says_what_was_averaged_and_has_no_validation_of_the_newest(run
     assert code == 0 and screen.splitlines()[1].split()[0] == "8" and screen.rstrip().endswith("complete")
 
 
-def test_export_is_the_average_in_transformers(run: Recipe, out: Path, tmp_path: Path) -> None:
-    export_checkpoint(out, tmp_path / "hf")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", torch_dtype=torch.float32).state_dict()
-    expected = by_hand(run.run.folder, [2, 4, 6, 8], [0.25] * 4)
-    assert torch.equal(theirs["model.embed_tokens.weight"], expected["model.embedding.weight"])
-    theirs_down = theirs["model.layers.1.mlp.down_proj.weight"]
-    assert torch.equal(theirs_down, expected["model.blocks.1.feed_forward.down_proj.weight"])
-
-
 def begin(recipe: Recipe, weights: dict[str, Any]) -> tuple[dict[str, Any], int, float]:
     """State and step of a run before its first step, and the loss of that, with these weights if there are any."""
     with training(recipe, start("cpu", seed=0)) as trainer:
@@ -216,29 +205,6 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_an_error_that_leaves_not
         average(str(copy), STEPS, copy.with_name("out"), weights="equal", log=delete_at_the_end)
     assert len(seen) == 5
     require_nothing_left(copy.parent)
-
-
-def test_nan_in_a_checkpoint_is_refused_by_tensor(run: Recipe, copy: Path) -> None:
-    tiny = change(run, run={"name": "run", "output": str(copy.parent), "steps": 10})
-    assert run_processes(1, saved_with_nan, tiny) == [None]
-    with pytest.raises(UserError, match=r"step-00000010 is as it was written, but has NaN .* in model\.norm\.weight$"):
-        quietly(copy, "8,10", copy.with_name("out"))
-    require_nothing_left(copy.parent)
-
-
-def saved_with_nan(recipe: Recipe) -> None:
-    """Save the state of step 8 with a NaN as step 10, as a version without checks did."""
-    with training(recipe, start("cpu", seed=0)) as trainer:
-        found, _ = named_tensors(trainer.built.model, trainer.built.optimizer)
-        with torch.no_grad():
-            found["model.norm.weight"][0] = torch.nan
-        progress = trainer.loader.progress(8) | trainer.guard.state()
-        trainer.checkpoints.save(trainer.built.model, trainer.built.optimizer, step=10, progress=progress)
-        trainer.checkpoints.finish()
-        trainer.loader.close()
-        trainer.recorder.close()
-        trainer.interruption.end()
-    stop()
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,7 @@ SIZES = (100_000, 210_000, 450_000, 950_000, 2_000_000)
 TARGET = (8_000_000, 160_000_000)
 
 
-def ladder(
-    *, law: Law = LAW, noise: float = 0.0, seeds: int = 2, chance: int = 0, sizes: Any = SIZES
-) -> list[EndedRun]:
+def ladder(*, noise: float = 0.0, seeds: int = 2, chance: int = 0, sizes: Any = SIZES) -> list[EndedRun]:
     """Runs of 10, 20 and 40 tokens per parameter; a trunk and each of its budgets have noise of their own."""
     generator = numpy.random.default_rng(chance)
     points = []

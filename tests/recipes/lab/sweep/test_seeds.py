@@ -98,12 +98,6 @@ def test_the_spread_over_seeds_is_a_band_of_the_picture(seeds: tuple[Sweep, dict
     assert "noise: the reference's spread over seeds" in texts(bottom.figure)  # type: ignore[arg-type]
 
 
-def test_loss_and_gap_have_one_axis_of_tokens(seeds: tuple[Sweep, dict[str, Result]]) -> None:
-    for axes in loss_curves(*seeds).axes:
-        assert {tuple(line.get_xdata()) for line in axes.get_lines()} == {(1000, 64_000, 128_000)}
-        assert axes.get_xlim() == loss_curves(*seeds).axes[0].get_xlim()
-
-
 def test_a_repeated_row_is_no_spread(tmp_path: Path) -> None:
     sweep = read(tmp_path, "run.seed = [0, 1]")
     sweep = replace(sweep, rows=(replace(sweep.rows[0], label="again"), *sweep.rows))
