@@ -3,7 +3,7 @@
 Imports no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import Any, cast
 
@@ -78,12 +78,13 @@ class Counted:
 
     def numbers(self) -> dict[str, Any]:
         """The same numbers for scripts, named as in other plans; null where nothing is predicted."""
+        at_fullest = replace(self.memory, moments={self.memory.fullest: self.memory.pieces})
         unknown = ("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "mfu", "mfu_full", "cost")
         return {
             "recipe": self.recipe.run.name,
             "parameters": self.recipe.model.num_params(),
             **numbers_of_world(self.recipe, self.world, self.degrees),
-            **numbers_of_memory(self.memory, self.world.gpu),
+            **numbers_of_memory(at_fullest, self.world.gpu),
             "flops_per_step": self.flops["causal"],
             "flops_per_step_full": self.flops["full"],
             "least_step_seconds": self.least_seconds,

@@ -120,32 +120,33 @@ class SearchResult:
         against = self.original or self.best or rows[0][1]
         memory = f"of {self.world.gpu.memory / 1e9:.1f} GB"
         mesh: tuple[str, ...] = ("replicate", "shard", "context", "tensor")
-        mesh = ("pipeline", *mesh) if any(at.degrees.pipeline > 1 for _, at in rows) else mesh
-        mesh = (*mesh, "expert") if any(at.degrees.expert > 1 for _, at in rows) else mesh
+        mesh = ("pipeline", *mesh) if any(shown.degrees.pipeline > 1 for _, shown in rows) else mesh
+        mesh = (*mesh, "expert") if any(shown.degrees.expert > 1 for _, shown in rows) else mesh
         cells = [["", "tokens/s", "", memory, *mesh, "micro", "recompute", "ZeRO", ""]]
-        for name, at in rows:
-            gain = at.time.tokens_per_second / against.time.tokens_per_second - 1
+        for name, shown in rows:
+            gain = shown.time.tokens_per_second / against.time.tokens_per_second - 1
             cells += [
                 [
                     name,
-                    number(at.time.tokens_per_second),
-                    "" if at is against else f"{gain:+.1%}",
-                    f"{at.memory.peak / 1e9:.1f}" + ("" if at.fits else "!"),
-                    *(str(getattr(at.degrees, axis)) for axis in mesh),
-                    str(at.recipe.batch.micro_batch_size),
-                    _recomputed(at.recipe),
-                    "3" if at.recipe.fsdp.reshard_after_forward else "2",
-                    _tuning(at.recipe, self.recipe),
+                    number(shown.time.tokens_per_second),
+                    "" if shown is against else f"{gain:+.1%}",
+                    f"{shown.memory.peak / 1e9:.1f}" + ("" if shown.fits else "!"),
+                    *(str(getattr(shown.degrees, axis)) for axis in mesh),
+                    str(shown.recipe.batch.micro_batch_size),
+                    _recomputed(shown.recipe),
+                    "3" if shown.recipe.fsdp.reshard_after_forward else "2",
+                    _tuning(shown.recipe, self.recipe),
                 ]
             ]
-            if at.degrees.context > 1 and at.recipe.mesh.context_by == "gather":
+            if shown.degrees.context > 1 and shown.recipe.mesh.context_by == "gather":
                 cells[-1][4 + mesh.index("context")] += " gather"
-        wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        wide = [max(map(len, cells_below)) for cells_below in zip(*cells, strict=True)]
         left = {0, len(mesh) + 5, len(mesh) + 7}
         lines = [
-            "  ".join(f"{cell:{'<' if at in left else '>'}{wide[at]}}" for at, cell in enumerate(row)) for row in cells
+            "  ".join(f"{cell:{'<' if column in left else '>'}{wide[column]}}" for column, cell in enumerate(row))
+            for row in cells
         ]
-        return [line.rstrip() for line in lines] + ([] if all(at.fits for _, at in rows) else ["!: does not fit"])
+        return [line.rstrip() for line in lines] + ([] if all(shown.fits for _, shown in rows) else ["!: does not fit"])
 
     def _unfit(self) -> list[str]:
         """What is nearest, and what would fit."""

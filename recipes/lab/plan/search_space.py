@@ -28,18 +28,9 @@ from recipes.recipe.schema import Recipe
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, "all")
 """Shares of the blocks that recompute."""
 SEARCHED = (
-    *(
-        "mesh.pipeline",
-        "mesh.replicate",
-        "mesh.shard",
-        "mesh.context",
-        "mesh.tensor",
-        "mesh.context_by",
-        "mesh.expert",
-        "batch.micro_batch_size",
-    ),
-    *("activation_checkpointing.mode", "activation_checkpointing.blocks", "fsdp.reshard_after_forward"),
-    *("batch.loss_chunks", "fsdp.prefetch"),
+    *(f"mesh.{name}" for name in ("pipeline", "replicate", "shard", "context", "tensor", "context_by", "expert")),
+    *("batch.micro_batch_size", "activation_checkpointing.mode", "activation_checkpointing.blocks"),
+    *("fsdp.reshard_after_forward", "batch.loss_chunks", "fsdp.prefetch"),
 )
 """Fields that a search changes."""
 PIPELINE = (1, 2, 4, 8, 16)
