@@ -13,8 +13,8 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
-from recipes.files.screen import Screen, open_missing  # noqa: E402
-from recipes.lab.sweep.runner import exit_code_of  # noqa: E402
+from recipes.files.screen import open_missing  # noqa: E402
+from recipes.lab.sweep.runner import exit_code_of, say  # noqa: E402
 
 EPILOG = """\
 The runs are ordinary recipes in OUTPUT/NAME/recipes, trained one after another on this machine (NPROC processes). The
@@ -22,10 +22,6 @@ same command goes on after an interruption, and answers once all runs that can e
 OUTPUT/NAME/ladder.md, ladder.png, and ladder.json for `train.py RECIPE --plan --ladder FILE` and validation.ladder.
 On SLURM, each rung and seed is one task of an array (--dry-run prints their number), then the command itself answers:
   sbatch --array=0-9 --nodes=1 --wrap "python scripts/ladder.py RECIPE\""""
-
-
-def say(line: str) -> None:
-    Screen().write(f"{line}\n")  # the runs go on when the terminal is gone
 
 
 def main(arguments: list[str]) -> int:

@@ -84,7 +84,7 @@ def _plot(options: argparse.Namespace) -> None:
     if out.suffix == ".png":
         from recipes.lab.curves.picture import write_png as write
     else:
-        from recipes.lab.curves.page import write_page as write
+        from recipes.lab.curves.page import write_html as write
     try:
         replace(out, lambda file: write(found, file), sync=False)
     except OSError as error:

@@ -11,18 +11,14 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
-from recipes.files.screen import Screen, open_missing  # noqa: E402
-from recipes.lab.sweep.runner import exit_code_of  # noqa: E402
+from recipes.files.screen import open_missing  # noqa: E402
+from recipes.lab.sweep.runner import exit_code_of, say  # noqa: E402
 
 EPILOG = """\
 Every row is a separate run, started as scripts/run.sh starts one. A row that runs out of memory, crashes, is refused or
 times out is also a result. The same command continues an interrupted sweep; a row whose recipe has changed runs again.
 Results go to OUTPUT/NAME: results.jsonl, table.md, bars.png, loss.png, and the folder of every run.
 Sweeps are in configs/sweeps/, their CPU variants, for any machine, in configs/sweeps/cpu/."""
-
-
-def say(line: str) -> None:
-    Screen().write(f"{line}\n")  # a sweep goes on when its terminal is gone
 
 
 def main(arguments: list[str]) -> int:

@@ -33,17 +33,16 @@ def call(
     *,
     folder: Path,
     environment: Mapping[str, str],
-    user: ModuleType,
     train: Callable[..., Ended],
 ) -> tuple[int, str, str]:
-    """Exit code, output and errors of a script, called from a folder. train: the `run` of the module that uses it."""
+    """Exit code, output and errors of a script, called from a folder. train: instead of runner.run."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
         for variable, value in environment.items():
             patch.setenv(variable, value)
-        patch.setattr(user, "run", train)
+        patch.setattr(runner, "run", train)
         patch.setattr(runner, "stop_signals", contextlib.nullcontext)  # signals are for pytest
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = script(name).main([*arguments])

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes.lab.ladder import runs
 from recipes.lab.sweep import runner
 from recipes.lab.sweep.runner import Ended
 from recipes.metrics.ladder import read_ladder
@@ -61,7 +60,7 @@ def climb(home: Path, *arguments: str, train: Callable[..., Ended] = run_forked,
     """Exit code, output and errors of the command, called in this process. train: what runs a recipe."""
     environment = {"HOME": str(home), "OMP_NUM_THREADS": "1", "NPROC": "1"} | more
     arguments = ("large.toml", *SIZES, *arguments)
-    return call("ladder", arguments, folder=home, environment=environment, user=runs, train=train)
+    return call("ladder", arguments, folder=home, environment=environment, train=train)
 
 
 @pytest.fixture(scope="module")
@@ -118,21 +117,43 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(finished: tuple[Path, st
     assert "10 losses on 3 rungs" in out and f"failed          {trunk}: " in out
 
 
-def test_runs_of_other_data_are_refused_before_anything_is_trained(finished: tuple[Path, str], home: Path) -> None:
-    code, _, err = climb(home, "--data.validation_fraction", "0.1")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("data.validation_fraction", "0.1"), ("validation.source", "{corpus}"), ("data.text_documents", "line")],
+)
+def test_runs_that_another_text_judged_are_not_reused(
+    finished: tuple[Path, str], home: Path, corpus: Path, key: str, value: str
+) -> None:
+    code, _, err = climb(home, f"--{key}", value.format(corpus=corpus))
     assert code == 2
-    assert "was trained with other values, so its loss does not belong to this ladder: data.validation_fraction" in err
+    assert f"was trained with other values, so its loss does not belong to this ladder: {key}: " in err
     assert "give the options, the recipe and the NPROC of before, or write another --output" in err
 
 
-def test_runs_that_another_text_judged_are_not_reused(finished: tuple[Path, str], home: Path, corpus: Path) -> None:
-    code, _, err = climb(home, "--validation.source", str(corpus))
-    assert code == 2 and "was trained with other values" in err and "validation.source: " in err
+def copied(finished: tuple[Path, str], folder: Path, name: str, loss: Callable[[int], float | None]) -> Path:
+    """A copy of a ladder, with other validation losses in runs of this name. loss: from the run's parameters."""
+    shutil.copytree(finished[0], folder)
+    for metrics in sorted(folder.glob(f"runs/{name}/metrics.jsonl")):
+        size = load(folder / f"recipes/{metrics.parent.name}.toml").model.non_embedding_params()
+        rows = [json.loads(line) for line in metrics.open()]
+        rows = [row | ({"validation_loss": loss(size)} if "validation_loss" in row else {}) for row in rows]
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
 
 
-def test_runs_that_read_documents_otherwise_are_not_reused(finished: tuple[Path, str], home: Path) -> None:
-    code, _, err = climb(home, "--data.text_documents", "line")
-    assert code == 2 and "was trained with other values" in err and 'data.text_documents: "auto", "line" now' in err
+def test_a_refused_answer_names_the_one_that_is_left(finished: tuple[Path, str], home: Path) -> None:
+    copied(finished, home / "rising/large", "*", lambda size: size / 1e5)
+    code, _, err = climb(home, "--output", "rising")
+    assert code == 2 and "the loss does not fall from rung" in err
+    assert f"{Path('rising/large/ladder.json')} is still the answer of before" in err
+
+
+def test_a_loss_that_is_nan_is_named_and_left_out(finished: tuple[Path, str], home: Path) -> None:
+    name = min(finished[0].glob("runs/*seed1-*steps")).name
+    copied(finished, home / "nan/large", name, lambda size: None)
+    code, out, err = climb(home, "--output", "nan")
+    assert (code, err) == (1, "")
+    assert f"{name}: FAILED, its loss is nan; remove " in out and "11 losses on 3 rungs" in out
 
 
 def test_runs_of_texts_that_changed_under_the_same_name_are_not_fitted_together(
@@ -149,19 +170,6 @@ def test_runs_of_texts_that_changed_under_the_same_name_are_not_fitted_together(
     assert (folder / "ladder.json").read_bytes() == before
 
 
-def test_a_refused_answer_names_the_one_that_is_left(finished: tuple[Path, str], home: Path) -> None:
-    folder = home / "rising/large"
-    shutil.copytree(finished[0], folder)
-    for metrics in folder.glob("runs/*/metrics.jsonl"):
-        size = load(folder / f"recipes/{metrics.parent.name}.toml").model.non_embedding_params()
-        rows = [json.loads(line) for line in metrics.open()]
-        rows = [row | ({"validation_loss": size / 1e5} if "validation_loss" in row else {}) for row in rows]
-        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, _, err = climb(home, "--output", "rising")
-    assert code == 2 and "the loss does not fall from rung" in err
-    assert f"{Path('rising/large/ladder.json')} is still the answer of before" in err
-
-
 def test_a_dry_run_in_a_folder_in_use_changes_nothing(finished: tuple[Path, str], home: Path) -> None:
     before = {path: path.read_text() for path in finished[0].glob("recipes/*")}
     with subprocess.Popen([sys.executable, "-c", HOLD, finished[0]], cwd=ROOT, stdout=subprocess.PIPE) as other:
@@ -172,22 +180,6 @@ def test_a_dry_run_in_a_folder_in_use_changes_nothing(finished: tuple[Path, str]
             other.kill()
     assert code == 2 and "is in use" in err
     assert {path: path.read_text() for path in finished[0].glob("recipes/*")} == before
-
-
-def test_a_loss_that_is_nan_is_named_and_left_out(finished: tuple[Path, str], home: Path) -> None:
-    folder = home / "nan/large"
-    shutil.copytree(finished[0], folder)
-    metrics = sorted(folder.glob("runs/*seed1-*steps/metrics.jsonl"))[0]
-    rows = [json.loads(line) for line in metrics.open()]
-    rows = [row | ({"validation_loss": None} if "validation_loss" in row else {}) for row in rows]
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, out, err = climb(home, "--output", "nan")
-    assert (
-        err == ""
-        and f"{metrics.parent.name}: FAILED, its loss is nan; remove " in out
-        and "11 losses on 3 rungs" in out
-    )
-    assert code == 1
 
 
 def test_a_task_of_an_array_trains_one_rung_and_seed(home: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.lab.curves.reading import AVERAGE, TASK, VALIDATION, Numbers, Run, plain
+from recipes.lab.curves.reading import AVERAGE, TASK, VALIDATION, LoggedRun, Numbers, plain
 from recipes.lab.curves.style import shortened
 from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.schema import Recipe
@@ -14,7 +14,7 @@ UNKNOWN = "-"
 OF_THE_RUN = ("run.name", "run.output")
 
 
-def comparison(runs: Sequence[Run]) -> list[list[str]]:
+def comparison(runs: Sequence[LoggedRun]) -> list[list[str]]:
     """The rows of a table, head first: numbers that a run has, then each value in which the recipes differ.
     Of more runs than that, a row for each."""
     rows = [["", *(run.name for run in runs)], *_numbers(runs), *_differences(runs)]
@@ -29,7 +29,7 @@ def aligned(rows: Sequence[Sequence[str]], *, most: int = 60) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _numbers(runs: Sequence[Run]) -> list[list[str]]:
+def _numbers(runs: Sequence[LoggedRun]) -> list[list[str]]:
     def row(title: str, column: str, value: Callable[[Numbers], Any], form: str) -> list[str]:
         known = [run.columns[column].values for run in runs]
         known = [values[np.isfinite(values)] for values in known]
@@ -49,7 +49,7 @@ def _numbers(runs: Sequence[Run]) -> list[list[str]]:
     return [row for row in rows if set(row[1:]) != {UNKNOWN}]
 
 
-def _differences(runs: Sequence[Run]) -> list[list[str]]:
+def _differences(runs: Sequence[LoggedRun]) -> list[list[str]]:
     """A row for each key whose values differ. What an older version did not write has its default."""
     recipes = [dict(_flat(run.recipe)) for run in runs]
     rows = []

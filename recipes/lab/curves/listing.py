@@ -8,7 +8,7 @@ from pathlib import Path
 
 from recipes.files.layout import LOG_FILE, METRICS, RECIPE
 from recipes.files.lock import LOCK, open_locked
-from recipes.lab.curves.reading import Run, plain, read_about, take
+from recipes.lab.curves.reading import LoggedRun, plain, read_about, take
 
 DEEPEST = 5
 """Folders below the given one; runs of sweeps are in runs/sweeps/cpu/NAME/runs."""
@@ -47,7 +47,7 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
 
 
 def _row(folder: Path, *, name: str) -> list[str]:
-    run = Run(name, folder)
+    run = LoggedRun(name, folder)
     for line in _tail(folder / METRICS).splitlines():
         take(run, line)
     read_about(run)

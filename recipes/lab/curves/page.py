@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from recipes.lab.curves.comparison import comparison
 from recipes.lab.curves.panels import Curves, Panel
-from recipes.lab.curves.picture import colour_of, described, draw, heading
+from recipes.lab.curves.picture import colour_of, draw_panel, heading, run_line
 from recipes.lab.curves.reading import Numbers
 from recipes.lab.curves.style import BLUE, COLOURS, FAINT, GRID, INK
 
@@ -25,21 +25,21 @@ DIGITS = 5
 """Digits of values below the pointer."""
 
 
-def write_page(curves: Curves, file: BinaryIO) -> None:
+def write_html(curves: Curves, file: BinaryIO) -> None:
     """Write the page. Raises OSError."""
     runs = "\n".join(
         f'<label style="--run: {_themed(COLOURS[number % len(COLOURS)])}">'
-        f'<input type="checkbox" checked data-run="{number}">{html.escape(described(run))}</label>'
+        f'<input type="checkbox" checked data-run="{number}">{html.escape(run_line(run))}</label>'
         for number, run in enumerate(curves.runs)
     )
-    parts = {
+    pieces = {
         "TITLE": html.escape(heading(curves)),
         "RUNS": runs if len(curves.runs) > 1 else "",
         "PANELS": "\n".join(_figure(panel, curves) for panel in curves.panels),
         "TABLE": _table(comparison(curves.runs)) if len(curves.runs) > 1 else "",
     }
     page = TEMPLATE.read_text(encoding="utf-8")
-    file.write(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page).encode())
+    file.write(re.sub(r"\{\{(\w+)\}\}", lambda match: pieces[match[1]], page).encode())
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -52,7 +52,7 @@ def _figure(panel: Panel, curves: Curves) -> str:
     """One panel: its SVG, and its values for the script of the page."""
     figure = Figure(figsize=(6.4, 3.0), layout="constrained")
     axes = figure.subplots()
-    draw(axes, panel, curves)
+    draw_panel(axes, panel, curves)
     out = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": panel.title}):  # the same runs give the same page
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from parallel.errors import UserError
-from recipes.lab.curves.reading import AVERAGE, RESTARTS, TASK, VALIDATION, WALL, Column, Numbers, Run
+from recipes.lab.curves.reading import AVERAGE, RESTARTS, TASK, VALIDATION, WALL, Column, LoggedRun, Numbers
 
 Axis = Literal["steps", "tokens", "hours"]
 MOST = 1000
@@ -91,7 +91,7 @@ class Shares:
 class Curves:
     """All that is drawn of some runs."""
 
-    runs: Sequence[Run]
+    runs: Sequence[LoggedRun]
     unit: str
     """Unit of the axis below all panels."""
     end: float
@@ -100,7 +100,7 @@ class Curves:
     marks: Sequence[Mark] = field(default_factory=list)
 
 
-def curves(runs: Sequence[Run], axis: Axis) -> Curves:
+def curves(runs: Sequence[LoggedRun], axis: Axis) -> Curves:
     """The panels for which there is something to draw. axis: what lies below all of them.
 
     Raises UserError if there is nothing, or if a run cannot be placed on the axis.
@@ -113,18 +113,18 @@ def curves(runs: Sequence[Run], axis: Axis) -> Curves:
     def lines(columns: dict[str, str], *, smooth: bool = False, dots: bool = False) -> list[Line]:
         """columns: column -> name of its line."""
         kinds = {name: kind for kind, name in enumerate(dict.fromkeys(columns.values()))}
-        found = []
+        drawn_lines = []
         for number, run in enumerate(runs):
             for column, name in columns.items():
                 if run.has(column):
                     x, *raw = thinned(places[number](run.columns[column].steps), run.columns[column].values)
                     y = smoothed(raw[0]) if smooth else raw[0]
-                    found.append(Line(number, name, x, y, tuple(raw) if smooth else None, kinds[name], dots))
-        return found
+                    drawn_lines.append(Line(number, name, x, y, tuple(raw) if smooth else None, kinds[name], dots))
+        return drawn_lines
 
     def named(beginning: str) -> dict[str, str]:
-        found = dict.fromkeys(column for run in runs for column in run.named(beginning))
-        return {column: column.removeprefix(beginning).removeprefix("/") for column in found}
+        columns = dict.fromkeys(column for run in runs for column in run.named(beginning))
+        return {column: column.removeprefix(beginning).removeprefix("/") for column in columns}
 
     validation = named(VALIDATION) | {column: f"{name} average".strip() for column, name in named(AVERAGE).items()}
     loss = lines({"loss": ""}, smooth=True)
@@ -166,16 +166,16 @@ def _norm(title: str, lines: Sequence[Line]) -> Panel:
     return Panel(title, lines, ends=(0.0, _ends(lines)[1]))
 
 
-def _memory(runs: Sequence[Run]) -> dict[str, str]:
+def _memory(runs: Sequence[LoggedRun]) -> dict[str, str]:
     """The fullest process's memory where it is known, otherwise that of rank 0."""
     several = any(run.has("peak_memory_gib_most") for run in runs)
     end, who = ("_most", " by the fullest process") if several else ("", "")
     reserved = any(run.has("reserved_memory_gib") for run in runs)
-    found = {f"peak_memory_gib{end}": f"allocated{who}" if reserved else who.strip()}
-    return found | ({f"reserved_memory_gib{end}": f"reserved{who}"} if reserved else {})
+    names = {f"peak_memory_gib{end}": f"allocated{who}" if reserved else who.strip()}
+    return names | ({f"reserved_memory_gib{end}": f"reserved{who}"} if reserved else {})
 
 
-def _place(run: Run, axis: Axis, factor: float) -> Place:
+def _place(run: LoggedRun, axis: Axis, factor: float) -> Place:
     """factor: what to multiply hours with. Raises UserError if the run has none."""
     if axis == "steps":
         return lambda steps: steps
@@ -189,14 +189,14 @@ def _place(run: Run, axis: Axis, factor: float) -> Place:
     return lambda steps: factor * np.interp(steps, known, there)
 
 
-def _end(run: Run, place: Place) -> float:
+def _end(run: LoggedRun, place: Place) -> float:
     """The place of the run's newest row."""
     steps = [column.last for column in run.columns.values() if column.last is not None]
     end = float(place(np.array([max(steps)], dtype=float))[0])
     return end if end > 0 else 1.0
 
 
-def hours(run: Run) -> tuple[Numbers, Numbers]:
+def hours(run: LoggedRun) -> tuple[Numbers, Numbers]:
     """Steps, and the hours since the run began: with all that it lost, as goodput counts it."""
     parts = [run.columns[column] for column in run.named(WALL)]
     if not parts:  # of an old version
@@ -261,7 +261,7 @@ def _late(lines: Sequence[Line]) -> list[Line]:
     return [replace(line, y=(line.raw[0] if line.raw else line.y)[len(line.y) // EARLY :]) for line in lines]
 
 
-def _marks(number: int, run: Run, places: Sequence[Place]) -> list[Mark]:
+def _marks(number: int, run: LoggedRun, places: Sequence[Place]) -> list[Mark]:
     def at(step: int) -> float:
         return float(places[number](np.array([step], dtype=float))[0])
 
@@ -270,7 +270,7 @@ def _marks(number: int, run: Run, places: Sequence[Place]) -> list[Mark]:
     return [*stages, *restarts, *(Mark(number, at(step), "skipped") for step in run.skipped)]
 
 
-def _joints(runs: Sequence[Run], axis: Axis, loss: Sequence[Line]) -> list[Joint]:
+def _joints(runs: Sequence[LoggedRun], axis: Axis, loss: Sequence[Line]) -> list[Joint]:
     """Joints of trunks and their forks, where both are drawn. Hours of a fork begin anew, so those are not joined."""
     if axis == "hours":
         return []
@@ -290,19 +290,19 @@ def _joints(runs: Sequence[Run], axis: Axis, loss: Sequence[Line]) -> list[Joint
     return joints
 
 
-def is_trunk(run: Run, *, of: Run) -> bool:
+def is_trunk(run: LoggedRun, *, of: LoggedRun) -> bool:
     """Whether `of` says that it continues from `run`."""
     return of.trunk is not None and Path(of.trunk[0]).name in (run.folder.resolve().name, run.about("run", "name"))
 
 
-def _goodput(runs: Sequence[Run], places: Sequence[Place]) -> list[Panel]:
+def _goodput(runs: Sequence[LoggedRun], places: Sequence[Place]) -> list[Panel]:
     """The panel about the parts of the wall time: over the time of one run, or in all for each of several."""
     if len(runs) == 1:
         shares = _shares(runs[0], places[0])
         return [Panel("where the wall time went, between logged steps", unit="share", shares=shares)] if shares else []
     taken = [{part.removeprefix(WALL): run.columns[part].last_value for part in run.named(WALL)} for run in runs]
-    unit, seconds = ("hours", 3600) if max(sum(parts.values()) for parts in taken) >= 3600 else ("minutes", 60)
-    bars = [{part: parts[part] / seconds for part in in_order(parts)} for parts in taken]
+    unit, seconds = ("hours", 3600) if max(sum(spent.values()) for spent in taken) >= 3600 else ("minutes", 60)
+    bars = [{part: spent[part] / seconds for part in in_order(spent)} for spent in taken]
     return [Panel(f"wall time in {unit}, and the share of it that took steps", bars=bars)] if any(bars) else []
 
 
@@ -312,7 +312,7 @@ def in_order(parts: Iterable[str]) -> list[str]:
     return sorted(parts, key=lambda part: rank.get(part, 2))
 
 
-def _shares(run: Run, place: Place) -> Shares | None:
+def _shares(run: LoggedRun, place: Place) -> Shares | None:
     """The parts between logged steps; from the first row on, as all before it took no steps."""
     columns = {column.removeprefix(WALL): run.columns[column] for column in run.named(WALL)}
     logged = run.columns["loss"].steps

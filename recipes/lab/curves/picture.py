@@ -12,7 +12,7 @@ from matplotlib.typing import LineStyleType
 
 from recipes.lab.curves.comparison import aligned, comparison
 from recipes.lab.curves.panels import SKIPPED, STEP, Curves, Line, Panel
-from recipes.lab.curves.reading import Run, plain
+from recipes.lab.curves.reading import LoggedRun, plain
 from recipes.lab.curves.style import BLUE, COLOURS, FAINT, INK, short, shortened, tidy
 
 COLUMNS = 2
@@ -38,7 +38,7 @@ SMALL = 8
 def write_png(curves: Curves, file: BinaryIO) -> None:
     """All panels in one picture, and a table of several runs. Raises OSError."""
     runs = curves.runs if len(curves.runs) > 1 else []
-    names = [described(run) for run in runs]
+    names = [run_line(run) for run in runs]
     table = comparison(runs) if runs else [[""]]
     rows = -(-len(curves.panels) // COLUMNS)
     columns = max(1, min(4, 180 // (6 + max(map(len, names), default=0))))
@@ -49,7 +49,7 @@ def write_png(curves: Curves, file: BinaryIO) -> None:
     for number, panel in enumerate(curves.panels):
         row, column = divmod(number, COLUMNS)
         fills = number == len(curves.panels) - 1 and column == 0  # no empty cell beside the last one
-        draw(figure.add_subplot(grid[row, :] if fills else grid[row, column]), panel, curves)
+        draw_panel(figure.add_subplot(grid[row, :] if fills else grid[row, column]), panel, curves)
     below = figure.add_subplot(grid[rows, :])
     below.set_axis_off()
     text = aligned(table, most=max(10, CHARACTERS // len(table[0]) - 2))
@@ -65,10 +65,10 @@ def write_png(curves: Curves, file: BinaryIO) -> None:
 
 def heading(curves: Curves) -> str:
     """The title above all panels."""
-    return described(curves.runs[0]) if len(curves.runs) == 1 else f"{len(curves.runs)} runs"
+    return run_line(curves.runs[0]) if len(curves.runs) == 1 else f"{len(curves.runs)} runs"
 
 
-def described(run: Run) -> str:
+def run_line(run: LoggedRun) -> str:
     """A run on one line, such as "base: llama3_8b, 8 x NVIDIA H100, 900 of 1,000 steps"."""
     steps, last = run.about("run", "steps"), run.columns["loss"].last or 0
     device, processes = run.environment.get("device"), run.environment.get("world_size")
@@ -83,7 +83,7 @@ def described(run: Run) -> str:
     return shortened(plain(f"{run.name}: {', '.join(filter(None, facts))}"), 150)
 
 
-def draw(axes: Axes, panel: Panel, curves: Curves) -> None:
+def draw_panel(axes: Axes, panel: Panel, curves: Curves) -> None:
     """Draw one panel."""
     tidy(axes)
     axes.set_title(panel.title, fontsize=9.5, loc="left", color=INK)
@@ -99,9 +99,9 @@ def draw(axes: Axes, panel: Panel, curves: Curves) -> None:
             labels = [*labels[: MOST_NAMES - 1], f"and {len(labels) - MOST_NAMES + 1} more"]
         below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "columnspacing": 1.0}
         columns = -(-len(labels) // 6) if panel.lines else min(8, len(labels))
-        place = {} if panel.lines else below | {"handlelength": 1.0}
+        where = {} if panel.lines else below | {"handlelength": 1.0}
         style: dict[str, Any] = {"fontsize": SMALL - 1, "frameon": False, "labelcolor": INK, "ncols": columns}
-        axes.legend(handles[: len(labels)], [shortened(label, LONGEST_NAME) for label in labels], **style, **place)
+        axes.legend(handles[: len(labels)], [shortened(label, LONGEST_NAME) for label in labels], **style, **where)
 
 
 def _draw_over_axis(axes: Axes, panel: Panel, curves: Curves) -> None:
@@ -175,9 +175,9 @@ def _draw_marks(axes: Axes, curves: Curves, *, named: bool) -> None:
                 continue
             texts.append((mark.text, mark.x))
             below = (3, -2 - 9 * len(near))
-            place: dict[str, Any] = {"xycoords": in_height, "xytext": below, "textcoords": "offset points", "va": "top"}
-            place |= {"fontsize": SMALL - 1, "color": INK, "gid": f"run-{mark.run}"}
-            axes.annotate(shortened(mark.text, LONGEST_NAME), (mark.x, 1.0), **place)
+            where: dict[str, Any] = {"xycoords": in_height, "xytext": below, "textcoords": "offset points", "va": "top"}
+            where |= {"fontsize": SMALL - 1, "color": INK, "gid": f"run-{mark.run}"}
+            axes.annotate(shortened(mark.text, LONGEST_NAME), (mark.x, 1.0), **where)
         elif mark.what not in explained:
             explained.add(mark.what)
             axes.plot([], [], label=mark.what, **(style | ({} if is_alone else {"color": FAINT})))

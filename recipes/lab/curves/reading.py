@@ -79,7 +79,7 @@ class Column:
 
 
 @dataclass
-class Run:
+class LoggedRun:
     """What a run folder says."""
 
     name: str
@@ -108,10 +108,10 @@ class Run:
 
     def about(self, *keys: str) -> Any:
         """A value of the recipe, such as about("run", "steps"); None if it has none."""
-        found: Any = self.recipe
+        value: Any = self.recipe
         for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
-        return found
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
 
     @property
     def trunk(self) -> tuple[str, int | None] | None:
@@ -134,10 +134,10 @@ def plain(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
-def read_runs(places: list[Path]) -> list[Run]:
+def read_runs(places: list[Path]) -> list[LoggedRun]:
     """All of these runs once, with names of their own. Raises UserError for one that has no rows."""
-    once = {os.path.realpath(place): place for place in map(folder_of, places)}
-    runs = [read_run(place) for place in once.values()]
+    once = {os.path.realpath(folder): folder for folder in map(folder_of, places)}
+    runs = [read_run(folder) for folder in once.values()]
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -150,9 +150,9 @@ def folder_of(place: Path) -> Path:
     return place.parent if place.name == METRICS and not os.path.isdir(place) else place
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> LoggedRun:
     """Raises UserError if there is nothing to draw."""
-    run = Run(plain(os.path.basename(os.path.realpath(folder))), folder)
+    run = LoggedRun(plain(os.path.basename(os.path.realpath(folder))), folder)
     file = folder / METRICS
     if os.path.exists(file) and not os.path.isfile(file):
         raise UserError(f"{file} cannot be read: it is not a regular file")
@@ -175,14 +175,14 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def read_about(run: Run) -> None:
+def read_about(run: LoggedRun) -> None:
     """Fill in what the other files of the run's folder say."""
     run.recipe = _read(run.folder / RECIPE, tomli.loads)
     run.environment = _read(run.folder / ENVIRONMENT, json_object)
     run.origin = _read(run.folder / ORIGIN, json_object)
 
 
-def take(run: Run, line: bytes) -> None:
+def take(run: LoggedRun, line: bytes) -> None:
     """Take in one line of metrics.jsonl; one that is not a row is only counted."""
     try:
         row = json.loads(line)
@@ -202,7 +202,7 @@ def take(run: Run, line: bytes) -> None:
         run.columns[column].add(step, value)
 
 
-def _take_logged(run: Run, step: int, stage: object, *, restarts: float) -> None:
+def _take_logged(run: LoggedRun, step: int, stage: object, *, restarts: float) -> None:
     """What the row of a logged step says of restarts and stages."""
     last, lost = run.columns["loss"].last, run.columns[RESTARTS].last_value
     if last is not None and step <= last:  # an older version, or a run that could not cut off its lost rows
@@ -224,7 +224,11 @@ def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for column, value in row.items():
         if isinstance(value, dict):
             parts = {f"{column}/{part}": number for part, number in value.items()}
-            yield from ((plain(part), _number(one)) for part, one in parts.items() if part.startswith(BEGINNINGS))
+            yield from (
+                (plain(part), _number(value_of_part))
+                for part, value_of_part in parts.items()
+                if part.startswith(BEGINNINGS)
+            )
         elif column in PLAIN or column.startswith(BEGINNINGS):
             yield plain(column), _number(value)
 

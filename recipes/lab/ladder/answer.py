@@ -7,8 +7,7 @@ import numpy
 
 from models.config import ModelConfig
 from recipes.lab.curves.style import short
-from recipes.lab.ladder.fit import Rates, compute_optimal
-from recipes.lab.ladder.points import Point
+from recipes.lab.ladder.fit import BestRates, EndedRun, compute_optimal
 from recipes.lab.ladder.rungs import scaled
 from recipes.metrics.ladder import Fit, Ladder, Prediction
 
@@ -17,7 +16,7 @@ LAST_ONLY = "while training  validation.ladder compares the last loss only: befo
 
 
 @dataclass(frozen=True)
-class Answer:
+class LadderAnswer:
     """What the runs of a ladder found, and the run that they are asked about."""
 
     model: ModelConfig
@@ -25,10 +24,10 @@ class Answer:
     sequence_length: int
     learning_rate: float
     ladder: Ladder
-    points: Sequence[Point]
-    rates: Rates | None
+    points: Sequence[EndedRun]
+    rates: BestRates | None
     """The best learning rate by size; None if the runs do not tell."""
-    missed: Sequence[tuple[Point, Prediction]]
+    missed: Sequence[tuple[EndedRun, Prediction]]
     """The runs of the largest rung, and what a fit without them predicts."""
     failed: Mapping[str, str]
     """Name of a run -> why it failed."""
@@ -42,7 +41,7 @@ class Answer:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the whole run, counted as those of a Point."""
+        """FLOPs of the whole run, counted as those of a EndedRun."""
         return float(self.tokens) * self.model.flops_per_token(self.sequence_length, "causal")
 
 
@@ -55,17 +54,17 @@ def at_equal_flops(
     return parameters, tokens, fit.predict(parameters, tokens)
 
 
-def lines(answer: Answer) -> list[str]:
+def lines(answer: LadderAnswer) -> list[str]:
     """The answer on one screen."""
     points, fit, rungs = answer.points, answer.fit, sorted({point.parameters for point in answer.points})
     span = f"{short(rungs[0])} to {short(rungs[-1])} parameters (embeddings are not counted)"
     seeds = len({point.seed for point in points})
-    found = [f"{len(points)} losses on {len(rungs)} rungs (seeds: {seeds}), of {span}", ""]
-    found += [f"{'':<16}{'parameters':>10}{'tokens':>10}{'loss':>9}   95% interval"]
+    text = [f"{len(points)} losses on {len(rungs)} rungs (seeds: {seeds}), of {span}", ""]
+    text += [f"{'':<16}{'parameters':>10}{'tokens':>10}{'loss':>9}   95% interval"]
     for name, factor in {"this recipe": 1, "half as large": 0.5, "twice as large": 2}.items():
-        own, tokens, seen = at_equal_flops(fit, answer.model, answer.flops, answer.sequence_length, factor)
-        numbers = f"{short(own):>10}{short(tokens):>10}{seen.loss:>9.3f}   {seen.low:.3f} to {seen.high:.3f}"
-        found += [f"{name:<16}{numbers}{'' if factor == 1 else ', at equal FLOPs'}"]
+        size_here, tokens, seen = at_equal_flops(fit, answer.model, answer.flops, answer.sequence_length, factor)
+        numbers = f"{short(size_here):>10}{short(tokens):>10}{seen.loss:>9.3f}   {seen.low:.3f} to {seen.high:.3f}"
+        text += [f"{name:<16}{numbers}{'' if factor == 1 else ', at equal FLOPs'}"]
     best = compute_optimal(fit.law, answer.tokens)
     low, high = interval([compute_optimal(law, answer.tokens) for law in fit.samples])
     each = f"for {short(answer.tokens)} tokens, {answer.tokens / best:.2g} tokens per parameter"
@@ -76,7 +75,7 @@ def lines(answer: Answer) -> list[str]:
     lengths, flops = answer.tokens / answer.ladder.tokens, answer.flops / max(point.flops for point in points)
     rest = f" (and {len(answer.failed) - 1} more: ladder.md)" if len(answer.failed) > 1 else ""
     return [
-        *found,
+        *text,
         "",
         f"best size       {size}",
         f"learning rate   {_rates(answer)}",
@@ -89,17 +88,17 @@ def lines(answer: Answer) -> list[str]:
     ]
 
 
-def _rates(answer: Answer) -> str:
+def _rates(answer: LadderAnswer) -> str:
     """The recipe's learning rate, and the one that the small runs suggest."""
-    own = f"{short(answer.learning_rate)} in the recipe"
+    in_recipe = f"{short(answer.learning_rate)} in the recipe"
     if (rates := answer.rates) is None:
-        return f"{own}; the small runs do not tell whether another is better"
+        return f"{in_recipe}; the small runs do not tell whether another is better"
     best = rates.coefficient * answer.model.non_embedding_params() ** rates.exponent
     doubt = f"; at {', '.join(map(short, rates.edges))} parameters, the best may lie beyond those tried"
-    return f"{own}; the small runs suggest {short(best)}{doubt if rates.edges else ''}"
+    return f"{in_recipe}; the small runs suggest {short(best)}{doubt if rates.edges else ''}"
 
 
-def _check(answer: Answer) -> str:
+def _check(answer: LadderAnswer) -> str:
     """How far a law of the other rungs misses the largest one."""
     if not answer.missed:
         return f"none: {answer.unchecked}"

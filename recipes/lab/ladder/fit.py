@@ -2,13 +2,13 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy
 from numpy.typing import NDArray
 
 from parallel.errors import UserError
-from recipes.lab.ladder.points import Point
 from recipes.metrics.ladder import Fit, Law, Prediction, losses
 
 Array = NDArray[numpy.float64]
@@ -18,7 +18,25 @@ SAME = 0.05  # lengths that differ by a smaller share are compared as equal ones
 EXPONENTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.8, 1.2)  # a and b of the starts
 
 
-class Rates(NamedTuple):
+@dataclass(frozen=True)
+class EndedRun:
+    """A finished run of a ladder: what a law is fitted to."""
+
+    rung: str
+    seed: int
+    parameters: int
+    """N: ModelConfig.non_embedding_params()."""
+    tokens: int
+    """D."""
+    flops: float
+    """Of the whole run, forward and backward."""
+    loss: float
+    """On the validation text at the end, nats per token."""
+    curve: tuple[tuple[float, float], ...] = ()
+    """(share of the steps, validation loss), ascending."""
+
+
+class BestRates(NamedTuple):
     """The best learning rate for N parameters is about coefficient * N ** exponent."""
 
     coefficient: float
@@ -27,56 +45,58 @@ class Rates(NamedTuple):
     """N whose best rate was the lowest or highest one tried: a better one may lie beyond."""
 
 
-def fit_law(points: Sequence[Point], *, samples: int = 200) -> Fit:
+def fit_law(points: Sequence[EndedRun], *, samples: int = 200) -> Fit:
     """The law, and those of resampled runs: a run (rung and seed) is drawn with all its budgets, which share its trunk.
 
     A draw of fewer than half of the sizes is drawn again. Raises UserError if these points do not determine a law.
     """
-    for one in points:
-        if not 0 < one.loss < numpy.inf:
+    for point in points:
+        if not 0 < point.loss < numpy.inf:
             raise UserError(
-                f"rung {one.rung}, seed {one.seed}: the loss is {one.loss}; train it again, or name other rungs"
+                f"rung {point.rung}, seed {point.seed}: the loss is {point.loss}; train it again, or name other rungs"
             )
     if lack := _lack(points, sizes=3):
         raise UserError(lack)
-    sizes, lengths = numpy.array([(one.parameters, one.tokens) for one in points], float).T
-    runs = sorted({(one.rung, one.seed) for one in points})
-    budgets = numpy.array([[(one.rung, one.seed) == run for one in points] for run in runs], float)  # (runs, points)
+    sizes, lengths = numpy.array([(point.parameters, point.tokens) for point in points], float).T
+    runs = sorted({(point.rung, point.seed) for point in points})
+    budgets = numpy.array(
+        [[(point.rung, point.seed) == run for point in points] for run in runs], float
+    )  # (runs, points)
     half = (len(set(sizes)) + 1) // 2
     generator, weights = numpy.random.default_rng(0), [numpy.ones(len(points))]
     while len(weights) <= samples:
         drawn = generator.multinomial(len(runs), numpy.full(len(runs), 1 / len(runs))) @ budgets
-        if not _lack([one for one, times in zip(points, drawn, strict=True) if times], sizes=half):
+        if not _lack([point for point, times in zip(points, drawn, strict=True) if times], sizes=half):
             weights.append(drawn)
-    if len({one.tobytes() for one in weights}) < min(samples, DISTINCT):
+    if len({point.tobytes() for point in weights}) < min(samples, DISTINCT):
         raise UserError(f"{len(runs)} rungs and seeds are too few to draw from, so there is no interval: add seeds")
     law, *others = _minimize(numpy.array(weights), points)
-    residuals = [float(numpy.log(one.loss / losses([law], one.parameters, one.tokens)[0])) for one in points]
-    small, large = ([one for one in points if one.parameters == edge] for edge in (sizes.min(), sizes.max()))
+    residuals = [float(numpy.log(point.loss / losses([law], point.parameters, point.tokens)[0])) for point in points]
+    small, large = ([point for point in points if point.parameters == edge] for edge in (sizes.min(), sizes.max()))
     pairs = [(low, high) for low in small for high in large if low.tokens <= high.tokens]
     alike = [(low, high) for low, high in pairs if high.tokens < (1 + SAME) * low.tokens]
     rises = [high.loss / low.loss - 1 for low, high in alike or pairs]  # more tokens would hide what size does
-    noise = min(one.loss for one in points) * max(1e-4, float(numpy.median(numpy.abs(residuals))))
+    noise = min(point.loss for point in points) * max(1e-4, float(numpy.median(numpy.abs(residuals))))
     remedy = "look at the learning rates and the lengths, or name other rungs"
     if numpy.ptp(law.A * sizes**-law.a) < noise or sum(rises) > 0:
         raise UserError(f"the loss does not fall from rung {small[0].rung} to rung {large[0].rung}: {remedy}")
     if numpy.ptp(law.B * lengths**-law.b) < noise:
         raise UserError(f"the loss does not fall with more tokens: {remedy}")
     absorbed = (1 - len(law) / len(points)) ** 0.5  # five constants hide a part of the noise
-    return Fit(law, tuple(others), tuple(one / absorbed for one in residuals))
+    return Fit(law, tuple(others), tuple(point / absorbed for point in residuals))
 
 
-def miss_of_top(points: Sequence[Point]) -> list[tuple[Point, Prediction]]:
+def miss_of_top(points: Sequence[EndedRun]) -> list[tuple[EndedRun, Prediction]]:
     """The points of the largest rung, and what a fit without them predicts.
 
     Raises UserError if the others do not determine a law: a ladder of three sizes has none to spare.
     """
-    top = max(one.parameters for one in points)
-    fit = fit_law([one for one in points if one.parameters < top])
-    return [(one, fit.predict(one.parameters, one.tokens)) for one in points if one.parameters == top]
+    top = max(point.parameters for point in points)
+    fit = fit_law([point for point in points if point.parameters < top])
+    return [(point, fit.predict(point.parameters, point.tokens)) for point in points if point.parameters == top]
 
 
-def best_rates(trials: Iterable[tuple[int, float, float]]) -> Rates | None:
+def best_rates(trials: Iterable[tuple[int, float, float]]) -> BestRates | None:
     """A power law through the best rate of each size; None without two sizes that have three rates each.
 
     Trials are (N, learning rate, loss), with NaN where training diverged; the losses of one rate are averaged. The best
@@ -87,7 +107,9 @@ def best_rates(trials: Iterable[tuple[int, float, float]]) -> Rates | None:
         grids[parameters][rate].append(loss if numpy.isfinite(loss) else numpy.inf)
     best, edges = dict[int, float](), list[int]()
     for parameters, grid in sorted(grids.items()):
-        rates, means = numpy.array([(rate, numpy.mean(found)) for rate, found in sorted(grid.items())]).T
+        rates, means = numpy.array(
+            [(rate, numpy.mean(losses_of_rate)) for rate, losses_of_rate in sorted(grid.items())]
+        ).T
         lowest = int(means.argmin())
         if len(rates) < 3 or not numpy.isfinite(means[lowest]):
             continue
@@ -99,7 +121,7 @@ def best_rates(trials: Iterable[tuple[int, float, float]]) -> Rates | None:
     if len(best) < 2:
         return None
     exponent, coefficient = numpy.polyfit(numpy.log(list(best)), numpy.log(list(best.values())), 1)
-    return Rates(float(numpy.exp(coefficient)), float(exponent), edges)
+    return BestRates(float(numpy.exp(coefficient)), float(exponent), edges)
 
 
 def compute_optimal(law: Law, tokens: float) -> float:
@@ -107,9 +129,9 @@ def compute_optimal(law: Law, tokens: float) -> float:
     return float((law.a * law.A * tokens**law.b / (law.b * law.B)) ** (1 / law.a))
 
 
-def _minimize(weights: Array, points: Sequence[Point]) -> list[Law]:
+def _minimize(weights: Array, points: Sequence[EndedRun]) -> list[Law]:
     """The law for each row of weights (S, P): damped Gauss-Newton, with the Huber loss as reweighted squares."""
-    size, length, loss = numpy.log([[one.parameters, one.tokens, one.loss] for one in points]).T
+    size, length, loss = numpy.log([[point.parameters, point.tokens, point.loss] for point in points]).T
     inputs = numpy.stack([0 * size, size - size.mean(), length - length.mean()])  # of E, A and B, at the middle
 
     def evaluate(theta: Array) -> tuple[Array, Array, Array]:  # logarithms of E, A, B, (unused), a, b
@@ -139,18 +161,18 @@ def _minimize(weights: Array, points: Sequence[Point]) -> list[Law]:
         ridge = damping[:, None] * numpy.einsum("sii->si", curvature) + 1e-12
         step = numpy.linalg.solve(curvature + ridge[:, None] * numpy.eye(6), weighted @ residuals[..., None])
         trial = numpy.clip(theta + step[..., 0], lower, upper)
-        found = evaluate(trial)
-        better = found[-1] < cost
-        for old, new in zip((theta, jacobian, residuals, cost), (trial, *found), strict=True):
+        tried = evaluate(trial)
+        better = tried[-1] < cost
+        for old, new in zip((theta, jacobian, residuals, cost), (trial, *tried), strict=True):
             old[better] = new[better]
         damping = numpy.clip(damping * numpy.where(better, 0.3, 5.0), 1e-9, 1e9)
     theta[:, 1:3] += numpy.exp(theta[:, 4:]) * [size.mean(), length.mean()]
     return [Law(E, A, a, B, b) for E, A, B, _, a, b in numpy.exp(theta).tolist()]
 
 
-def _lack(points: Sequence[Point], *, sizes: int) -> str | None:
+def _lack(points: Sequence[EndedRun], *, sizes: int) -> str | None:
     """Why these points cannot determine a law."""
-    lengths = Counter(size for size, _ in {(one.parameters, one.tokens) for one in points})
+    lengths = Counter(size for size, _ in {(point.parameters, point.tokens) for point in points})
     if len(lengths) < sizes:
         return f"a ladder of {len(lengths)} sizes, and a law needs {sizes}: add rungs"
     if max(lengths.values()) < 2:

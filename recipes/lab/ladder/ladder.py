@@ -13,10 +13,9 @@ from pydantic import TypeAdapter
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
 from recipes.files.lock import FolderLock
-from recipes.lab.ladder.fit import SAME, best_rates, fit_law, miss_of_top
-from recipes.lab.ladder.points import Point
-from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, sizes
-from recipes.lab.ladder.runs import Failed, point_of, runs_of, train, write_recipes
+from recipes.lab.ladder.fit import SAME, EndedRun, best_rates, fit_law, miss_of_top
+from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, rung_sizes
+from recipes.lab.ladder.runs import Failed, point_of, runs_of, train_all, write_recipes
 from recipes.metrics.ladder import Fit, Ladder
 from recipes.recipe.load import load, shown
 from recipes.recipe.rules_ladder import conditions_of
@@ -41,12 +40,12 @@ def climb(
     recipe = load(options.recipe, overrides, rules=False)
     require_scalable(recipe, options.recipe)
     folder = options.output / recipe.run.name
-    found = _budgets(recipe, options, folder=folder, processes=processes)
-    groups = [list(group) for _, group in groupby(found, lambda one: (one.rung.name, one.seed))]
-    runs = runs_of(found)
+    planned = _budgets(recipe, options, folder=folder, processes=processes)
+    groups = [list(group) for _, group in groupby(planned, lambda budget: (budget.rung.name, budget.seed))]
+    runs = runs_of(planned)
     flops, large = sum(_own_flops(run) for run in runs), _flops(recipe)
     log(
-        f"{recipe.run.name}: {len({one.rung.name for one in found})} rungs, {len(runs)} runs in {len(groups)} groups,"
+        f"{recipe.run.name}: {len({run.rung.name for run in planned})} rungs, {len(runs)} runs in {len(groups)} groups,"
         f" NPROC={processes}, {flops:.2e} FLOPs in all, {flops / large:,.2%} of the recipe's; in {folder}"
     )
     if task is not None:
@@ -67,10 +66,10 @@ def climb(
             for line in _listed(groups):
                 log(line)
             return 0
-        failed = train(runs, folder, processes=processes, log=log)
+        failed = train_all(runs, folder, processes=processes, log=log)
         if task is None:
             try:
-                answer = _answer(recipe, options, found, failed, folder=folder)
+                answer = _answer(recipe, options, planned, failed, folder=folder)
             except UserError as error:
                 old = f"; {folder / FILE} is still the answer of before" if (folder / FILE).exists() else ""
                 raise UserError(f"{error}{old}") from None
@@ -102,7 +101,7 @@ def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int
         raise UserError("one length of runs says nothing of others; write two or more, such as --tokens 1B,2B")
     return budgets(
         recipe,
-        sorted(map(round, options.parameters)) or sizes(recipe, options.rungs),
+        sorted(map(round, options.parameters)) or rung_sizes(recipe, options.rungs),
         folder=folder,
         tokens=tokens,
         per_parameter=not options.tokens,
@@ -113,14 +112,14 @@ def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int
 
 
 def _answer(
-    recipe: Recipe, options: Namespace, found: Sequence[Budget], failed: Sequence[Failed], *, folder: Path
+    recipe: Recipe, options: Namespace, planned: Sequence[Budget], failed: Sequence[Failed], *, folder: Path
 ) -> list[str]:
     """Fit the laws and write them, with a page. Returns the lines for the screen. Raises UserError if too few runs have
     ended, or if they do not determine a law."""
-    from recipes.lab.ladder.answer import Answer, lines
-    from recipes.lab.ladder.page import write_page
+    from recipes.lab.ladder.answer import LadderAnswer, lines
+    from recipes.lab.ladder.page import write_ladder_page
 
-    reached = [(budget, point) for budget in found if (point := point_of(budget))]
+    reached = [(budget, point) for budget in planned if (point := point_of(budget))]
     points = [point for budget, point in reached if not budget.sweep]
     swept = {budget.rung: budget.tokens for budget, _ in reached if budget.sweep}
     trials = [
@@ -134,7 +133,7 @@ def _answer(
             missed = miss_of_top(points)
         except UserError as error:
             unchecked = str(error)
-    answer = Answer(
+    answer = LadderAnswer(
         model=recipe.model,
         tokens=recipe.run.steps * recipe.batch.global_batch_size * recipe.batch.sequence_length,
         sequence_length=recipe.batch.sequence_length,
@@ -150,23 +149,23 @@ def _answer(
         rates=best_rates(trials),
         missed=missed,
         unchecked=unchecked,
-        failed={one.name: one.reason for one in failed},
+        failed={run.name: run.reason for run in failed},
     )
     write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(answer.ladder).decode())
-    write_page(folder, answer, command=options.command)
+    write_ladder_page(folder, answer, command=options.command)
     return [*lines(answer), "", f"wrote {folder}: {FILE} ladder.md ladder.png"]
 
 
-def _fits(points: Sequence[Point]) -> Iterator[tuple[float, Fit]]:
+def _fits(points: Sequence[EndedRun]) -> Iterator[tuple[float, Fit]]:
     """The fit after each share; before the end only where losses fall with size and tokens already."""
     for share in SHARES:
         with suppress(UserError) if share < 1 else nullcontext():
             yield share, fit_law(at_share(points, share))
 
 
-def at_share(points: Sequence[Point], share: float) -> list[Point]:
+def at_share(points: Sequence[EndedRun], share: float) -> list[EndedRun]:
     """The same runs, with the loss after this share of their steps."""
-    return [replace(one, loss=_between(one.curve, share)) for one in points]
+    return [replace(point, loss=_between(point.curve, share)) for point in points]
 
 
 def _between(curve: Sequence[tuple[float, float]], share: float) -> float:

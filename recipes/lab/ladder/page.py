@@ -11,15 +11,16 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from recipes.files.atomic import write_whole
+from recipes.files.markdown import markdown_table
 from recipes.lab.curves.style import DOTS_PER_INCH, INK, VERMILION, short, tidy
-from recipes.lab.ladder.answer import Answer, interval, lines
+from recipes.lab.ladder.answer import LadderAnswer, interval, lines
 from recipes.metrics.ladder import losses
 
 
-def draw(answer: Answer, file: Path) -> None:
+def draw_ladder(answer: LadderAnswer, file: Path) -> None:
     """Loss against FLOPs: the runs of each rung, dashed lines of the law, and the prediction with its interval."""
     figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes, fit, own = figure.subplots(), answer.fit, answer.model.non_embedding_params()
+    axes, fit, large = figure.subplots(), answer.fit, answer.model.non_embedding_params()
     tidy(axes)
     dashed: dict[str, Any] = {"linewidth": 1, "linestyle": (0, (4, 3)), "zorder": 1.5}
     small: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5}
@@ -33,18 +34,18 @@ def draw(answer: Answer, file: Path) -> None:
         law = [losses([fit.law], size, length)[0] for length in around]
         axes.plot(each * around, law, color=colour, **dashed)
         axes.plot([each * length for length in lengths], means, color=colour, linewidth=1.8)
-        axes.scatter([one.flops for one in points], [one.loss for one in points], color=colour, s=14, zorder=3)
+        axes.scatter([run.flops for run in points], [run.loss for run in points], color=colour, s=14, zorder=3)
         axes.annotate(short(size), (each * around[-1], law[-1]), (4, -3), color=colour, **small)
     around = numpy.geomspace(answer.tokens / 8, answer.tokens)
     flops, loss, low, high = (
         answer.flops / answer.tokens * around,
-        *zip(*(fit.predict(own, one) for one in around), strict=True),
+        *zip(*(fit.predict(large, length) for length in around), strict=True),
     )
     axes.fill_between(flops, low, high, color=VERMILION, alpha=0.15, linewidth=0)
     axes.plot(flops, loss, color=VERMILION, **dashed)
     ends = [[loss[-1] - low[-1]], [high[-1] - loss[-1]]]
     axes.errorbar(flops[-1:], loss[-1:], ends, color=VERMILION, fmt="D", markersize=5, capsize=4)
-    note = f"{short(own)} parameters, {short(answer.tokens)} tokens\n{loss[-1]:.3f} ({low[-1]:.3f} to {high[-1]:.3f})"
+    note = f"{short(large)} parameters, {short(answer.tokens)} tokens\n{loss[-1]:.3f} ({low[-1]:.3f} to {high[-1]:.3f})"
     axes.annotate(note, (flops[-1], low[-1]), (8, -8), color=VERMILION, ha="right", va="top", **small)
     axes.set_xscale("log")
     top = 1.05 * max(point.loss for point in answer.points)
@@ -56,26 +57,28 @@ def draw(answer: Answer, file: Path) -> None:
     figure.savefig(file, dpi=DOTS_PER_INCH)
 
 
-def write_page(folder: Path, answer: Answer, *, command: str) -> None:
+def write_ladder_page(folder: Path, answer: LadderAnswer, *, command: str) -> None:
     """Write ladder.md and ladder.png. command: the one that they come from. Raises OSError."""
-    draw(answer, folder / "ladder.png")
+    draw_ladder(answer, folder / "ladder.png")
     write_whole(folder / "ladder.md", "\n".join(_page(answer, command)) + "\n")
 
 
-def _page(answer: Answer, command: str) -> Iterator[str]:
+def _page(answer: LadderAnswer, command: str) -> Iterator[str]:
     """The lines of the page."""
     yield from (f"# The ladder of {answer.ladder.recipe}", "", f"    {command}", "")
     yield from (f"    {line}".rstrip() for line in lines(answer))
     yield from ("", "![Loss against FLOPs](ladder.png)", "", "## Law", "", "L(N, D) = E + A / N^a + B / D^b, nats", "")
-    yield from ("| | | 95% interval |", "|---|---:|---:|")
-    for name, value, drawn in zip("EAaBb", answer.fit.law, zip(*answer.fit.samples, strict=True), strict=True):
-        yield "| {} | {:.4g} | {:.4g} to {:.4g} |".format(name, value, *interval(drawn))
-    yield from ("", "## Runs", "", "| rung | parameters | tokens | seeds | loss | law | difference |", "|---" * 7 + "|")
+    constants = zip("EAaBb", answer.fit.law, zip(*answer.fit.samples, strict=True), strict=True)
+    spans = [(name, f"{value:.4g}", "{:.4g} to {:.4g}".format(*interval(drawn))) for name, value, drawn in constants]
+    yield from markdown_table(("", "", "95% interval"), spans)
+    yield from ("", "## Runs", "")
+    columns, rows = ("rung", "parameters", "tokens", "seeds", "loss", "law", "difference"), []
     ordered = sorted(answer.points, key=lambda point: (point.parameters, point.tokens))
     for (rung, size, tokens), group in groupby(ordered, lambda point: (point.rung, point.parameters, point.tokens)):
         seen = [point.loss for point in group]
         loss, law = fmean(seen), float(losses([answer.fit.law], size, tokens)[0])
         gap = f"{100 * (loss / law - 1):+.2f}%"
-        yield f"| {rung} | {size:,} | {tokens:,} | {len(seen)} | {loss:.4f} | {law:.4f} | {gap} |"
+        rows.append((rung, f"{size:,}", f"{tokens:,}", len(seen), f"{loss:.4f}", f"{law:.4f}", gap))
+    yield from markdown_table(columns, rows, align="l" * len(columns))
     if answer.failed:
         yield from ("", "## Failed", "", *(f"- {name}: {why}" for name, why in answer.failed.items()))

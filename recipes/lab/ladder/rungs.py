@@ -97,7 +97,7 @@ def scaled(model: ModelConfig, parameters: int) -> ModelConfig:
 
     near = round(model.width * factor / UNIT)
     widths = [UNIT * number for number in range(max(1, near // 3), 3 * near + 3)]
-    return min(map(of_width, widths), key=lambda one: abs(log(one.non_embedding_params() / parameters)))
+    return min(map(of_width, widths), key=lambda candidate: abs(log(candidate.non_embedding_params() / parameters)))
 
 
 def require_scalable(recipe: Recipe, path: Path) -> None:
@@ -115,7 +115,7 @@ def require_scalable(recipe: Recipe, path: Path) -> None:
         raise UserError(f"{shown(path)} {problem}")
 
 
-def sizes(recipe: Recipe, rungs: int) -> list[int]:
+def rung_sizes(recipe: Recipe, rungs: int) -> list[int]:
     """Parameters of so many rungs, in equal ratios, the smallest first."""
     parameters, ratio = recipe.model.non_embedding_params(), LARGEST / SMALLEST
     return [round(parameters * SMALLEST * ratio ** (number / max(1, rungs - 1))) for number in range(rungs)]
@@ -152,7 +152,7 @@ def budgets(
         raise UserError(f"two of the rungs {list(parameters)} come out as {', '.join(names)}; name fewer, or others")
     rungs = [Rung(name, model) for name, model in zip(names, models, strict=True)]
     tried = {rungs[0].name, rungs[len(rungs) // 2].name, rungs[-1].name} if rates else set()
-    found = []
+    runs = []
     for rung in rungs:
         small = _of_rung(recipe, rung, folder=folder, processes=processes)
         sequence = small.batch.global_batch_size * small.batch.sequence_length
@@ -161,15 +161,15 @@ def budgets(
             raise UserError(
                 f"two lengths of rung {rung.name} come out as {steps} steps; write lengths that differ more"
             )
-        found += _of_seed(small, rung, recipe.run.seed, steps, large=recipe)
+        runs += _of_seed(small, rung, recipe.run.seed, steps, large=recipe)
         for factor in rates if rung.name in tried else ():
             other = replace(small, optimizer=_with_rate(small.optimizer, factor))
             (one,) = _of_seed(other, rung, recipe.run.seed, steps[:1], large=recipe, forks=False)
             run = replace(one.recipes[0].run, name=f"{one.recipes[0].run.name}-rate{factor:g}")
-            found.append(replace(one, recipes=(replace(one.recipes[0], run=run),), sweep=True))
+            runs.append(replace(one, recipes=(replace(one.recipes[0], run=run),), sweep=True))
         for seed in range(recipe.run.seed + 1, recipe.run.seed + seeds):
-            found += _of_seed(small, rung, seed, steps, large=recipe)
-    return found
+            runs += _of_seed(small, rung, seed, steps, large=recipe)
+    return runs
 
 
 def _of_rung(recipe: Recipe, rung: Rung, *, folder: Path, processes: int) -> Recipe:
@@ -214,14 +214,14 @@ def _of_seed(
             validation=replace(small.validation, every=every),
         )
 
-    found = []
+    runs = []
     if not forks or schedule.kind not in ("wsd", "constant") or decay > MOST_DECAY:
         for end in steps:
             warm, cool, every = round(warmup * end), round(decay * end), -(-end // WINDOWS)
             name = f"-{end}steps"
             whole = run(name, end, schedule.kind, warm=warm, cool=cool, every=every, keep=0, start="")
-            found.append(Budget(rung, seed, (whole,), end))
-        return found
+            runs.append(Budget(rung, seed, (whole,), end))
+        return runs
     every = max(1, round(steps[0] * (1 - decay) / WINDOWS))
     branches = [every * max(1, round(one * (1 - decay) / every)) for one in steps]
     warm, keep = round(warmup * steps[0]), gcd(*branches)
@@ -230,8 +230,8 @@ def _of_seed(
         cool = round(branch * decay / (1 - decay))
         end, start = branch + cool, f"{trunk.run.folder}@{branch}"
         fork = run(f"-{end}steps", end, "wsd", warm=warm, cool=cool, every=every, keep=keep, start=start)
-        found.append(Budget(rung, seed, (trunk, fork) if cool else (trunk,), end))
-    return found
+        runs.append(Budget(rung, seed, (trunk, fork) if cool else (trunk,), end))
+    return runs
 
 
 def _with_rate(optimizer: OptimizerConfig, factor: float) -> OptimizerConfig:

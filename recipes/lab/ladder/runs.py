@@ -1,7 +1,5 @@
 """Train the runs of a ladder one after another, and read what they reached. Imports no torch."""
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -9,20 +7,18 @@ from pathlib import Path
 from statistics import fmean
 
 from parallel.errors import UserError
-from recipes.files.atomic import write_whole
 from recipes.files.layout import CHECKPOINTS, DATA, METRICS, RECIPE, checkpoint_steps, step_folder
 from recipes.files.reading import json_object, read_text
-from recipes.lab.ladder.points import Point
+from recipes.lab.ladder.fit import EndedRun
 from recipes.lab.ladder.rungs import Budget
 from recipes.lab.sweep.results import logged_rows
-from recipes.lab.sweep.runner import run
+from recipes.lab.sweep.runner import train_apart, write_recipe
 from recipes.recipe.fields import field_types, toml, value_of
-from recipes.recipe.load import load, to_toml
+from recipes.recipe.load import load
 from recipes.recipe.rules_ladder import conditions_of
 from recipes.recipe.schema import Recipe
 from recipes.training.same_run import identity_differences
 
-ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 7 * 86_400.0
 """Seconds after which a run is treated as hung, beyond run.hang_timeout, which sees most hangs."""
 SCORED = ("validation.batches", "validation.source", "fsdp.param_dtype", "fsdp.reduce_dtype", "experts.")
@@ -46,14 +42,7 @@ def write_recipes(recipes: Sequence[Recipe], folder: Path, *, processes: int) ->
     """Write every run as a file that scripts/run.sh takes. Raises UserError if one breaks a rule, if a run of this name
     was trained with other values, or if the folder cannot be written."""
     for recipe in recipes:
-        path = _file(recipe, folder)
-        try:
-            (folder / "logs").mkdir(exist_ok=True)
-            path.parent.mkdir(exist_ok=True)
-            write_whole(path, to_toml(recipe))  # a task of an array may read it now
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}; write another --output") from None
-        load(path, processes=processes)
+        load(write_recipe(recipe, folder), processes=processes)
         if (trained := recipe.run.folder / RECIPE).exists():
             _require_same(load(trained, rules=False), recipe)
 
@@ -61,8 +50,8 @@ def write_recipes(recipes: Sequence[Recipe], folder: Path, *, processes: int) ->
 def _require_same(old: Recipe, new: Recipe) -> None:
     """Raises UserError if the loss of the old run is not that of the new one."""
     was, now = (
-        {key: value_of(one, key) for key in field_types() if key.startswith(SCORED)} | conditions_of(one)
-        for one in (old, new)
+        {key: value_of(recipe, key) for key in field_types() if key.startswith(SCORED)} | conditions_of(recipe)
+        for recipe in (old, new)
     )
     differences = [f"{key}: {toml(was[key])}, {toml(now[key])} now" for key in now if was[key] != now[key]]
     # A ladder may be moved to another folder, and its trunks with it.
@@ -74,7 +63,7 @@ def _require_same(old: Recipe, new: Recipe) -> None:
         )
 
 
-def train(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: Callable[[str], None]) -> list[Failed]:
+def train_all(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: Callable[[str], None]) -> list[Failed]:
     """Train the runs that are not done, resuming those that began. Returns those that failed; others go on.
 
     Raises UserError if one of them read other text than the first.
@@ -82,19 +71,21 @@ def train(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: Calla
     failed: list[Failed] = []
     texts: dict[str, str] = {}
     for number, recipe in enumerate(recipes, 1):
-        name, place = recipe.run.name, f"[{number}/{len(recipes)}] {recipe.run.name}"
+        name, which = recipe.run.name, f"[{number}/{len(recipes)}] {recipe.run.name}"
         trunk = recipe.run.continue_from.rpartition("/")[2].rpartition("@")[0]
         seconds = 0.0
         if is_done(recipe):
             problem = _problem(recipe)
-        elif trunk in {one.name for one in failed}:
+        elif trunk in {failure.name for failure in failed}:
             problem = f"{trunk} failed, which it continues from"
         else:
-            log(f"{place}: {recipe.run.steps:,} steps of {recipe.batch.global_batch_size} sequences")
-            problem, seconds = _train_one(recipe, folder, processes=processes)
+            log(f"{which}: {recipe.run.steps:,} steps of {recipe.batch.global_batch_size} sequences")
+            ended = train_apart(recipe, folder, processes=processes, timeout=TIMEOUT)
+            problem = _problem(recipe) if ended.outcome == "done" else f"{ended.outcome}: {ended.reason}"
+            seconds = ended.seconds
         if problem:
             failed.append(Failed(name, problem))
-            log(f"{place}: FAILED, {problem}")
+            log(f"{which}: FAILED, {problem}")
         else:
             texts[_texts_of(recipe)] = name
             if len(texts) > 1:
@@ -104,21 +95,8 @@ def train(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: Calla
                     " one back, or write another --output"
                 )
             when = f"after {seconds:,.0f} s" if seconds else "done before"
-            log(f"{place}: loss {losses_of(recipe)[recipe.run.steps]:.4f}, {when}")
+            log(f"{which}: loss {losses_of(recipe)[recipe.run.steps]:.4f}, {when}")
     return failed
-
-
-def _train_one(recipe: Recipe, folder: Path, *, processes: int) -> tuple[str, float]:
-    """Why a run failed, "" if it did not, and the seconds that it took."""
-    launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={processes}"]
-    ended = run(
-        [*launch, str(ROOT / "train.py"), str(_file(recipe, folder))],
-        stdout=folder / "logs" / f"{recipe.run.name}.out",
-        stderr=folder / "logs" / f"{recipe.run.name}.err",
-        timeout=TIMEOUT,
-        environment={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), **os.environ},
-    )
-    return (_problem(recipe) if ended.outcome == "done" else f"{ended.outcome}: {ended.reason}"), ended.seconds
 
 
 def _problem(recipe: Recipe) -> str:
@@ -137,21 +115,21 @@ def is_done(recipe: Recipe) -> bool:
 
 def _texts_of(recipe: Recipe) -> str:
     """Fingerprints of the tokens that a finished run was trained on, and of those of its validation sources."""
-    found = json_object(read_text(step_folder(recipe.run.folder / CHECKPOINTS, recipe.run.steps) / DATA))
-    return str([sorted(one["tokens"] for one in found.get(part, {}).values()) for part in ("sources", "validation")])
+    data = json_object(read_text(step_folder(recipe.run.folder / CHECKPOINTS, recipe.run.steps) / DATA))
+    return str([sorted(text["tokens"] for text in data.get(part, {}).values()) for part in ("sources", "validation")])
 
 
 def losses_of(recipe: Recipe) -> dict[int, float]:
     """Step -> validation loss, the mean over the texts."""
-    found = {}
+    by_step = {}
     for row in logged_rows(recipe.run.folder / METRICS):
         values = [value for key, value in row.items() if key.split("/")[0] == "validation_loss"]
         if values:
-            found[row["step"]] = fmean(float("nan") if value is None else value for value in values)
-    return found
+            by_step[row["step"]] = fmean(float("nan") if value is None else value for value in values)
+    return by_step
 
 
-def point_of(budget: Budget) -> Point | None:
+def point_of(budget: Budget) -> EndedRun | None:
     """What a finished run reached; None unless all its parts are done and sound."""
     if any(map(_problem, budget.recipes)):
         return None
@@ -161,8 +139,4 @@ def point_of(budget: Budget) -> Point | None:
         curve |= {step: loss for step, loss in losses_of(recipe).items() if step <= last}
     shares = tuple((step / budget.steps, loss) for step, loss in sorted(curve.items()))
     rung, loss = budget.rung, curve[budget.steps]
-    return Point(rung.name, budget.seed, rung.parameters, budget.tokens, budget.flops, loss, shares)
-
-
-def _file(recipe: Recipe, folder: Path) -> Path:
-    return folder / "recipes" / f"{recipe.run.name}.toml"
+    return EndedRun(rung.name, budget.seed, rung.parameters, budget.tokens, budget.flops, loss, shares)

@@ -4,31 +4,32 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Timer
+from types import ModuleType
 from typing import Any
 
 from models.transformers_config import TransformersConfig
-from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.files.exit_codes import FINISHED, REFUSED
 from recipes.files.reading import fault
-from recipes.lab.plan.options import USAGE, Options, read
-from recipes.lab.plan.plan import Plan, plan
-from recipes.lab.plan.scaling import Size, sizes
-from recipes.lab.plan.screen import IMBALANCE, Money, about, costs, screen, table, unequal
+from recipes.lab.plan.numbers import numbers_of
+from recipes.lab.plan.options import USAGE, Options, read_options
+from recipes.lab.plan.plan import Plan, plan, plans_of_sizes
+from recipes.lab.plan.screen import about, costs, screen, sizes_screen
 from recipes.lab.plan.world import Asked, World, degrees_of, world_of
 from recipes.recipe.load import load
 from recipes.recipe.rules_ladder import ladder_for
+from recipes.recipe.schema import Recipe
 
 SILENT = 1.0
 """Seconds after which a line says that a search goes on."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanAnswer:
     """What a command found."""
 
     lines: list[str]
@@ -44,7 +45,7 @@ class Answer:
 
 def answer(arguments: Sequence[str]) -> int:
     """Print the plan that these arguments of train.py ask for. Returns the exit code. Raises UserError."""
-    options, words = read(arguments)
+    options, words = read_options(arguments)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     if options is None:
         print(USAGE)
@@ -56,80 +57,71 @@ def answer(arguments: Sequence[str]) -> int:
     path, changes = words[0], words[1:]
     asked = Asked(Path(path).stem, options.gpu, options.calibrated_by)
     if len(options.processes) > 1:
-        found = _scaled(path, changes, options, asked)
+        said = _scaled(path, changes, options, asked)
     else:
         processes = options.processes[0] if options.processes else None
         recipe = load(path, changes, rules=False)
         world = world_of(recipe, asked, processes=processes, nodes=options.nodes)
         if options.ladder:
-            money = replace(options.money, ladder=ladder_for(recipe, options.ladder))
-            options = replace(options, money=money)
+            options.money = replace(options.money, ladder=ladder_for(recipe, options.ladder))
         if recipe.stages:
-            found = _staged(path, changes, options, world)
+            said = _staged(path, changes, options, world)
         elif isinstance(recipe.model, TransformersConfig):
-            found = _counted(path, changes, options, world, degrees_of(recipe, world))
+            degrees_of(recipe, world)  # in one line, if the mesh does not fit
+            said = _counted(path, changes, options, world)
         elif options.search:
-            found = _searched(path, changes, options, world)
+            said = _searched(path, changes, options, world)
         else:
-            found = _planned(path, changes, options, world, degrees_of(recipe, world))
+            degrees_of(recipe, world)
+            said = _planned(path, changes, options, world)
     try:
-        print(json.dumps(found.numbers, indent=2) if options.json else "\n".join(map(_shown, found.lines)), flush=True)
+        print(json.dumps(said.numbers, indent=2) if options.json else "\n".join(map(_shown, said.lines)), flush=True)
     except OSError as error:
         raise fault("standard output cannot be written", error) from None
-    for file, make in ((options.write, found.write), (options.picture, found.draw)):
+    for file, make in ((options.write, said.write), (options.picture, said.draw)):
         if file is not None and make is not None:
             make(file)
             if not options.json:
                 print(f"\nwrote {file}")
-    return found.code
+    return said.code
 
 
-def _planned(path: str, changes: Sequence[str], options: Options, world: World, degrees: MeshDegrees) -> Answer:
+def _planned(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:
     """The answer for one plan."""
-    recipe = load(path, changes, processes=world.processes, nodes=world.nodes, elsewhere=True)
-    size = Size(world, plan(recipe, degrees, gpu=world.gpu, rates=world.rates))
-
-    def draw(file: Path) -> None:
-        from recipes.lab.plan.pictures import draw_step  # matplotlib
-
-        draw_step(size, file)
-
-    return Answer(screen(size.plan, world, options.money, mark=_mark()), as_json(size, options.money), draw)
+    planned = plan(_load_for(path, changes, world), world)
+    lines = screen(planned, options.money, mark=_mark())
+    return PlanAnswer(lines, numbers_of(planned, options.money), lambda file: _pictures().draw_step(planned, file))
 
 
-def _staged(path: str, changes: Sequence[str], options: Options, world: World) -> Answer:
+def _staged(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:
     """A plan for each stage, and their sum; the picture is that of the longest."""
-    from recipes.lab.plan import of_stages
+    from recipes.lab.plan.of_stages import plans, stages_numbers, stages_screen
 
-    recipe = load(path, changes, processes=world.processes, nodes=world.nodes, elsewhere=True)
+    recipe = _load_for(path, changes, world)
     if options.search or isinstance(recipe.model, TransformersConfig):
         what = "--search looks for one mesh" if options.search else "models of transformers are counted for one length"
         raise UserError(f"{what}, but {recipe.run.name} has stages; write the values of one of them as a recipe")
-    found = of_stages.plans(recipe, world, options.money)
-    longest = max(found, key=lambda part: part.cost(options.money).days)
-
-    def draw(file: Path) -> None:
-        from recipes.lab.plan.pictures import draw_step  # matplotlib
-
-        draw_step(longest.size, file)
-
-    each = [as_json(part.size, part.money(options.money)) for part in found]
-    lines = of_stages.screen(recipe, found, world, options.money)
-    return Answer(lines, of_stages.numbers(found, each, options.money), draw)
+    stages = plans(recipe, world, options.money)
+    longest = max(stages, key=lambda stage: stage.cost.days).plan
+    numbers = stages_numbers(stages, [numbers_of(stage.plan, stage.money) for stage in stages])
+    return PlanAnswer(stages_screen(recipe, stages), numbers, lambda file: _pictures().draw_step(longest, file))
 
 
-def _counted(path: str, changes: Sequence[str], options: Options, world: World, degrees: MeshDegrees) -> Answer:
+def _counted(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:
     """The plan of a model of transformers: memory and FLOPs."""
-    from recipes.lab.plan import counted
+    from recipes.lab.plan.counted import counted, refuse
 
-    counted.refuse(options)
-    recipe = load(path, changes, processes=world.processes, nodes=world.nodes, elsewhere=True)
-    found = counted.plan(recipe, degrees, world)
-    return Answer(found.screen(mark=_mark()), found.numbers(), draw=lambda file: None)
+    refuse(options)
+    plan = counted(_load_for(path, changes, world), world)
+    return PlanAnswer(plan.screen(mark=_mark()), plan.numbers(), draw=lambda file: None)
 
 
-def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -> Answer:
-    """The answer for several numbers of processes."""
+def _load_for(path: str, changes: Sequence[str], world: World) -> Recipe:
+    return load(path, changes, processes=world.processes, nodes=world.nodes, elsewhere=True)
+
+
+def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -> PlanAnswer:
+    """A table of several numbers of GPUs."""
     recipe = load(path, changes, elsewhere=True)
     if recipe.stages:
         raise UserError("--processes N,N: compares one mesh and batch, but this recipe has stages; write one N")
@@ -137,24 +129,18 @@ def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -
         raise UserError(
             "--processes N,N: compares times, which are not predicted for models of transformers; write one N"
         )
-    found = sizes(recipe, asked, processes=options.processes)
-
-    def draw(file: Path) -> None:
-        from recipes.lab.plan.pictures import draw_scaling  # matplotlib
-
-        draw_scaling(recipe, found, file)
-
+    plans = plans_of_sizes(recipe, asked, processes=options.processes)
     tokens = recipe.run.steps * recipe.batch.global_batch_size * recipe.batch.sequence_length
     money = options.money if options.money.tokens else replace(options.money, tokens=tokens)  # of every row
     asked_batch = {name: getattr(recipe.batch, name) for name in ("global_batch_size", "micro_batch_size")}
-    numbers = {"asked": asked_batch, "plans": [as_json(size, money) for size in found]}
-    return Answer(table(recipe, found, money), numbers, draw)
+    numbers = {"asked": asked_batch, "plans": [numbers_of(plan, money) for plan in plans]}
+    lines = sizes_screen(recipe, plans, money)
+    return PlanAnswer(lines, numbers, lambda file: _pictures().draw_scaling(recipe, plans, file))
 
 
-def _searched(path: str, changes: Sequence[str], options: Options, world: World) -> Answer:
+def _searched(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:
     """The fastest recipe that fits."""
-    from recipes.lab.plan.found import write
-    from recipes.lab.plan.search import search
+    from recipes.lab.plan.result import search, write_fastest
 
     recipe = load(path, changes, elsewhere=True)
     fixed = frozenset(word[2:].partition("=")[0].replace("-", "_") for word in changes if word.startswith("--"))
@@ -162,91 +148,36 @@ def _searched(path: str, changes: Sequence[str], options: Options, world: World)
     said.daemon = True
     said.start()
     try:
-        found = search(
-            recipe,
-            processes=world.processes,
-            nodes=world.nodes,
-            gpu=world.gpu,
-            rates=world.rates,
-            numerics=options.numerics,
-            fixed=fixed,
-        )
+        result = search(recipe, world, numerics=options.numerics, fixed=fixed)
     finally:
         said.cancel()
 
-    def numbers_of(plan: Plan | None) -> dict[str, Any] | None:
-        return None if plan is None else as_json(Size(world, plan), options.money)
-
-    def draw(file: Path) -> None:
-        from recipes.lab.plan.pictures import draw_front  # matplotlib
-
-        draw_front(found, world, file)
+    def numbers_or_none(plan: Plan | None) -> dict[str, Any] | None:
+        return None if plan is None else numbers_of(plan, options.money)
 
     numbers = {
-        "original": numbers_of(found.original),
-        "best": numbers_of(found.best),
-        "difference": found.difference(),
-        "others": [numbers_of(plan) for plan in found.others],
-        "apart": {name: numbers_of(plan) for name, plan in found.apart.items()},
+        "original": numbers_or_none(result.original),
+        "best": numbers_or_none(result.best),
+        "difference": result.difference(),
+        "others": [numbers_of(plan, options.money) for plan in result.others],
+        "apart": {name: numbers_of(plan, options.money) for name, plan in result.apart.items()},
         "front": [
             {"memory_left_gib": room / 2**30, "tokens_per_second_per_device": speed, "settings": name}
-            for room, speed, name in found.points()
+            for room, speed, name in result.points()
         ],
-        "rejected": found.rejected,
+        "rejected": result.rejected,
     }
-    lines = [*about(recipe, world), "", *found.lines()]
-    if found.best is None:
-        return Answer(lines, numbers, draw, code=REFUSED)
-    lines += ["", "of the fastest:", *costs(found.best, options.money)]
-    return Answer(lines, numbers, draw, partial(write, found, base=Path(path)))
+    lines, draw = [*about(recipe, world), "", *result.lines()], lambda file: _pictures().draw_front(result, file)
+    if result.best is None:
+        return PlanAnswer(lines, numbers, draw, code=REFUSED)
+    lines += ["", "of the fastest:", *costs(result.best, options.money)]
+    return PlanAnswer(lines, numbers, draw, partial(write_fastest, result, base=Path(path)))
 
 
-def as_json(found: Size, money: Money) -> dict[str, Any]:
-    """Every number of a plan, not rounded."""
-    plan, world, time = found.plan, found.world, found.plan.time
-    shortest, longest = plan.range
-    model, worst = plan.recipe.model, unequal(plan, world)
-    return {
-        "recipe": plan.recipe.run.name,
-        "parameters": model.num_params(),
-        "active_parameters": model.active_params(),
-        "gpu": world.gpu.name,
-        "gpu_from": world.kind_from,
-        "processes": world.processes,
-        "processes_from": world.number_from,
-        "nodes": world.nodes,
-        "degrees": asdict(plan.degrees),
-        "global_batch_size": plan.recipe.batch.global_batch_size,
-        "micro_batch_size": plan.recipe.batch.micro_batch_size,
-        "tokens_per_step": plan.step_tokens,
-        "fits": plan.fits,
-        "peak_memory_gib": plan.memory.peak / 2**30,
-        "gpu_memory_gib": plan.gpu.memory / 2**30,
-        "fullest": plan.memory.fullest + plan.memory.where,
-        "memory_gib": {
-            moment: {piece: count / 2**30 for piece, count in pieces.items()}
-            for moment, pieces in plan.memory.moments.items()
-        },
-        "tokens_per_second": time.tokens_per_second * world.processes,
-        "tokens_per_second_per_device": time.tokens_per_second,
-        "tokens_per_second_per_device_range": [time.tokens / longest, time.tokens / shortest],
-        "step_seconds": time.step_seconds,
-        "step_seconds_range": [shortest, longest],
-        "seconds": time.seconds,
-        "hidden_seconds": time.hidden,
-        "mfu": plan.mfu("causal"),
-        "mfu_full": plan.mfu("full"),
-        "unequal_loads": worst
-        and {
-            "imbalance": IMBALANCE,
-            "fits": worst.fits,
-            "peak_memory_gib": worst.memory.peak / 2**30,
-            "tokens_per_second_per_device": worst.time.tokens_per_second,
-        },
-        "calibrated": time.calibrated,
-        "cost": {**asdict(money.of(plan)), "price": money.price},
-        "loss": money.loss(plan),
-    }
+def _pictures() -> ModuleType:
+    from recipes.lab.plan import pictures  # matplotlib
+
+    return pictures
 
 
 def _shown(line: str) -> str:

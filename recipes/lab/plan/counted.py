@@ -3,7 +3,7 @@
 Imports no torch.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import Any, cast
 
@@ -11,10 +11,11 @@ from models.config import AttentionFlops
 from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
+from recipes.lab.plan.numbers import numbers_of_memory, numbers_of_world
 from recipes.lab.plan.options import Options
 from recipes.lab.plan.screen import COLUMNS, ROWS, about, memory_line, memory_table, number, seconds
-from recipes.lab.plan.world import World
-from recipes.plan.memory import FULL, Prediction, predict
+from recipes.lab.plan.world import World, degrees_of
+from recipes.plan.memory import Prediction, predict
 from recipes.recipe.rules_mesh import micro_batches
 from recipes.recipe.schema import Recipe
 
@@ -77,24 +78,13 @@ class Counted:
 
     def numbers(self) -> dict[str, Any]:
         """The same numbers for scripts, named as in other plans; null where nothing is predicted."""
-        world, memory = self.world, self.memory
+        at_fullest = replace(self.memory, moments={self.memory.fullest: self.memory.pieces})
         unknown = ("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "mfu", "mfu_full", "cost")
         return {
             "recipe": self.recipe.run.name,
             "parameters": self.recipe.model.num_params(),
-            "gpu": world.gpu.name,
-            "gpu_from": world.kind_from,
-            "processes": world.processes,
-            "processes_from": world.number_from,
-            "nodes": world.nodes,
-            "degrees": asdict(self.degrees),
-            "global_batch_size": self.recipe.batch.global_batch_size,
-            "micro_batch_size": self.recipe.batch.micro_batch_size,
-            "fits": memory.peak <= FULL * world.gpu.memory,
-            "peak_memory_gib": memory.peak / 2**30,
-            "gpu_memory_gib": world.gpu.memory / 2**30,
-            "fullest": memory.fullest,
-            "memory_gib": {memory.fullest: {name: count / 2**30 for name, count in memory.pieces.items()}},
+            **numbers_of_world(self.recipe, self.world, self.degrees),
+            **numbers_of_memory(at_fullest, self.world.gpu),
             "flops_per_step": self.flops["causal"],
             "flops_per_step_full": self.flops["full"],
             "least_step_seconds": self.least_seconds,
@@ -102,8 +92,9 @@ class Counted:
         }
 
 
-def plan(recipe: Recipe, degrees: MeshDegrees, world: World) -> Counted:
+def counted(recipe: Recipe, world: World) -> Counted:
     """Count. Raises UserError for a model that cannot be built or counted."""
+    degrees = degrees_of(recipe, world)
     kinds: tuple[AttentionFlops, ...] = ("causal", "full")
     try:
         flops = {kind: _step_flops(recipe, kind) for kind in kinds}

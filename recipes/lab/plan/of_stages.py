@@ -5,32 +5,25 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.lab.plan.plan import Cost, plan
-from recipes.lab.plan.scaling import Size
-from recipes.lab.plan.screen import Money, about, answers, costs, duration, in_units, layout, number, one
-from recipes.lab.plan.world import World, degrees_of
+from recipes.lab.plan.plan import Plan, TrainingCost, plan
+from recipes.lab.plan.screen import Money, about, answers, costs, device_word, duration, in_units, layout, number
+from recipes.lab.plan.world import World
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage, stages_of, tokens_of
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage, and what it will need."""
+    """One stage, what it will need, and what its cost is computed from."""
 
     stage: Stage
-    size: Size
-
-    def cost(self, money: Money) -> Cost:
-        """The cost of all its steps."""
-        return self.money(money).of(self.size.plan)
-
-    def money(self, money: Money) -> Money:
-        return replace(money, tokens=tokens_of(self.stage))
+    plan: Plan
+    money: Money
 
     @property
-    def title(self) -> str:
-        stage = self.stage
-        return f"stage {stage.name}: steps {stage.first + 1:,} to {stage.last:,}"
+    def cost(self) -> TrainingCost:
+        """The cost of all its steps."""
+        return self.money.of(self.plan)
 
 
 def plans(recipe: Recipe, world: World, money: Money) -> list[StagePlan]:
@@ -38,41 +31,40 @@ def plans(recipe: Recipe, world: World, money: Money) -> list[StagePlan]:
     if money.tokens is not None:
         raise UserError("--tokens: the stages of this recipe say how many each takes; change their until instead")
     return [
-        StagePlan(
-            stage, Size(world, plan(stage.recipe, degrees_of(stage.recipe, world), gpu=world.gpu, rates=world.rates))
-        )
+        StagePlan(stage, plan(stage.recipe, world), replace(money, tokens=tokens_of(stage)))
         for stage in stages_of(recipe)
     ]
 
 
-def screen(recipe: Recipe, found: Sequence[StagePlan], world: World, money: Money) -> list[str]:
+def stages_screen(recipe: Recipe, stages: Sequence[StagePlan]) -> list[str]:
     """Lines for all stages and their sum."""
-    lines = about(recipe, world)
-    for part in found:
-        lines += ["", part.title, *layout(part.size.plan), *answers(part.size.plan)]
-        lines += costs(part.size.plan, part.money(money))
-    total = _sum(found, money)
-    paid = "" if total.money is None else f": {number(total.money)} at {money.price:g} each"
+    lines = about(recipe, stages[0].plan.world)
+    for planned in stages:
+        stage = planned.stage
+        lines += ["", f"stage {stage.name}: steps {stage.first + 1:,} to {stage.last:,}", *layout(planned.plan)]
+        lines += [*answers(planned.plan), *costs(planned.plan, planned.money)]
+    total, price = _sum(stages), stages[0].money.price
+    paid = "" if total.money is None else f": {number(total.money)} at {price:g} each"
     return [
         *lines,
         "",
         f"all stages: {in_units(total.tokens)} tokens in {duration(total.days)},"
-        f" {number(total.gpu_hours)} {one(found[0].size.plan)}-hours{paid}",
+        f" {number(total.gpu_hours)} {device_word(stages[0].plan)}-hours{paid}",
     ]
 
 
-def numbers(found: Sequence[StagePlan], each: Sequence[dict[str, Any]], money: Money) -> dict[str, Any]:
+def stages_numbers(stages: Sequence[StagePlan], each: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The same numbers for scripts. each: the numbers of each stage's plan."""
-    stages = [
-        {"stage": part.stage.name, "first_step": part.stage.first + 1, "last_step": part.stage.last, **numbers}
-        for part, numbers in zip(found, each, strict=True)
+    with_steps = [
+        {"stage": planned.stage.name, "first_step": planned.stage.first + 1, "last_step": planned.stage.last, **numbers}
+        for planned, numbers in zip(stages, each, strict=True)
     ]
-    fits = all(part.size.plan.fits for part in found)
-    return {"stages": stages, "fits": fits, "cost": {**asdict(_sum(found, money)), "price": money.price}}
+    fits = all(planned.plan.fits for planned in stages)
+    return {"stages": with_steps, "fits": fits, "cost": {**asdict(_sum(stages)), "price": stages[0].money.price}}
 
 
-def _sum(found: Sequence[StagePlan], money: Money) -> Cost:
-    costs = [part.cost(money) for part in found]
+def _sum(stages: Sequence[StagePlan]) -> TrainingCost:
+    costs, price = [planned.cost for planned in stages], stages[0].money.price
     hours = sum(cost.gpu_hours for cost in costs)
-    price = None if money.price is None else money.price * hours
-    return Cost(sum(cost.tokens for cost in costs), sum(cost.days for cost in costs), hours, price)
+    paid = None if price is None else price * hours
+    return TrainingCost(sum(cost.tokens for cost in costs), sum(cost.days for cost in costs), hours, paid)

@@ -1,11 +1,11 @@
 """The options of `train.py RECIPE --plan`. Imports no torch."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from parallel.errors import UserError
 from recipes.files.reading import user_path
@@ -35,21 +35,24 @@ MOST_PROCESSES = 2**20
 MOST_TOKENS = 1e18
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass
+class Options(Namespace):
     """The options as read; None and empty: not given."""
 
-    processes: tuple[int, ...]
-    nodes: int | None
-    gpu: str | None
-    money: Money
-    ladder: str | None
-    calibrated_by: Path | None
-    search: bool
-    numerics: bool
-    write: Path | None
-    picture: Path | None
-    json: bool
+    processes: tuple[int, ...] = ()
+    nodes: int | None = None
+    gpu: str | None = None
+    tokens: int | None = None
+    price: float | None = None
+    money: Money = field(default_factory=Money)
+    """Of tokens and price."""
+    ladder: str | None = None
+    calibrated_by: Path | None = None
+    search: bool = False
+    numerics: bool = False
+    write: Path | None = None
+    picture: Path | None = None
+    json: bool = False
 
 
 class Parser(ArgumentParser):
@@ -59,66 +62,56 @@ class Parser(ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')}; python train.py --plan --help lists the options")
 
 
-def read(arguments: Sequence[str]) -> tuple[Options | None, list[str]]:
+def read_options(arguments: Sequence[str]) -> tuple[Options | None, list[str]]:
     """The options, None if help is asked for, and the other arguments. Raises UserError for what cannot be read."""
     parser = Parser(add_help=False, allow_abbrev=False)
     for switch in ("--plan", "--check", "--json", "--search", "--numerics"):
         parser.add_argument(switch, action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
-    of_plan = ("--processes", "--nodes", "--gpu", "--tokens", "--price", "--picture", "--calibrated-by", "--ladder")
-    for name in (*of_plan, "--write"):
-        parser.add_argument(name)
-    given, others = parser.parse_known_args(list(arguments))
-    return None if given.help else _checked(given), others
-
-
-def _checked(given: Namespace) -> Options:
-    """The options, each with its type."""
-    processes = () if given.processes is None else _several("--processes", given.processes)
+    values: dict[str, Callable[[str], Any]] = {
+        **{"--processes": _several, "--nodes": _whole, "--tokens": _tokens, "--price": _price},
+        **{"--picture": _picture, "--write": _new, "--gpu": str, "--ladder": str, "--calibrated-by": user_path},
+    }
+    for name, value in values.items():
+        parser.add_argument(name, type=value)
+    given, others = parser.parse_known_args(list(arguments), Options())
+    if given.help:
+        return None, others
+    several = len(given.processes) > 1
     if given.check:
         raise UserError("--check and --plan: write one of them")
-    if given.nodes is not None and len(processes) > 1:
+    if given.nodes is not None and several:
         raise UserError("--nodes: goes with one number of processes; without it, nodes are full")
     for name in ("search", "ladder"):
-        if getattr(given, name) and len(processes) > 1:
+        if getattr(given, name) and several:
             raise UserError(f"--{name}: goes with one number of processes; write as in --processes 64")
     for name in ("numerics", "write"):
         if getattr(given, name) and not given.search:
             raise UserError(f"--{name}: needs --search")
-    return Options(
-        processes=processes,
-        nodes=None if given.nodes is None else _whole("--nodes", given.nodes),
-        gpu=given.gpu,
-        money=Money(_tokens(given.tokens), _price(given.price)),
-        ladder=given.ladder,
-        calibrated_by=None if given.calibrated_by is None else user_path(given.calibrated_by),
-        search=given.search,
-        numerics=given.numerics,
-        write=None if given.write is None else _new(given.write),
-        picture=None if given.picture is None else _picture(given.picture),
-        json=given.json,
-    )
+    given.money = Money(given.tokens, given.price)
+    return given, others
 
 
-def _several(name: str, text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them."""
-    found = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
-    if not all(1 <= number <= MOST_PROCESSES for number in found):
-        raise UserError(f"{name} {text}: must be whole numbers from 1 to {MOST_PROCESSES:,}; write as in 8 or 8,64,512")
-    return found
+def _several(text: str) -> tuple[int, ...]:
+    """Whole numbers of processes with commas between them."""
+    numbers = tuple(int(word) if word.strip().isdecimal() else 0 for word in text.split(","))
+    if not all(1 <= number <= MOST_PROCESSES for number in numbers):
+        limits = f"whole numbers from 1 to {MOST_PROCESSES:,}"
+        raise UserError(f"--processes {text}: must be {limits}; write as in 8 or 8,64,512")
+    return numbers
 
 
-def _whole(name: str, text: str) -> int:
+def _whole(text: str) -> int:
     """A number of nodes."""
     value = int(text) if text.strip().isdecimal() else 0
     if not 1 <= value <= MOST_PROCESSES:
-        raise UserError(f"{name} {text}: must be a whole number from 1 to {MOST_PROCESSES:,}")
+        raise UserError(f"--nodes {text}: must be a whole number from 1 to {MOST_PROCESSES:,}")
     return value
 
 
-def _tokens(text: str | None) -> int | None:
-    """A number with a unit, such as "11T"; None for None."""
-    return None if text is None else round(amount("--tokens", text, least=1.0))
+def _tokens(text: str) -> int:
+    """A number with a unit, such as "11T"."""
+    return round(amount("--tokens", text, least=1.0))
 
 
 def amount(name: str, text: str, *, least: float = 1e-3) -> float:
@@ -131,10 +124,10 @@ def amount(name: str, text: str, *, least: float = 1e-3) -> float:
     return value
 
 
-def _price(text: str | None) -> float | None:
-    """What a GPU costs for an hour; None for None."""
-    value = None if text is None else _number(text)
-    if value is not None and not (isfinite(value) and value >= 0):
+def _price(text: str) -> float:
+    """What a GPU costs for an hour."""
+    value = _number(text)
+    if not (isfinite(value) and value >= 0):
         raise UserError(f"--price {text}: must be a number, what one GPU costs for an hour; write as in 2.5")
     return value
 

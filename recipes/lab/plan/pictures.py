@@ -12,7 +12,6 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from parallel.errors import UserError
 from recipes.lab.curves.style import BLUE, DOTS_PER_INCH, GREEN, ORANGE, PINK, SKY, VERMILION
 from recipes.lab.plan.plan import MESSAGES, Plan
-from recipes.lab.plan.scaling import Size
 from recipes.lab.plan.screen import number, seconds
 from recipes.lab.plan.world import World
 from recipes.plan.memory import FULL
@@ -21,7 +20,7 @@ from recipes.plan.sizes import Pieces
 from recipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from recipes.lab.plan.found import Found
+    from recipes.lab.plan.result import SearchResult
 
 # More than a picture of runs needs.
 COLOURS = (
@@ -38,13 +37,13 @@ LANES = ("compute", "inside nodes", "between nodes")
 """Lanes of the time of a step, from top to bottom."""
 
 
-def draw_step(size: Size, file: Path) -> None:
+def draw_step(plan: Plan, file: Path) -> None:
     """Memory at the moments of a step, and how long each lane is busy in it. Raises UserError, as all of these do."""
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=(3, 1))
-    _memory(above, size.plan)
-    _lanes(below, size.plan)
-    _save(figure, size.plan.recipe, size.world, file, number=f"{size.world.processes:,} ")
+    _memory(above, plan)
+    _lanes(below, plan)
+    _save(figure, plan.recipe, plan.world, file, number=f"{plan.world.processes:,} ")
 
 
 def _save(figure: Figure, recipe: Recipe, world: World, file: Path, *, number: str = "") -> None:
@@ -65,10 +64,10 @@ def _memory(axes: Axes, plan: Plan) -> None:
     stacks = [[pieces.get(name, 0) / 1e9 for pieces in moments.values()] for name in names]
     colours = [COLOURS[index % len(COLOURS)] for index in range(len(names))]
     axes.stackplot(range(len(moments)), stacks, labels=list(names), colors=colours, step="mid")
-    limit = plan.gpu.memory / 1e9
+    limit = plan.world.gpu.memory / 1e9
     if plan.memory.peak / 1e9 > limit / 5:  # with a tiny model, the line would flatten all else
         axes.axhline(limit, color="black", linewidth=1.2)
-        axes.text(0, limit, f" {limit:.1f} GB of the {plan.gpu.name}", va="bottom", fontsize=8)
+        axes.text(0, limit, f" {limit:.1f} GB of the {plan.world.gpu.name}", va="bottom", fontsize=8)
         axes.axhline(FULL * limit, color="black", linewidth=0.8, linestyle=":")
         note, below = f" {FULL:.0%}: the allocator needs the rest", (0, -3)
         axes.annotate(note, (0, FULL * limit), below, textcoords="offset points", va="top", fontsize=7)
@@ -100,7 +99,7 @@ def forward(plan: Plan) -> dict[str, Pieces]:
     layers = plan.recipe.model.layers
     steady = (*size.state_by_kind, *STEADY)
     kept = {name: loss.get(name, 0) for name in (*steady, "accumulated gradients", "reduced gradients")}
-    found = {}
+    moments = {}
     for layer in range(layers):
         weights = loss["gathered weights"]
         if not size.keeps_blocks:
@@ -108,8 +107,8 @@ def forward(plan: Plan) -> dict[str, Pieces]:
         elif not size.accumulates:
             weights -= size.gathered_block * (layers - layer - 1)
         saved = round(size.tokens * size.saved_before(layer + 1))
-        found[f"the forward pass of block {layer}"] = kept | {"gathered weights": weights, "activations": saved}
-    return found
+        moments[f"the forward pass of block {layer}"] = kept | {"gathered weights": weights, "activations": saved}
+    return moments
 
 
 def _lanes(axes: Axes, plan: Plan) -> None:
@@ -146,12 +145,11 @@ def _lane(message: str) -> int:
     return LANES.index(message.rpartition(", ")[2])
 
 
-def draw_scaling(recipe: Recipe, sizes: Sequence[Size], file: Path) -> None:
+def draw_scaling(recipe: Recipe, plans: Sequence[Plan], file: Path) -> None:
     """Speed, waiting and memory of a GPU against the number of GPUs."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     speed, waiting, memory = figure.subplots(1, 3)
-    plans = [size.plan for size in sizes]
-    counts = [size.world.processes for size in sizes]
+    counts = [plan.world.processes for plan in plans]
     rates = [plan.time.tokens_per_second for plan in plans]
     ends = [[plan.time.tokens / end for end in plan.range] for plan in plans]
     speed.fill_between(counts, [slow for _, slow in ends], [fast for fast, _ in ends], alpha=0.2, color=COLOURS[0])
@@ -162,8 +160,8 @@ def draw_scaling(recipe: Recipe, sizes: Sequence[Size], file: Path) -> None:
     waiting.set_title("share of a step that waits for messages", fontsize=9)
     waiting.yaxis.set_major_formatter(PercentFormatter(1))
     memory.plot(counts, [plan.memory.peak / 1e9 for plan in plans], "o-", color=COLOURS[2])
-    memory.axhline(plans[0].gpu.memory / 1e9, color="black", linewidth=1)
-    memory.set_title(f"peak memory in GB, and that of an {plans[0].gpu.name}", fontsize=9)
+    memory.axhline(plans[0].world.gpu.memory / 1e9, color="black", linewidth=1)
+    memory.set_title(f"peak memory in GB, and that of an {plans[0].world.gpu.name}", fontsize=9)
     for axes in (speed, waiting, memory):
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8, rotation=60 if len(counts) > 4 else 0)
@@ -171,14 +169,14 @@ def draw_scaling(recipe: Recipe, sizes: Sequence[Size], file: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("GPUs")
         axes.grid(alpha=0.3)
-    _save(figure, recipe, sizes[0].world, file)
+    _save(figure, recipe, plans[0].world, file)
 
 
-def draw_front(found: "Found", world: World, file: Path) -> None:
+def draw_front(result: "SearchResult", file: Path) -> None:
     """What a search found: the fastest for each room that is left in memory. Those before a fall get a letter."""
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     axes = figure.subplots()
-    points = sorted(found.points())  # the fastest first, which leaves the least
+    points = sorted(result.points())  # the fastest first, which leaves the least
     axes.plot([room / 1e9 for room, _, _ in points], [speed for _, speed, _ in points], "o-", color=COLOURS[0])
     falls = sorted(range(len(points) - 1), key=lambda index: points[index + 1][1] - points[index][1])
     lettered = sorted({0, len(points) - 1, *falls[: LETTERS - 2]} & set(range(len(points))))
@@ -186,13 +184,13 @@ def draw_front(found: "Found", world: World, file: Path) -> None:
         room, speed, name = points[index]
         axes.annotate(letter, (room / 1e9, speed), (5, 5), textcoords="offset points", fontsize=9)
         axes.plot([], [], " ", label=f"{letter}  {number(speed)} tokens/s, {room / 1e9:.1f} GB left: {name}")
-    if found.original is not None:
-        room = (found.gpu.memory - found.original.memory.peak) / 1e9
-        axes.plot([room], [found.original.time.tokens_per_second], "s", color=EXPOSED, label="the recipe as it is")
-    axes.axvline((1 - FULL) * found.gpu.memory / 1e9, color="black", linewidth=0.8, linestyle=":")
+    if result.original is not None:
+        room = (result.world.gpu.memory - result.original.memory.peak) / 1e9
+        axes.plot([room], [result.original.time.tokens_per_second], "s", color=EXPOSED, label="the recipe as it is")
+    axes.axvline((1 - FULL) * result.world.gpu.memory / 1e9, color="black", linewidth=0.8, linestyle=":")
     axes.set_xlabel("GB of memory that are left, of which the allocator needs those up to the dotted line")
     axes.set_ylabel("tokens/s per GPU")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     axes.grid(alpha=0.3)
     figure.legend(fontsize=8, loc="outside lower center")
-    _save(figure, found.recipe, world, file, number=f"{world.processes:,} ")
+    _save(figure, result.recipe, result.world, file, number=f"{result.world.processes:,} ")

@@ -1,21 +1,26 @@
 """A plan: what a recipe will need and how fast it will be, before a GPU is rented. Imports no torch."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from models.config import AttentionFlops
 from parallel.config import MeshDegrees
-from recipes.plan.hardware import Gpu
+from recipes.data.config import BatchConfig
+from recipes.lab.plan.world import Asked, World, degrees_of, world_of
 from recipes.plan.memory import FULL, Prediction, predict
-from recipes.plan.rates import RATES, Rates
 from recipes.plan.time import StepTime, step_time
+from recipes.recipe.fields import Problem, refusal
+from recipes.recipe.rules import violations_elsewhere
 from recipes.recipe.schema import Recipe
 
 DAY = 24 * 3600
 """Seconds of a day."""
+MESSAGES = "messages: "
+"""Prefix of the pieces of a step that are sent, such as "messages: shard, inside nodes"."""
 
 
 @dataclass(frozen=True)
-class Cost:
+class TrainingCost:
     """The cost of training on a number of tokens, without start-up, validation, checkpoints and restarts."""
 
     tokens: int
@@ -27,18 +32,18 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and time of one recipe on one mesh of one kind of GPU."""
+    """Memory and time of one recipe on some GPUs."""
 
     recipe: Recipe
     degrees: MeshDegrees
-    gpu: Gpu
+    world: World
     memory: Prediction
     time: StepTime
 
     @property
     def fits(self) -> bool:
         """Whether the predicted peak leaves room for what is not predicted."""
-        return self.memory.peak <= FULL * self.gpu.memory
+        return self.memory.peak <= FULL * self.world.gpu.memory
 
     @property
     def step_tokens(self) -> int:
@@ -52,30 +57,58 @@ class Plan:
 
     def mfu(self, attention: AttentionFlops) -> float | None:
         """MFU as in recipes/metrics/throughput.py, for whole sequences; None for a CPU, whose peak nobody promises."""
-        if self.gpu.family == "measured":
+        if self.world.gpu.family == "measured":
             return None
         flops = self.recipe.model.flops_per_token(self.recipe.batch.sequence_length, attention)
-        return self.time.tokens_per_second * flops / self.gpu.bf16_peak
+        return self.time.tokens_per_second * flops / self.world.gpu.bf16_peak
 
     @property
     def exposed(self) -> float:
         """Seconds of a step in which a GPU waits for messages."""
         return sum(seconds for piece, seconds in self.time.seconds.items() if piece.startswith(MESSAGES))
 
-    def cost(self, *, tokens: int | None = None, price: float | None = None) -> Cost:
+    def cost(self, *, tokens: int | None = None, price: float | None = None) -> TrainingCost:
         """The cost of training. tokens: by default those of the recipe's steps. price: that of one GPU for one hour."""
         tokens = self.recipe.run.steps * self.step_tokens if tokens is None else tokens
         seconds = tokens / self.step_tokens * self.time.step_seconds
         hours = seconds / 3600 * self.degrees.processes
-        return Cost(tokens, seconds / DAY, hours, None if price is None else price * hours)
+        return TrainingCost(tokens, seconds / DAY, hours, None if price is None else price * hours)
 
 
-MESSAGES = "messages: "
-"""Prefix of the pieces of a step that are sent, such as "messages: shard, inside nodes"."""
+def plan(recipe: Recipe, world: World) -> Plan:
+    """Predict memory and time. Raises UserError if the mesh does not fit these GPUs."""
+    degrees, has_cuda = degrees_of(recipe, world), world.gpu.family != "measured"
+    memory = predict(recipe, degrees, context=has_cuda, imbalance=world.rates.imbalance)
+    return Plan(recipe, degrees, world, memory, step_time(recipe, degrees, gpu=world.gpu, rates=world.rates))
 
 
-def plan(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = RATES) -> Plan:
-    """Predict memory and time."""
-    has_cuda = gpu.family != "measured"
-    memory = predict(recipe, degrees, context=has_cuda, imbalance=rates.imbalance)
-    return Plan(recipe, degrees, gpu, memory, step_time(recipe, degrees, gpu=gpu, rates=rates))
+def plans_of_sizes(recipe: Recipe, asked: Asked, *, processes: Sequence[int]) -> list[Plan]:
+    """A plan for each of these numbers of processes, with the batch that so many can divide.
+
+    Raises UserError for a number that the mesh does not fit.
+    """
+    plans = []
+    for number in dict.fromkeys(processes):
+        world = world_of(recipe, asked, processes=number)
+        shares = degrees_of(recipe, world).data_parallel
+        fitting = replace(recipe, batch=nearest_batch(recipe.batch, shares=shares))
+        violations = violations_elsewhere(fitting, processes=number, nodes=world.nodes)
+        if problems := [Problem(key, message) for key, message in violations]:
+            raise refusal(problems, where=f"the recipe on {number} processes")
+        plans.append(plan(fitting, world))
+    return plans
+
+
+def nearest_batch(batch: BatchConfig, *, shares: int) -> BatchConfig:
+    """The batch itself if so many equal shares can be made of it; or else the nearest, of at least one sequence each.
+
+    What is trained stays if it can: the micro-batch, which changes the speed only, gives way before the global batch.
+    """
+    size, micro = batch.global_batch_size, batch.micro_batch_size
+    fitting = max(1, round(size / shares)) * shares
+    share = fitting // shares
+    return replace(
+        batch,
+        global_batch_size=fitting,
+        micro_batch_size=max(rows for rows in range(1, min(micro, share) + 1) if share % rows == 0),
+    )

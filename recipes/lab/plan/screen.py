@@ -7,9 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from recipes.lab.plan.hints import hint
-from recipes.lab.plan.plan import DAY, MESSAGES, Cost, Plan
-from recipes.lab.plan.plan import plan as plan_of
-from recipes.lab.plan.scaling import Size
+from recipes.lab.plan.plan import DAY, MESSAGES, Plan, TrainingCost, plan
 from recipes.lab.plan.world import World
 from recipes.metrics.ladder import Ladder
 from recipes.plan.hardware import Gpu
@@ -39,7 +37,7 @@ class Money:
     price: float | None = None
     ladder: Ladder | None = None
 
-    def of(self, plan: Plan) -> Cost:
+    def of(self, plan: Plan) -> TrainingCost:
         return plan.cost(tokens=self.tokens, price=self.price)
 
     def loss(self, plan: Plan) -> dict[str, Any] | None:
@@ -52,29 +50,29 @@ class Money:
         planned = self.of(plan).tokens
         flops = float(planned) * model.flops_per_token(length, "causal")
         sizes = [at_equal_flops(fit, model, flops, length, 2 ** (half / 2)) for half in range(-6, 7)]
-        (size, _, own), (best, tokens, least) = sizes[6], min(sizes, key=lambda one: one[2].loss)
+        (size, _, here), (best, tokens, least) = sizes[6], min(sizes, key=lambda size: size[2].loss)
         lowest = {"parameters": best, "tokens": round(tokens), **least._asdict()}
         lowest["at_edge"] = best in (sizes[0][0], sizes[-1][0])
         beyond = {"ladder": Path(self.ladder.recipe).stem, "beyond_largest_rung": size / self.ladder.parameters}
         beyond["beyond_longest_run"] = planned / self.ladder.tokens
-        return {**own._asdict(), **beyond, "lowest_at_equal_flops": lowest}
+        return {**here._asdict(), **beyond, "lowest_at_equal_flops": lowest}
 
 
-def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[str]:
+def screen(plan: Plan, money: Money, *, mark: str = "#") -> list[str]:
     """Lines for one plan. mark: the character that bars are made of."""
     above = [
-        *about(plan.recipe, world),
+        *about(plan.recipe, plan.world),
         *layout(plan),
         "",
         *answers(plan),
-        *_loads(plan, world),
+        *_loads(plan),
         *costs(plan, money),
         "",
         *_time(plan, mark),
         "",
         *_messages(plan),
     ]
-    below = wrap(f"next: {hint(plan, world)}", COLUMNS, subsequent_indent=" " * 8)
+    below = wrap(f"next: {hint(plan)}", COLUMNS, subsequent_indent=" " * 8)
     left = LINES - len(above) - len(["head of memory", ""]) - len(below)
     return [*above, *memory_table(plan.memory, mark, rows=min(ROWS, left)), "", *below]
 
@@ -112,32 +110,34 @@ def answers(plan: Plan) -> list[str]:
     mfu, mfu_full = plan.mfu("causal"), plan.mfu("full")
     share = f"; MFU {mfu:.1%} (causal attention), {mfu_full:.1%} (full)" if mfu and mfu_full else ""
     return [
-        memory_line(plan.memory, plan.gpu),
-        f"speed   {number(time.tokens_per_second)} tokens/s per {one(plan)} ({number(time.tokens / longest)} to"
+        memory_line(plan.memory, plan.world.gpu),
+        f"speed   {number(time.tokens_per_second)} tokens/s per {device_word(plan)} ({number(time.tokens / longest)} to"
         f" {number(time.tokens / shortest)}), {number(time.tokens_per_second * plan.degrees.processes)} in all",
         f"step    {seconds(time.step_seconds)} ({between(seconds(shortest), seconds(longest))}){share}",
     ]
 
 
-def _loads(plan: Plan, world: World) -> list[str]:
+def _loads(plan: Plan) -> list[str]:
     """What a process has whose experts compute more rows than others."""
-    if (worst := unequal(plan, world)) is None:
+    if (worst := unequal(plan)) is None:
         return []
     speed, fits = number(worst.time.tokens_per_second), "" if worst.fits else " (DOES NOT FIT)"
     peak = f"{worst.memory.peak / 1e9:.1f} GB{fits}"
-    return [f"loads   assumed equal; {IMBALANCE} x the mean on one process: {peak}, {speed} tokens/s per {one(plan)}"]
+    load = f"assumed equal; {IMBALANCE} x the mean on one process"
+    return [f"loads   {load}: {peak}, {speed} tokens/s per {device_word(plan)}"]
 
 
-def unequal(found: Plan, world: World) -> Plan | None:
+def unequal(equal: Plan) -> Plan | None:
     """The plan where one process has IMBALANCE times the mean load; None if experts are not divided."""
-    if found.degrees.expert == 1:
+    if equal.degrees.expert == 1:
         return None
-    return plan_of(found.recipe, found.degrees, gpu=found.gpu, rates=replace(world.rates, imbalance=IMBALANCE))
+    rates = replace(equal.world.rates, imbalance=IMBALANCE)
+    return plan(equal.recipe, replace(equal.world, rates=rates))
 
 
-def one(plan: Plan) -> str:
+def device_word(plan: Plan) -> str:
     """The word for one of the plan's devices: "GPU", or "process" on a CPU."""
-    return "process" if plan.gpu.family == "measured" else "GPU"
+    return "process" if plan.world.gpu.family == "measured" else "GPU"
 
 
 def costs(plan: Plan, money: Money) -> list[str]:
@@ -147,19 +147,19 @@ def costs(plan: Plan, money: Money) -> list[str]:
     return [
         f"time    {in_units(cost.tokens)} tokens in {duration(cost.days)}"
         f" ({between(duration(cost.days * shortest), duration(cost.days * longest))})",
-        f"cost    {number(cost.gpu_hours)} {one(plan)}-hours{paid}",
+        f"cost    {number(cost.gpu_hours)} {device_word(plan)}-hours{paid}",
         *([] if (loss := money.loss(plan)) is None else _loss(loss)),
     ]
 
 
-def _loss(found: dict[str, Any]) -> list[str]:
+def _loss(predicted: dict[str, Any]) -> list[str]:
     """The loss that a ladder predicts, and the size with the lowest one."""
-    best, interval = found["lowest_at_equal_flops"], f"{found['low']:.3f} to {found['high']:.3f}"
+    best, interval = predicted["lowest_at_equal_flops"], f"{predicted['low']:.3f} to {predicted['high']:.3f}"
     size = f"{in_units(best['parameters'])} parameters (without embeddings) and {in_units(best['tokens'])} tokens"
     size += ", at the edge of the sizes tried" if best["at_edge"] else ""
     lines = (
-        f"loss    {found['loss']:.3f} ({interval}), {number(found['beyond_largest_rung'])}x the largest rung,"
-        f" {number(found['beyond_longest_run'])}x the longest run of the ladder {found['ladder']}",
+        f"loss    {predicted['loss']:.3f} ({interval}), {number(predicted['beyond_largest_rung'])}x the largest rung,"
+        f" {number(predicted['beyond_longest_run'])}x the longest run of the ladder {predicted['ladder']}",
         f"        at the same cost, {best['loss']:.3f} with {size}",
     )
     return [part for line in lines for part in wrap(line, COLUMNS, subsequent_indent=" " * 8)]
@@ -221,35 +221,35 @@ HEADS = {"GPUs": 7, "batch": 8, "micro": 6, "tokens/s/GPU": 13, "step": 9, "wait
 """Columns of a table of several sizes: head -> width."""
 
 
-def table(recipe: Recipe, sizes: Sequence[Size], money: Money) -> list[str]:
+def sizes_screen(recipe: Recipe, plans: Sequence[Plan], money: Money) -> list[str]:
     """One line for each number of GPUs, below what they share, above what it means."""
-    first, in_node = sizes[0].plan, max(found.plan.gpu.per_node for found in sizes)
+    first, in_node = plans[0], max(plan.world.gpu.per_node for plan in plans)
     heads = [f"{head:>{width}}" for head, width in (*HEADS.items(), ("GPU-hours", 12), ("cost", 13))]
     priced = money.price is not None
     lines = [
-        *about(recipe, sizes[0].world, number=f"number  as below, up to {in_node} in a node"),
+        *about(recipe, first.world, number=f"number  as below, up to {in_node} in a node"),
         f"tokens  {in_units(money.of(first).tokens)}" + (f", at {money.price:g} for a GPU and hour" if priced else ""),
         "",
         "".join(heads if priced else heads[:-1]),
-        *("".join(_cells(recipe, found, money)).rstrip() for found in sizes),
+        *("".join(_cells(recipe, plan, money)).rstrip() for plan in plans),
         "",
         "waits: the share of a step in which a GPU waits for messages",
     ]
-    if any(not found.plan.fits for found in sizes):
+    if any(not plan.fits for plan in plans):
         lines.append("!: does not fit the memory of the GPU; --plan --search --processes N looks for what does")
-    if any(found.plan.recipe.batch != recipe.batch for found in sizes):
+    if any(plan.recipe.batch != recipe.batch for plan in plans):
         asked = f"{recipe.batch.global_batch_size:,} in micro-batches of {recipe.batch.micro_batch_size:,}"
         lines.append(f"*: the recipe's {asked} cannot be divided like that; the nearest that can")
     return lines
 
 
-def _cells(recipe: Recipe, found: Size, money: Money) -> Iterator[str]:
+def _cells(recipe: Recipe, plan: Plan, money: Money) -> Iterator[str]:
     """The columns of one number of GPUs."""
-    plan, cost, batch = found.plan, money.of(found.plan), found.plan.recipe.batch
+    cost, batch = money.of(plan), plan.recipe.batch
     changed = "*" if batch.global_batch_size != recipe.batch.global_batch_size else " "
     smaller = "*" if batch.micro_batch_size != recipe.batch.micro_batch_size else " "
     values = [
-        f"{found.world.processes:,}",
+        f"{plan.world.processes:,}",
         f"{batch.global_batch_size:,}{changed}",
         f"{batch.micro_batch_size}{smaller}",
         number(plan.time.tokens_per_second),

@@ -15,23 +15,21 @@ from math import inf
 
 from parallel.config import MeshDegrees
 from parallel.errors import UserError, listed
-from recipes.lab.plan.found import Found, Point, as_keys
-from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.search_space import (
     BATCH,
     SEARCHED,
     SEQUENCE,
-    Layout,
+    Candidate,
+    Meshed,
     Space,
+    as_keys,
     changes,
     number_of_changes,
     numerics_of,
     tuned,
 )
-from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, outside_of_torch, predict
 from recipes.plan.moments import moments, sizes_of
-from recipes.plan.rates import Rates
 from recipes.plan.sizes import Sizes
 from recipes.plan.stages import parts
 from recipes.plan.time import step_time
@@ -44,7 +42,7 @@ KINDS = 5
 SLOWEST = 2.0
 """The front ends where a step takes so many times as long as the fastest."""
 GRAIN = 0.01
-"""Points of the front differ by at least this share of the device's memory."""
+"""Candidates of the front differ by at least this share of the device's memory."""
 NEARLY = 1.25
 """A setting that needs at most so many times the memory that there is nearly fits."""
 MORE = (2, 4, 8, 16, 32, 64, 128, 256)
@@ -68,83 +66,26 @@ class Box:
     """Seconds: no step is shorter."""
 
 
-def search(
-    recipe: Recipe,
-    *,
-    processes: int,
-    nodes: int,
-    gpu: Gpu,
-    rates: Rates,
-    numerics: bool = False,
-    fixed: frozenset[str] = frozenset(),
-) -> Found:
-    """The fastest that fits, and what else there is to say.
-
-    Args:
-        recipe: where the search starts; its mesh need not fit the processes.
-        processes, nodes: their numbers.
-        gpu, rates: what each process has, and what it reaches of that.
-        numerics: also try what changes the numbers of the training: float8, and bfloat16 moments and gradient sums.
-        fixed: dotted keys that stay as they are.
-
-    Raises:
-        UserError: no mesh of these processes can run the recipe.
-    """
-    space = Space(recipe, processes, nodes, fixed, gpu.memory)
-    gpu = replace(gpu, per_node=processes // nodes if nodes > 1 else max(gpu.per_node, processes))
-    whole = Search(space, gpu=gpu, rates=rates).run()
-    if whole.least is None:
-        raise _refusal(whole)
-
-    def planned(point: Point) -> Plan:
-        return plan(point.recipe, point.degrees, gpu=gpu, rates=rates)
-
-    apart = {}
-    for name, changed in numerics_of(recipe, gpu=gpu, fixed=fixed) if numerics else ():
-        if best := Search(replace(space, recipe=changed), gpu=gpu, rates=rates).run().best_of_each_kind():
-            apart[name] = planned(best[0])
-    best = whole.best_of_each_kind()
-    original = space.own_degrees if space.refusal(recipe) is None else None
-    return Found(
-        recipe=recipe,
-        processes=processes,
-        nodes=nodes,
-        gpu=gpu,
-        fixed=fixed,
-        best=planned(best[0]) if best else None,
-        others=tuple(map(planned, best[1:])),
-        apart=apart,
-        original=plan(recipe, original, gpu=gpu, rates=rates) if original else None,
-        settings=whole.settings,
-        too_large=whole.too_large,
-        refused=dict(whole.refused.most_common()),
-        nearly=whole.nearly,
-        least=whole.least,
-        front=tuple(whole.front),
-        remedies=() if best else tuple(what_would_fit(whole)),
-    )
-
-
 class Search:
     """A search that goes through one space, once."""
 
-    def __init__(self, space: Space, *, gpu: Gpu, rates: Rates) -> None:
-        self.space, self.gpu, self.rates = space, gpu, rates
-        self.limit = FULL * gpu.memory
+    def __init__(self, space: Space) -> None:
+        self.space, self.gpu = space, space.world.gpu
+        self.limit = FULL * self.gpu.memory
         self.refused: Counter[str] = Counter()
         """Reason -> number of meshes."""
         self.settings = self.too_large = 0
         """How many there are, and how many of them do not fit."""
-        self.nearly: Point | None = None
+        self.nearly: Candidate | None = None
         """The fastest that nearly fits."""
-        self.least: Point | None = None
+        self.least: Candidate | None = None
         """What needs the least memory."""
-        self.points: list[Point] = []
+        self.points: list[Candidate] = []
         """All points of the boxes that can hold one of the fastest."""
         self._fastest: dict[Kind, float] = {}
         """Seconds of the fastest step of each kind."""
-        self.front: list[Point] = []
-        """Points from the fastest to the leanest: none is both slower and larger than another."""
+        self.front: list[Candidate] = []
+        """Candidates from the fastest to the leanest: none is both slower and larger than another."""
 
     def run(self) -> "Search":
         """Go through all of it."""
@@ -156,36 +97,38 @@ class Search:
                 if self._can_matter(kind, self._bound(setting, box.degrees), need):
                     self._try([tuned(setting, tuning) for tuning in self.space.own_tuning_first], box.degrees)
         first = min(self._fastest.values(), default=inf)
-        self.front = _thinned([at for at in self.front if at.seconds <= SLOWEST * first], GRAIN * self.gpu.memory)
+        self.front = _front(
+            [point for point in self.front if point.seconds <= SLOWEST * first], GRAIN * self.gpu.memory
+        )
         return self
 
     def fits(self) -> bool:
         """Whether anything does where all blocks recompute, or none."""
         for layout in self.space.layouts():
-            if isinstance(layout, Layout) and self._state(layout) <= self.limit:
+            if isinstance(layout, Meshed) and self._state(layout) <= self.limit:
                 leanest = self.space.tunings[-1]
                 for *_, setting in self.space.settings(layout):
                     if peak(tuned(setting, leanest), layout.degrees) <= self.limit:
                         return True
         return False
 
-    def _state(self, layout: Layout) -> int:
+    def _state(self, layout: Meshed) -> int:
         """Bytes that are always there: no step needs less."""
         if layout.degrees.pipeline > 1:
-            found = [part for _, part in parts(layout.recipe, layout.degrees)]
-            return max(sum(part.state.values()) + part.living()["accumulated gradients"] for part in found)
+            stages = [stage for _, stage in parts(layout.recipe, layout.degrees)]
+            return max(sum(stage.state.values()) + stage.living()["accumulated gradients"] for stage in stages)
         return sum(sizes_of(layout.recipe, layout.degrees).state.values())
 
-    def best_of_each_kind(self) -> list[Point]:
+    def best_of_each_kind(self) -> list[Candidate]:
         """The fastest of all, and those of other kinds. Of equally fast ones, that with the fewest changes."""
-        kinds: dict[Kind, list[Point]] = {}
+        kinds: dict[Kind, list[Candidate]] = {}
         for point in sorted(self.points, key=lambda point: point.seconds):
             points = kinds.setdefault(kind_of(point.recipe, point.degrees), [point])
             if point.seconds <= TIE * points[0].seconds:
                 points.append(point)
         return [min(points, key=self._changes) for points in list(kinds.values())[:KINDS]]
 
-    def _changes(self, point: Point) -> tuple[int, int]:
+    def _changes(self, point: Candidate) -> tuple[int, int]:
         """How many fields change, and the memory: less is better."""
         return number_of_changes(self.space.recipe, point.recipe), point.peak
 
@@ -225,9 +168,9 @@ class Search:
         if not fitting:
             return None
         settings, needs, finer = settings[fitting[0] :], needs[fitting[0] :], self.space.finer(settings, fitting[0])
-        at = bisect_left(finer, True, key=lambda setting: self._least_of(setting, degrees) <= self.limit)
-        if at < len(finer):
-            settings, needs = [finer[at], *settings], [self._least_of(finer[at], degrees), *needs]
+        fewest = bisect_left(finer, True, key=lambda setting: self._least_of(setting, degrees) <= self.limit)
+        if fewest < len(finer):
+            settings, needs = [finer[fewest], *settings], [self._least_of(finer[fewest], degrees), *needs]
         return Box(settings, degrees, needs, self._bound(settings[0], degrees))
 
     def _least_of(self, setting: Recipe, degrees: MeshDegrees) -> int:
@@ -239,8 +182,9 @@ class Search:
         first, *_, last = *self.space.tunings, self.space.tunings[-1]
         return min(self._point(tuned(setting, tuning), degrees, 0).seconds for tuning in (first, last))
 
-    def _point(self, recipe: Recipe, degrees: MeshDegrees, need: int) -> Point:
-        return Point(recipe, degrees, need, step_time(recipe, degrees, gpu=self.gpu, rates=self.rates).step_seconds)
+    def _point(self, recipe: Recipe, degrees: MeshDegrees, need: int) -> Candidate:
+        time = step_time(recipe, degrees, gpu=self.gpu, rates=self.space.world.rates)
+        return Candidate(recipe, degrees, need, time.step_seconds)
 
     def _can_matter(self, kind: Kind, bound: float, leanest: float) -> bool:
         """Whether what is no faster and no leaner can be the fastest of one of the fastest kinds, or on the front."""
@@ -262,7 +206,7 @@ class Search:
         self._fastest[kind] = min([self._fastest.get(kind, inf), *(point.seconds for point in points)])
 
 
-def _refusal(whole: Search) -> UserError:
+def refusal_of_all(whole: Search) -> UserError:
     """The error for a recipe that no mesh can run."""
     why = ", ".join(f"{reason} ({count})" for reason, count in whole.refused.most_common())
     processes, fixed = f"{whole.space.processes:,}", [key for key in SEARCHED if key in whole.space.fixed]
@@ -283,22 +227,13 @@ def kind_of(recipe: Recipe, degrees: MeshDegrees) -> Kind:
     return degrees.pipeline, degrees.tensor, degrees.context, degrees.expert, degrees.replicate > 1, mode
 
 
-def _front(points: list[Point]) -> list[Point]:
-    """The points that need less memory than all faster ones, the fastest first."""
-    front: list[Point] = []
+def _front(points: list[Candidate], grain: float = 1) -> list[Candidate]:
+    """The points that need less memory than all faster ones, by this many bytes, the fastest first."""
+    front: list[Candidate] = []
     for point in sorted(points, key=lambda point: (point.seconds, point.peak)):
-        if not front or point.peak < front[-1].peak:
+        if not front or point.peak <= front[-1].peak - grain:
             front.append(point)
     return front
-
-
-def _thinned(front: list[Point], grain: float) -> list[Point]:
-    """The front without the points that need hardly less memory than the one before."""
-    kept: list[Point] = []
-    for point in front:
-        if not kept or point.peak <= kept[-1].peak - grain:
-            kept.append(point)
-    return kept
 
 
 def what_would_fit(whole: Search) -> Iterator[str]:
@@ -316,10 +251,8 @@ def what_would_fit(whole: Search) -> Iterator[str]:
     for times in MORE:
         processes = times * space.processes
         nodes = -(-processes // (whole.gpu.per_node if space.nodes == 1 else space.processes // space.nodes))
-        if (
-            processes % nodes == 0
-            and Search(replace(space, processes=processes, nodes=nodes), gpu=whole.gpu, rates=whole.rates).fits()
-        ):
+        larger = replace(space, world=replace(space.world, processes=processes, nodes=nodes))
+        if processes % nodes == 0 and Search(larger).fits():
             yield f"{processes:,} GPUs on {nodes:,} {'node' if nodes == 1 else 'nodes'}"
             return
 

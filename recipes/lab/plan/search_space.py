@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, product
-from math import gcd, inf
+from math import gcd
 from typing import Any
 
 from parallel.config import ActivationCheckpointingConfig, MeshConfig, MeshDegrees
 from parallel.errors import UserError
+from recipes.lab.plan.world import World
 from recipes.plan.hardware import Gpu
-from recipes.recipe.fields import sections
+from recipes.recipe.fields import sections, toml
 from recipes.recipe.rules import blocks_can_recompute, pipeline_fits, violations_elsewhere
 from recipes.recipe.rules_experts import experts_can_run
 from recipes.recipe.rules_mesh import (
@@ -27,18 +28,9 @@ from recipes.recipe.schema import Recipe
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, "all")
 """Shares of the blocks that recompute."""
 SEARCHED = (
-    *(
-        "mesh.pipeline",
-        "mesh.replicate",
-        "mesh.shard",
-        "mesh.context",
-        "mesh.tensor",
-        "mesh.context_by",
-        "mesh.expert",
-        "batch.micro_batch_size",
-    ),
-    *("activation_checkpointing.mode", "activation_checkpointing.blocks", "fsdp.reshard_after_forward"),
-    *("batch.loss_chunks", "fsdp.prefetch"),
+    *(f"mesh.{name}" for name in ("pipeline", "replicate", "shard", "context", "tensor", "context_by", "expert")),
+    *("batch.micro_batch_size", "activation_checkpointing.mode", "activation_checkpointing.blocks"),
+    *("fsdp.reshard_after_forward", "batch.loss_chunks", "fsdp.prefetch"),
 )
 """Fields that a search changes."""
 PIPELINE = (1, 2, 4, 8, 16)
@@ -66,7 +58,7 @@ Tuning = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Layout:
+class Meshed:
     """A recipe with a mesh and a micro-batch."""
 
     recipe: Recipe
@@ -74,43 +66,51 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Candidate(Meshed):
+    """A recipe that may be the fastest, or lie on the front."""
+
+    peak: int
+    """Bytes."""
+    seconds: float
+    """Seconds of a step."""
+
+
+@dataclass(frozen=True)
 class Space:
-    """All that a search tries for one recipe on so many processes. Raises UserError for nodes that are not alike."""
+    """All that a search tries for one recipe on some GPUs."""
 
     recipe: Recipe
-    processes: int
-    nodes: int
-    fixed: frozenset[str]
+    world: World
+    fixed: frozenset[str] = frozenset()
     """Dotted keys that stay as they are in the recipe."""
-    memory: float = inf
-    """Bytes of a GPU."""
 
-    def __post_init__(self) -> None:
-        if self.processes % self.nodes:
-            raise UserError(
-                f"--search: {self.processes} processes cannot be divided equally among {self.nodes} nodes"
-                "; write --processes as a multiple of --nodes"
-            )
+    @property
+    def processes(self) -> int:
+        return self.world.processes
 
-    def layouts(self) -> Iterator[Layout | str]:
+    @property
+    def nodes(self) -> int:
+        return self.world.nodes
+
+    def layouts(self) -> Iterator[Meshed | str]:
         """Every mesh with every micro-batch that the rules accept; for each mesh that they refuse, why."""
         for mesh in self._meshes():
             float8 = self.recipe.float8
             if mesh.tensor == 1 and "float8.gather_activations" not in self.fixed:
                 float8 = replace(float8, gather_activations=False)  # no group gathers any
-            one = replace(self.recipe, mesh=mesh, float8=float8)
+            meshed = replace(self.recipe, mesh=mesh, float8=float8)
             size_is_free = "batch.micro_batch_size" not in self.fixed
-            refused = self.refusal(self._with_micro_batch(one, 1) if size_is_free else one)
+            refused = self.refusal(self._with_micro_batch(meshed, 1) if size_is_free else meshed)
             if refused and not (size_is_free and refused == SEQUENCE):  # more rows may divide
                 yield refused
                 continue
             degrees = fitted_mesh(mesh, self.processes, self.nodes)
-            one = replace(one, mesh=self._as_written(mesh, degrees))
+            meshed = replace(meshed, mesh=self._as_written(mesh, degrees))
             share = max(1, self.recipe.batch.global_batch_size // degrees.data_parallel)
             sizes = divisors(share)[: None if degrees.pipeline == 1 else 2]  # larger ones leave fewer for the stages
             for micro in self._values("batch.micro_batch_size", sizes):
-                candidate = self._with_micro_batch(one, micro)
-                yield self.refusal(candidate) or Layout(candidate, degrees)
+                candidate = self._with_micro_batch(meshed, micro)
+                yield self.refusal(candidate) or Meshed(candidate, degrees)
 
     def refusal(self, recipe: Recipe) -> str | None:
         """Why train.py --check would refuse this candidate, in a few words; None if it would not."""
@@ -130,7 +130,7 @@ class Space:
         key = next((key for key, _ in broken), None)
         return key and REASONS.get(key, f"a rule about {key}")
 
-    def settings(self, layout: Layout) -> Iterator[list[Recipe]]:
+    def settings(self, layout: Meshed) -> Iterator[list[Recipe]]:
         """Recipes with ever more blocks that recompute, for each mode of checkpointing and each ZeRO stage.
 
         Those in which fewer than half of the blocks do come apart from the others, which are of another kind.
@@ -165,9 +165,9 @@ class Space:
     @cached_property
     def own_tuning_first(self) -> list[Tuning]:
         """The tunings by the number of fields that they change."""
-        own = self.recipe.batch.loss_chunks, self.recipe.fsdp.prefetch
+        given = self.recipe.batch.loss_chunks, self.recipe.fsdp.prefetch
         return sorted(
-            self.tunings, key=lambda tuning: sum(one != other for one, other in zip(tuning, own, strict=True))
+            self.tunings, key=lambda tuning: sum(one != other for one, other in zip(tuning, given, strict=True))
         )
 
     @cached_property
@@ -180,22 +180,23 @@ class Space:
     @cached_property
     def _checkpointing(self) -> list[list[ActivationCheckpointingConfig]]:
         """Lists for each mode, of fewer than half of the blocks and of the others, with ever more that recompute."""
-        own, layers, found = self.recipe.activation_checkpointing, self.recipe.model.layers, []
+        given, layers = self.recipe.activation_checkpointing, self.recipe.model.layers
+        ways: list[list[ActivationCheckpointingConfig]] = []
         for mode in self._values("activation_checkpointing.mode", ("none", "selective", "full")):
             if mode == "none":
-                if own.blocks == "all" or "activation_checkpointing.blocks" not in self.fixed:
-                    found.append([ActivationCheckpointingConfig()])
+                if given.blocks == "all" or "activation_checkpointing.blocks" not in self.fixed:
+                    ways.append([ActivationCheckpointingConfig()])
                 continue
             halves = [count for count in ((layers - 1) // 2, -(-layers // 2)) if count]  # most of few, fewest of many
             blocks = self._values("activation_checkpointing.blocks", (*SHARES, *halves))
-            shares = [replace(own, mode=mode, blocks=share) for share in (own.blocks, *blocks)]
+            shares = [replace(given, mode=mode, blocks=share) for share in (given.blocks, *blocks)]
             by_count = {len(share.recomputed(layers)): share for share in reversed(shares)}  # the recipe's own wins
             few, many = (
                 [by_count[count] for count in sorted(by_count) if (2 * count >= layers) == half]
                 for half in (False, True)
             )
-            found += [few, many]
-        return [ways for ways in found if ways]
+            ways += [few, many]
+        return [each for each in ways if each]
 
     def _values(self, key: str, values: Any) -> Any:
         """These values for a field, or the recipe's alone if it is fixed."""
@@ -204,13 +205,13 @@ class Space:
 
     def _meshes(self) -> Iterator[MeshConfig]:
         """Every way to lay out the processes, with tensor groups inside nodes."""
-        own, tensors = self.recipe.mesh, divisors(self.processes // self.nodes)
+        given, tensors = self.recipe.mesh, divisors(self.processes // self.nodes)
         for pipeline, tensor in product(self._pipelines(), self._values("mesh.tensor", tensors)):
-            overlap = own.overlap_tensor and (tensor > 1 or "mesh.overlap_tensor" in self.fixed)
+            overlap = given.overlap_tensor and (tensor > 1 or "mesh.overlap_tensor" in self.fixed)
             rest = max(1, self.processes // (pipeline * tensor))
             free = pipeline == 1 and not self.recipe.model.experts  # else the degrees are too many
-            for context in self._values("mesh.context", divisors(rest) if free else [own.context]):
-                ways = ("heads", "gather") if context > 1 else (own.context_by,)
+            for context in self._values("mesh.context", divisors(rest) if free else [given.context]):
+                ways = ("heads", "gather") if context > 1 else (given.context_by,)
                 for context_by in self._values("mesh.context_by", ways):
                     for replicate, shard in self._outer(max(1, rest // context))[: None if pipeline == 1 else 1]:
                         axes = {"replicate": replicate, "shard": shard, "context": context, "tensor": tensor}
@@ -227,27 +228,27 @@ class Space:
 
     def _pipelines(self) -> Sequence[int]:
         """Degrees of a pipeline: 1 and the recipe's own, and further ones where they can pay."""
-        own, node = self.recipe.mesh.pipeline, self.processes // self.nodes
-        is_large = self.nodes > 1 and 12 * self.recipe.model.num_params() > node * self.memory
-        degrees = [degree for degree in (PIPELINE if is_large else (1, own)) if self.nodes % degree == 0]
-        return self._values("mesh.pipeline", sorted({*degrees, own}))
+        given, node = self.recipe.mesh.pipeline, self.processes // self.nodes
+        is_large = self.nodes > 1 and 12 * self.recipe.model.num_params() > node * self.world.gpu.memory
+        degrees = [degree for degree in (PIPELINE if is_large else (1, given)) if self.nodes % degree == 0]
+        return self._values("mesh.pipeline", sorted({*degrees, given}))
 
     def _outer(self, rest: int) -> Sequence[tuple[int, Any]]:
         """(replicate, shard) for so many groups of processes."""
-        own, fixed = self.recipe.mesh, {"mesh.replicate", "mesh.shard"} & self.fixed
+        given, fixed = self.recipe.mesh, {"mesh.replicate", "mesh.shard"} & self.fixed
         if len(fixed) == 2:
-            return [(own.replicate, own.shard)]
-        if "mesh.shard" in fixed and own.shard != -1:
-            return [(1 if own.shard == "node" else -1, own.shard)]
+            return [(given.replicate, given.shard)]
+        if "mesh.shard" in fixed and given.shard != -1:
+            return [(1 if given.shard == "node" else -1, given.shard)]
         if "mesh.replicate" in fixed:
-            return [(-1, degree) for degree in divisors(rest)] if own.replicate == -1 else [(own.replicate, -1)]
+            return [(-1, degree) for degree in divisors(rest)] if given.replicate == -1 else [(given.replicate, -1)]
         return [(degree, -1) for degree in divisors(rest)]
 
     def _as_written(self, mesh: MeshConfig, degrees: MeshDegrees) -> MeshConfig:
         """The mesh as one would write it: as in the recipe if the degrees are the same, or with shard = "node"."""
-        own = self.recipe.mesh
-        if degrees == self.own_degrees and mesh.context_by == own.context_by:
-            return own
+        given = self.recipe.mesh
+        if degrees == self.own_degrees and mesh.context_by == given.context_by:
+            return given
         if {"mesh.replicate", "mesh.shard"} & self.fixed or self.nodes == 1 or degrees.replicate != self.nodes:
             return mesh
         return replace(mesh, replicate=1, shard="node")
@@ -278,22 +279,22 @@ def numerics_of(recipe: Recipe, *, gpu: Gpu, fixed: frozenset[str]) -> Iterator[
     float8 = recipe.float8
     if recipe.model.experts and "experts" not in float8.exclude and "float8.exclude" not in fixed:
         float8 = replace(float8, exclude=(*float8.exclude, "experts"))
-    found: dict[str, dict[str, Any]] = {}
+    changed_sections: dict[str, dict[str, Any]] = {}
     if gpu.float8_peak and float8.recipe == "none" and not {"float8.recipe", "float8.all_gather"} & fixed:
         tensorwise = replace(float8, recipe="tensorwise")
-        found["float8"] = {"float8": tensorwise}
-        found["float8, gathered"] = {"float8": replace(tensorwise, all_gather=True)}
-        found["float8 rowwise"] = {"float8": replace(float8, recipe="rowwise")}
+        changed_sections["float8"] = {"float8": tensorwise}
+        changed_sections["float8, gathered"] = {"float8": replace(tensorwise, all_gather=True)}
+        changed_sections["float8 rowwise"] = {"float8": replace(float8, recipe="rowwise")}
     if recipe.optimizer.state_dtype == "float32" and "optimizer.state_dtype" not in fixed:
-        found["bf16 moments"] = {"optimizer": replace(recipe.optimizer, state_dtype="bfloat16")}
+        changed_sections["bf16 moments"] = {"optimizer": replace(recipe.optimizer, state_dtype="bfloat16")}
     # FSDP of torch 2.13 takes no reduction of our own where experts have another mesh than the rest.
     if recipe.fsdp.reduce_dtype == "float32" and "fsdp.reduce_dtype" not in fixed and not recipe.model.experts:
-        found["bf16 sums"] = {"fsdp": replace(recipe.fsdp, reduce_dtype="bfloat16")}
-    together = dict(section for change in reversed(found.values()) for section in change.items())
+        changed_sections["bf16 sums"] = {"fsdp": replace(recipe.fsdp, reduce_dtype="bfloat16")}
+    together = dict(section for change in reversed(changed_sections.values()) for section in change.items())
     if len(together) > 1:
-        found["all of these" if "float8" in together else "bf16 both"] = together
+        changed_sections["all of these" if "float8" in together else "bf16 both"] = together
     broken = {*violations_elsewhere(recipe, processes=None, nodes=None)}
-    for name, change in found.items():
+    for name, change in changed_sections.items():
         changed = replace(recipe, **change)
         if broken.issuperset(violations_elsewhere(changed, processes=None, nodes=None)):
             yield name, changed
@@ -306,9 +307,15 @@ def number_of_changes(original: Recipe, other: Recipe) -> int:
 
 def changes(original: Recipe, other: Recipe) -> Changes:
     """Section -> field -> value of the other recipe, where they differ."""
-    found: Changes = {}
+    changed: Changes = {}
     for section in sections():
         before, after = vars(getattr(original, section)), vars(getattr(other, section))
         if before != after:
-            found[section] = {name: value for name, value in after.items() if value != before[name]}
-    return found
+            changed[section] = {name: value for name, value in after.items() if value != before[name]}
+    return changed
+
+
+def as_keys(changed: Changes) -> str:
+    """The changed fields on one line, such as "fsdp.prefetch = 2, optimizer.lr = 0.1"."""
+    keys = {f"{section}.{name}": value for section, fields in changed.items() for name, value in fields.items()}
+    return ", ".join(f"{key} = {toml(value)}" for key, value in keys.items())

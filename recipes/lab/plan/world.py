@@ -37,12 +37,12 @@ class World:
 
     gpu: Gpu
     """The GPU, whose per_node is that of this world."""
-    rates: Rates
     processes: int
-    nodes: int
-    kind_from: str
+    nodes: int = 1
+    rates: Rates = RATES
+    kind_from: str = ""
     """Where the kind of GPU comes from."""
-    number_from: str
+    number_from: str = ""
     """Where their number comes from."""
 
 
@@ -74,7 +74,7 @@ def world_of(recipe: Recipe, asked: Asked, *, processes: int | None = None, node
         )
     if nodes > 1 or processes > gpu.per_node:
         gpu = replace(gpu, per_node=processes // nodes)
-    return World(gpu, rates, processes, nodes, kind_from, number_from)
+    return World(gpu, processes, nodes, rates, kind_from, number_from)
 
 
 def degrees_of(recipe: Recipe, world: World) -> MeshDegrees:
@@ -108,18 +108,17 @@ def _device(recipe: Recipe, asked: Asked, *, processes: int) -> tuple[Gpu, Rates
     if recipe.run.device == "cpu":
         return GPUS[ASSUMED], RATES, 'assumed: run.device is "cpu", which --calibrated-by FILE describes'
     for device, memory in devices()[:1]:
-        if found := known(device, memory):
-            return found, RATES, "this machine has it"
+        if gpu := known(device, memory):
+            return gpu, RATES, "this machine has it"
         return GPUS[ASSUMED], RATES, f"assumed: this machine's {device} is unknown"
     return GPUS[ASSUMED], RATES, "assumed: neither the recipe's name nor this machine has one"
 
 
 def gpu_named(name: str) -> Gpu:
     """The GPU with this name, in any case. Raises UserError for another."""
-    found = {known.upper(): gpu for known, gpu in GPUS.items()}.get(name.upper())
-    if found is None:
+    if name.upper() not in (known_names := {known.upper(): gpu for known, gpu in GPUS.items()}):
         raise UserError(f"--gpu {name}: unknown; write {listed(list(GPUS), last='or')}")
-    return found
+    return known_names[name.upper()]
 
 
 def known(device: str, memory: int) -> Gpu | None:

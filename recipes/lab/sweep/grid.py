@@ -101,8 +101,8 @@ def read_sweep(
     rows: list[Row] = []
     wrong: dict[str, list[str]] = {}  # message -> labels of its rows
     for where, label, tables, timeout in variants:
-        place: Layer = ("the sweep", {"run": {"name": label, "output": str(folder / "runs")}})
-        layers = [(f"{file} [fixed]", fixed), (f"{file} {where}", tables), place]
+        names: Layer = ("the sweep", {"run": {"name": label, "output": str(folder / "runs")}})
+        layers = [(f"{file} [fixed]", fixed), (f"{file} {where}", tables), names]
         try:
             recipe = load(base, arguments, over=layers, processes=processes)
             _require_device(recipe, device)
@@ -138,10 +138,10 @@ def device_count() -> int:
     if visible is not None:
         return 0 if visible in ("", "-1") else len([name for name in visible.split(",") if name])
     try:
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     except OSError:
         return 0
-    return len(re.findall(r"^GPU ", found.stdout, flags=re.MULTILINE))
+    return len(re.findall(r"^GPU ", listed.stdout, flags=re.MULTILINE))
 
 
 def processes_here(devices: int) -> int:
@@ -156,16 +156,16 @@ def processes_here(devices: int) -> int:
 
 def nested(table: dict[str, Any]) -> Tables:
     """The values by section; a quoted "section.field" key means the same as an unquoted one."""
-    found: Tables = {}
+    tables: Tables = {}
     for key, value in table.items():
         section, dot, name = key.partition(".")
         if dot:
-            found.setdefault(section, {})[name] = value
+            tables.setdefault(section, {})[name] = value
         elif isinstance(value, dict):
-            found.setdefault(section, {}).update(value)
+            tables.setdefault(section, {}).update(value)
         else:
-            found[key] = value
-    return found
+            tables[key] = value
+    return tables
 
 
 def dotted(tables: Tables) -> Iterator[tuple[str, Any]]:
@@ -335,21 +335,21 @@ def _require_device(recipe: Recipe, device: str | None) -> None:
             " configs/sweeps/cpu here"
         )
     if recipe.run.device == "auto" and device is not None:
-        found = [
+        problems = [
             Problem(key, "must be true on this machine, which has no GPU; write emulate = true", "false")
             for key, _ in float8_has_a_device(recipe.float8, device=device)
         ]
-        if found:
-            raise refusal(found, where="float8")
+        if problems:
+            raise refusal(problems, where="float8")
 
 
 def _require_windows(recipe: Recipe, skip: int) -> None:
     steps, every = recipe.run.steps, recipe.metrics.every
-    found = len(list(itertools.islice(windows(steps=steps, every=every, skip=skip), LEAST_WINDOWS)))
-    if found < LEAST_WINDOWS:
+    count = len(list(itertools.islice(windows(steps=steps, every=every, skip=skip), LEAST_WINDOWS)))
+    if count < LEAST_WINDOWS:
         enough = -(-skip // every) * every + LEAST_WINDOWS * every
         message = (
-            f"leaves {found} windows of metrics.every = {every} steps after skip_steps = {skip}, but the median needs"
+            f"leaves {count} windows of metrics.every = {every} steps after skip_steps = {skip}, but the median needs"
             f" {LEAST_WINDOWS}; write run.steps = {enough} or more, or a smaller metrics.every"
         )
         raise refusal([Problem("run.steps", message, str(steps))], where="the measured steps")

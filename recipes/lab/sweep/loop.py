@@ -1,7 +1,5 @@
 """Run the rows of a sweep one after another, skipping those with a result. Imports no torch."""
 
-import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
@@ -12,10 +10,7 @@ from recipes.files.lock import FolderLock
 from recipes.lab.sweep.grid import Row, Sweep
 from recipes.lab.sweep.numerics import numerics_table
 from recipes.lab.sweep.results import TABLE, Result, append, current_results, result_of, table
-from recipes.lab.sweep.runner import run
-from recipes.recipe.load import to_toml
-
-ROOT = Path(__file__).resolve().parents[3]
+from recipes.lab.sweep.runner import train_apart
 
 
 def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None], option: str = "--output") -> dict[str, Result]:
@@ -28,51 +23,39 @@ def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None], option: 
         lock = FolderLock()  # two sweeps would measure each other, and move each other's folders
         stack.callback(lock.release)
         try:
-            (sweep.folder / "recipes").mkdir(parents=True, exist_ok=True)
-            (sweep.folder / "logs").mkdir(exist_ok=True)
+            sweep.folder.mkdir(parents=True, exist_ok=True)
             lock.take(sweep.folder, log=log, remedy=f"write another {option}", here=0, elsewhere=0)
-            write_page(sweep)
+            write_sweep_page(sweep)
         except OSError as error:
             raise UserError(f"{sweep.folder} cannot be written: {error.strerror}; write another {option}") from None
         for number, row in enumerate(sweep.rows, 1):
-            place = f"[{number}/{len(sweep.rows)}] {row.label}"
+            which = f"[{number}/{len(sweep.rows)}] {row.label}"
             known = current_results(sweep).get(row.label)
             if known is not None and (known["outcome"] == "done" or not retry):
-                log(f"{place}: as before, {one_line(known)}")
+                log(f"{which}: as before, {one_line(known)}")
                 continue
-            log(f"{place}: running, at most {row.timeout:g} s")
+            log(f"{which}: running, at most {row.timeout:g} s")
             result = run_row(row, folder=sweep.folder)
             append(sweep.folder, result)
-            log(f"{place}: {one_line(result)}")
-            write_page(sweep)
+            log(f"{which}: {one_line(result)}")
+            write_sweep_page(sweep)
         return current_results(sweep)
 
 
 def run_row(row: Row, *, folder: Path) -> Result:
-    """Train a row in processes of its own, started as scripts/run.sh starts them; returns its line of results.jsonl."""
-    recipe = folder / "recipes" / f"{row.label}.toml"
-    recipe.write_text(to_toml(row.recipe), encoding="utf-8")
+    """Train a row; returns its line of results.jsonl."""
     _set_aside(row.recipe.run.folder)
-    launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={row.processes}"]
-    threads = max(1, (os.cpu_count() or 1) // row.processes)
-    ended = run(
-        [*launch, str(ROOT / "train.py"), str(recipe)],
-        stdout=folder / "logs" / f"{row.label}.out",
-        stderr=folder / "logs" / f"{row.label}.err",
-        timeout=row.timeout,
-        environment={"OMP_NUM_THREADS": str(threads), **os.environ},
-    )
-    return result_of(row, ended)
+    return result_of(row, train_apart(row.recipe, folder, processes=row.processes, timeout=row.timeout))
 
 
-def write_page(sweep: Sweep) -> None:
+def write_sweep_page(sweep: Sweep) -> None:
     """Write the table and the pictures from results.jsonl."""
-    from recipes.lab.sweep.plots import draw  # matplotlib
+    from recipes.lab.sweep.plots import draw_sweep  # matplotlib
 
     results = current_results(sweep)
     page = [table(sweep, results), numerics_table(sweep, results)]
     (sweep.folder / TABLE).write_text("\n".join(filter(None, page)), encoding="utf-8")
-    draw(sweep, results)
+    draw_sweep(sweep, results)
 
 
 def one_line(result: Result) -> str:

@@ -70,15 +70,17 @@ def compare(sweep: Sweep, results: dict[str, Result]) -> list[Comparison]:
     if all(row.recipe.float8.recipe == "none" for row in rows):
         return []
     limit = LARGEST_LOSS_GAP
-    found = {}
+    compared = {}
     # Yardsticks first: they set the limit of the others.
     for row in sorted(rows, key=lambda row: row.recipe.float8.recipe != "none"):
         base = bases[row.label]
         assert base is not None  # otherwise the row has no gap
-        found[row.label] = one = _compared(results[base.label], results[row.label], gaps[row.label], row, limit=limit)
-        if one.verdict == YARDSTICK and one.loss_gap is not None:
-            limit = max(limit, abs(one.loss_gap))
-    return [found[row.label] for row in rows]
+        compared[row.label] = comparison = _compared(
+            results[base.label], results[row.label], gaps[row.label], row, limit=limit
+        )
+        if comparison.verdict == YARDSTICK and comparison.loss_gap is not None:
+            limit = max(limit, abs(comparison.loss_gap))
+    return [compared[row.label] for row in rows]
 
 
 def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], row: Row, *, limit: float) -> Comparison:
@@ -86,8 +88,8 @@ def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], ro
     last = last_quarter(gap)
     loss_gap = fmean(loss for _, loss in last) / fmean(expected[step] for step, _ in last) if last else None
     norms = dict(base.get("grad_norms", []))
-    own = result.get("grad_norms", [])
-    ratios = [norm / norms[step] for step, norm in own if norm is not None and norms.get(step)]
+    norms_here = result.get("grad_norms", [])
+    ratios = [norm / norms[step] for step, norm in norms_here if norm is not None and norms.get(step)]
     ratio = median(ratios) if ratios else None
     casts = result.get("float8", [])
     overflow = max((overflow for _, _, overflow, _ in casts), default=None)
@@ -96,7 +98,7 @@ def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], ro
     wrong = {
         **_skipped(base, "the reference skipped"),
         **_skipped(result, "skipped"),
-        "not finite": None in [loss for _, _, loss in result["curve"]] + [norm for _, norm in own],
+        "not finite": None in [loss for _, _, loss in result["curve"]] + [norm for _, norm in norms_here],
         "loss": not short and (loss_gap is None or abs(loss_gap) > (limit if float8 else LARGEST_NOISE)),
         "gradient norm": not short and (ratio is None or not NORM_RATIO[0] <= ratio <= NORM_RATIO[1]),
         "overflow": overflow is not None and overflow > 0,
@@ -129,11 +131,11 @@ def _skipped(result: Result, prefix: str) -> dict[str, bool]:
 
 def numerics_table(sweep: Sweep, results: dict[str, Result]) -> str:
     """The "Numerics" section of the sweep's page, with the rule; empty if there is nothing to compare."""
-    found = compare(sweep, results)
-    if not found:
+    comparisons = compare(sweep, results)
+    if not comparisons:
         return ""
     columns = ("loss gap, %", "limit, %", "largest gap", "gradient-norm ratio", "overflow", "underflow, %", "verdict")
-    rows = [(row.label, *_cells(row)) for row in found]
+    rows = [(row.label, *_cells(row)) for row in comparisons]
     lines = markdown_table((f"against {reference_title(sweep, results)}", *columns), rows, align="lrrrrrrl")
     return "\n".join(["## Numerics", "", *lines, "", RULE, ""])
 

@@ -28,7 +28,7 @@ UNDERFLOW = "underflow.png"
 UNDERFLOW_SHOWS = "Largest share of a tensor's nonzero values that a cast to float8 made zero, in any sampled step."
 
 
-def draw(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
+def draw_sweep(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
     """Write the pictures for which there are results; returns their paths."""
     done = [result for result in results.values() if result["outcome"] == "done"]
     devices = ", ".join(dict.fromkeys(f"{result['processes']} x {result['environment']['device']}" for result in done))
@@ -36,7 +36,7 @@ def draw(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
     head = f"{sweep.name}: {models}" + (f" on {devices}" if devices else "")
     sampled = any(result.get("float8") for result in results.values())
     drawn = []
-    for name, picture, wanted in ((BARS, bars, results), (LOSS, losses, done), (UNDERFLOW, underflow, sampled)):
+    for name, picture, wanted in ((BARS, bars, results), (LOSS, loss_curves, done), (UNDERFLOW, underflow, sampled)):
         if wanted:
             figure = picture(sweep, results)
             lines = [head, *remarks(sweep), *([UNDERFLOW_SHOWS] if name == UNDERFLOW else [])]
@@ -78,11 +78,11 @@ def _bar(axes: Axes, bar: int, value: float, end: float, text: str, *, colour: s
     """A bar of length `value` with text to the right of `end`; only the text if the value is 0."""
     axes.barh(bar, value, color=colour, height=0.62)
     style = "normal" if value else "italic"
-    place: dict[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
-    axes.annotate(text, (end, bar), fontsize=9, style=style, color="black" if value else colour, **place)
+    where: dict[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
+    axes.annotate(text, (end, bar), fontsize=9, style=style, color="black" if value else colour, **where)
 
 
-def losses(sweep: Sweep, results: dict[str, Result]) -> Figure:
+def loss_curves(sweep: Sweep, results: dict[str, Result]) -> Figure:
     """Loss over tokens of every finished row; below it the gap to the reference if there is one. Of rows that differ in
     their seed, the mean and the band from the least to the most."""
     gaps = {label: gap for label, gap in loss_gaps(sweep, results).items() if gap}

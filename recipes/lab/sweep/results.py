@@ -80,7 +80,7 @@ def measure(row: Row, folder: Path) -> Result:
     flops, flops_full = (recipe.model.flops_per_token(attended, kind) for kind in ("causal", "full"))
     environment = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
     peak = bf16_peak(environment["device"])
-    found = {
+    numbers = {
         "step_seconds": middle,
         "step_seconds_least": min(times),
         "step_seconds_most": max(times),
@@ -101,7 +101,7 @@ def measure(row: Row, folder: Path) -> Result:
         "environment": environment,
     }
     of_pairs = {name: _at_pace(name, rows, spans, seconds=middle) for name in RATES} if recipe.data.has_pairs else {}
-    return found | of_pairs
+    return numbers | of_pairs
 
 
 def _at_pace(
@@ -127,12 +127,12 @@ def _worst_casts(path: Path) -> list[list[Any]]:
 def read_results(folder: Path) -> list[Result]:
     """The results in results.jsonl, oldest first, except cut-off lines. Raises UserError if another is not a result."""
     path = folder / RESULTS
-    found = _json_lines(path)
-    for result in found:
+    results = _json_lines(path)
+    for result in results:
         if not isinstance(result, dict) or not {"label", "fingerprint", "outcome"} <= set(result):
             start = json.dumps(result)[:60]
             raise UserError(f"{path}: a line is not a result of a sweep: {start}; remove it, or write another --output")
-    return found
+    return results
 
 
 def append(folder: Path, result: Result) -> None:
@@ -211,12 +211,12 @@ def _emulated(row: Row) -> str:
 
 def remarks(sweep: Sweep) -> list[str]:
     """What a reader of the numbers has to know first."""
-    found = []
+    said = []
     if any(map(_emulated, sweep.rows)):
-        found.append("Float8 is emulated: its speed and memory say nothing about float8 on a GPU.")
+        said.append("Float8 is emulated: its speed and memory say nothing about float8 on a GPU.")
     if any(row.recipe.run.steps < LEAST_STEPS for row in sweep.rows):
-        found.append(f"Runs of fewer than {LEAST_STEPS} steps are too short to judge losses: they differ by noise.")
-    return found
+        said.append(f"Runs of fewer than {LEAST_STEPS} steps are too short to judge losses: they differ by noise.")
+    return said
 
 
 def baseline_row(sweep: Sweep, results: dict[str, Result]) -> Row | None:
@@ -265,9 +265,9 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
 def _seeds(sweep: Sweep, results: dict[str, Result]) -> list[str]:
     """The table of rows that differ in their seed; empty if there are none."""
     rows = []
-    for title, own in by_seed(sweep, results).items():
-        losses = [results[row.label]["final_loss"] for row in own]
-        if len(own) > 1 and None not in losses:
+    for title, of_title in by_seed(sweep, results).items():
+        losses = [results[row.label]["final_loss"] for row in of_title]
+        if len(of_title) > 1 and None not in losses:
             rows.append([title, f"{fmean(losses):.4f}", f"{max(losses) - min(losses):.4f}"])
     how = "Spread over seeds: most minus least, the noise of a loss. Loss gaps are to the reference of the same seed."
     return ["", *markdown_table(("over seeds", "final loss", "spread"), rows), "", how] if rows else []
@@ -340,8 +340,8 @@ def logged_rows(path: Path) -> list[dict[str, Any]]:
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     """Empty if there is no such file."""
-    found = []
+    values = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         with suppress(ValueError, RecursionError):  # cut off when the run was killed
-            found.append(json.loads(line))
-    return found
+            values.append(json.loads(line))
+    return values

@@ -1,4 +1,4 @@
-"""Run one row of a sweep in processes of its own, and find out how they ended. Imports no torch."""
+"""Train a recipe of a sweep or a ladder in processes of its own, and find out how they ended. Imports no torch."""
 
 import os
 import re
@@ -16,7 +16,13 @@ from types import FrameType
 from typing import Literal
 
 from parallel.errors import UserError
+from recipes.files.atomic import write_whole
 from recipes.files.exit_codes import REFUSED, ended_by, with_parent
+from recipes.files.screen import Screen
+from recipes.recipe.load import to_toml
+from recipes.recipe.schema import Recipe
+
+ROOT = Path(__file__).resolve().parents[3]
 
 Outcome = Literal["done", "out of memory", "crashed", "refused", "timed out"]
 MARK = "SHARDWRIGHT_SWEEP_RUN"
@@ -76,6 +82,11 @@ def exit_code_of(work: Callable[[], int], *, interrupted: str) -> int:
         return ended_by(stop.number)
 
 
+def say(line: str) -> None:
+    """Print a line; a command goes on when its terminal is gone."""
+    Screen().write(f"{line}\n")
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a run ended; reason: why it failed, or empty."""
@@ -83,6 +94,30 @@ class Ended:
     outcome: Outcome
     reason: str
     seconds: float
+
+
+def write_recipe(recipe: Recipe, folder: Path) -> Path:
+    """Write a run of this folder as a file that scripts/run.sh takes. Raises UserError if it cannot be written."""
+    path = folder / "recipes" / f"{recipe.run.name}.toml"
+    try:
+        for needed in (path.parent, folder / "logs"):
+            needed.mkdir(parents=True, exist_ok=True)
+        write_whole(path, to_toml(recipe))  # a task of an array may read it now
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; write another --output") from None
+    return path
+
+
+def train_apart(recipe: Recipe, folder: Path, *, processes: int, timeout: float) -> Ended:
+    """Train a recipe in processes of its own, started as scripts/run.sh starts them; their output goes to logs/."""
+    launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={processes}"]
+    return run(
+        [*launch, str(ROOT / "train.py"), str(write_recipe(recipe, folder))],
+        stdout=folder / "logs" / f"{recipe.run.name}.out",
+        stderr=folder / "logs" / f"{recipe.run.name}.err",
+        timeout=timeout,
+        environment={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), **os.environ},
+    )
 
 
 def run(command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, environment: dict[str, str]) -> Ended:
@@ -136,16 +171,16 @@ def outcome_and_reason(code: int, errors: str) -> tuple[Outcome, str]:
     if code == 0:
         return "done", ""
     launcher_lines = [line for line in errors.splitlines() if line.startswith("launch: ")]
-    own = "\n".join(line for line in errors.splitlines() if not line.startswith("launch: "))
-    raised = RAISED.findall(own)
-    for line in (*raised, *own.splitlines()):
+    said = "\n".join(line for line in errors.splitlines() if not line.startswith("launch: "))
+    raised = RAISED.findall(said)
+    for line in (*raised, *said.splitlines()):
         if OUT_OF_MEMORY.search(line) and "Warning" not in line:
             return "out of memory", _short(line)
     if code == 2:
-        return "refused", _short(own)
+        return "refused", _short(said)
     if raised:
         return "crashed", _short(raised[-1])
-    last = launcher_lines[-1].removeprefix("launch: ") if launcher_lines else own.rstrip().rpartition("\n")[2]
+    last = launcher_lines[-1].removeprefix("launch: ") if launcher_lines else said.rstrip().rpartition("\n")[2]
     return "crashed", _short(last or f"exit code {code}")
 
 
@@ -185,10 +220,10 @@ def _exists(number: int) -> bool:
 def processes_with(mark: str) -> list[int]:
     """Processes that inherited this mark (Linux only). Zombies are not among them: they have no environment."""
     wanted = f"{MARK}={mark}".encode()
-    found = []
+    numbers = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with suppress(OSError):  # of another user, or ended
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-    return found
+                    numbers.append(int(folder.name))
+    return numbers

@@ -14,6 +14,7 @@ from parallel.errors import UserError
 from recipes.lab.plan.plan import plan
 from recipes.lab.plan.search import peak
 from recipes.lab.plan.search_space import numerics_of
+from recipes.lab.plan.world import World
 from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict
 from recipes.plan.moments import sizes_of
@@ -159,15 +160,14 @@ def test_an_overloaded_process_needs_more_memory_and_time_only_where_experts_are
     worst = replace(RATES, imbalance=1.5)
     for degree, more in ((8, True), (1, False)):
         recipe = qwen("--mesh.expert", str(degree))
-        degrees = recipe.mesh.fit(128, nodes=16)
-        equal, unequal = (plan(recipe, degrees, gpu=H100, rates=rates) for rates in (RATES, worst))
+        equal, unequal = (plan(recipe, World(H100, 128, 16, rates)) for rates in (RATES, worst))
         assert (unequal.memory.peak > equal.memory.peak) == more
         assert (unequal.time.step_seconds > 1.1 * equal.time.step_seconds) == more
 
 
 def test_flops_are_those_of_active_parameters() -> None:
     recipe = qwen()
-    found = plan(recipe, recipe.mesh.fit(128, nodes=16), gpu=H100)
+    found = plan(recipe, World(H100, 128, 16))
     products = 6 * (recipe.model.active_params() - recipe.model.vocabulary * 2048)
     attention = 6 * 48 * 4096 * 4096
     assert found.mfu("causal") == pytest.approx(

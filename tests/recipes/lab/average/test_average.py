@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from parallel.dist import start, stop
 from parallel.errors import UserError
@@ -18,17 +17,14 @@ from recipes.checkpoint.state import named_tensors
 from recipes.checkpoint.storage import DTYPES, PARAMETERS, local, read_tensors
 from recipes.files import remote
 from recipes.files.layout import step_folder
-from recipes.lab.average import average as averages
 from recipes.lab.average.average import average, shares_of, steps_of
 from recipes.plan.tracked import LiveBytes
 from recipes.recipe.schema import Recipe
-from recipes.weights.convert import export_checkpoint
-from recipes.weights.description import read_description
 from tests.commands import run_command
 from tests.object_server import object_server, upload_folder
 from tests.processes import run_processes
 from tests.recipes.checkpoint.operations import Recorder, replay, torn
-from tests.training import change, rows, run_all, take_step, training
+from tests.training import change, run_all, take_step, training
 
 pytestmark = pytest.mark.slow
 
@@ -124,15 +120,6 @@ def test_progress_says_what_was_averaged_and_has_no_validation_of_the_newest(run
     assert code == 0 and screen.splitlines()[1].split()[0] == "8" and screen.rstrip().endswith("complete")
 
 
-def test_export_is_the_average_in_transformers(run: Recipe, out: Path, tmp_path: Path) -> None:
-    export_checkpoint(out, tmp_path / "hf")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", torch_dtype=torch.float32).state_dict()
-    expected = by_hand(run.run.folder, [2, 4, 6, 8], [0.25] * 4)
-    assert torch.equal(theirs["model.embed_tokens.weight"], expected["model.embedding.weight"])
-    theirs_down = theirs["model.layers.1.mlp.down_proj.weight"]
-    assert torch.equal(theirs_down, expected["model.blocks.1.feed_forward.down_proj.weight"])
-
-
 def begin(recipe: Recipe, weights: dict[str, Any]) -> tuple[dict[str, Any], int, float]:
     """State and step of a run before its first step, and the loss of that, with these weights if there are any."""
     with training(recipe, start("cpu", seed=0)) as trainer:
@@ -160,15 +147,6 @@ def test_a_fork_begins_with_the_average_and_the_moments_of_the_newest(run: Recip
     [(_, _, expected)] = run_processes(1, begin, of_newest, averaged)
     [(_, _, other)] = run_processes(1, begin, change(of_newest, run={"name": "other"}), {})
     assert loss == expected != other
-
-
-def test_a_fork_and_a_run_of_its_weights_train_on(run: Recipe, out: Path) -> None:
-    fork = change(run, run={"name": "goes_on", "continue_from": str(out), "steps": 10})
-    tuned = change(run, run={"name": "tuned", "steps": 2}, model={"weights": str(out)})
-    assert run_processes(2, run_all, [fork, tuned]) == [[0, 0], [0, 0]]
-    assert [row["step"] for row in rows(fork) if "loss" in row] == [9, 10]
-    averaged = by_hand(run.run.folder, [2, 4, 6, 8], [0.25] * 4)
-    assert (tensors(tuned.run.folder, 2)["model.norm.weight"] - averaged["model.norm.weight"]).abs().max() < 0.02
 
 
 def test_the_average_is_read_from_a_server_and_its_copies_are_deleted(run: Recipe, out: Path, tmp_path: Path) -> None:
@@ -229,66 +207,37 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_an_error_that_leaves_not
     require_nothing_left(copy.parent)
 
 
-def test_nan_in_a_checkpoint_is_refused_by_tensor(run: Recipe, copy: Path) -> None:
-    tiny = change(run, run={"name": "run", "output": str(copy.parent), "steps": 10})
-    assert run_processes(1, saved_with_nan, tiny) == [None]
-    with pytest.raises(UserError, match=r"step-00000010 is as it was written, but has NaN .* in model\.norm\.weight$"):
-        quietly(copy, "8,10", copy.with_name("out"))
-    require_nothing_left(copy.parent)
-
-
-def saved_with_nan(recipe: Recipe) -> None:
-    """Save the state of step 8 with a NaN as step 10, as a version without checks did."""
-    with training(recipe, start("cpu", seed=0)) as trainer:
-        found, _ = named_tensors(trainer.built.model, trainer.built.optimizer)
-        with torch.no_grad():
-            found["model.norm.weight"][0] = torch.nan
-        progress = trainer.loader.progress(8) | trainer.guard.state()
-        trainer.checkpoints.save(trainer.built.model, trainer.built.optimizer, step=10, progress=progress)
-        trainer.checkpoints.finish()
-        trainer.loader.close()
-        trainer.recorder.close()
-        trainer.interruption.end()
-    stop()
-
-
-def test_checkpoints_of_another_model_are_refused_by_tensor(run: Recipe, copy: Path) -> None:
-    other = change(run, run={"name": "other_model", "steps": 10}, model={"feed_forward_width": 64})
+@pytest.mark.parametrize(
+    ("section", "different"),
+    [
+        ({"feed_forward_width": 64}, r"model\.blocks\.0\.feed_forward\.down"),
+        ({"rope_theta": 20_000.0}, r"model\.rope_theta"),  # tensors are alike, but their average would be of no model
+    ],
+)
+def test_checkpoints_of_another_model_are_refused_by_name(
+    section: dict[str, Any], different: str, run: Recipe, copy: Path
+) -> None:
+    other = change(run, run={"name": f"other_{next(iter(section))}", "steps": 10}, model=section)
     assert run_processes(1, run_all, [other]) == [[0]]
     shutil.copytree(step_folder(other.run.folder / "checkpoints", 10), step_folder(copy / "checkpoints", 10))
-    with pytest.raises(UserError, match=r"step-00000002 differs from step 10 in model\.blocks\.0\.feed_forward\.down"):
+    with pytest.raises(UserError, match=rf"step-00000002 differs from step 10 in {different}"):
         quietly(copy, "2,10", copy.with_name("out"))
     require_nothing_left(copy.parent)
 
 
-def test_checkpoints_of_a_stage_with_another_base_are_refused(run: Recipe, copy: Path) -> None:
-    # As where a stage has extended the context: the tensors are alike, and their average would be of no model.
-    base = read_description(step_folder(copy / "checkpoints", 2))[0].rope_theta
-    longer = change(run, run={"name": "longer", "steps": 10}, model={"rope_theta": base * 2})
-    assert run_processes(1, run_all, [longer]) == [[0]]
-    shutil.copytree(step_folder(longer.run.folder / "checkpoints", 10), step_folder(copy / "checkpoints", 10))
-    with pytest.raises(UserError, match=r"step-00000002 differs from step 10 in model\.rope_theta"):
-        quietly(copy, "2,10", copy.with_name("out"))
+@pytest.mark.parametrize(
+    ("run", "moved", "steps", "message"),
+    [
+        ("", "step-00000003", "3,4", r"step-00000003 holds the checkpoint of another step: 2$"),
+        ("", "damaged-step-00000002", "2:10:2", r"^.*/run has no checkpoint of step 2, 10; it has 4, 6, 8$"),
+        ("checkpoints/step-00000004", "x", "2:4:2", r"4 is one checkpoint; write the folder of its run, .*/run$"),
+    ],
+)
+def test_steps_that_are_not_there_are_refused(copy: Path, run: str, moved: str, steps: str, message: str) -> None:
+    step_folder(copy / "checkpoints", 2).rename(copy / "checkpoints" / moved)
+    with pytest.raises(UserError, match=message):
+        quietly(copy / run, steps, copy.with_name("out"))
     require_nothing_left(copy.parent)
-
-
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(copy: Path) -> None:
-    shutil.move(step_folder(copy / "checkpoints", 2), step_folder(copy / "checkpoints", 3))
-    with pytest.raises(UserError, match=r"step-00000003 holds the checkpoint of another step: 2$"):
-        quietly(copy, "3,4", copy.with_name("out"))
-    require_nothing_left(copy.parent)
-
-
-def test_missing_steps_are_named_with_those_that_are_there(copy: Path) -> None:
-    (step_folder(copy / "checkpoints", 4)).rename(copy / "checkpoints" / "damaged-step-00000004")
-    with pytest.raises(UserError, match=r"^.*/run has no checkpoint of step 4, 10; it has 2, 6, 8$"):
-        quietly(copy, "2:10:2", copy.with_name("out"))
-    require_nothing_left(copy.parent)
-
-
-def test_one_checkpoint_is_refused_with_the_folder_of_its_run(copy: Path) -> None:
-    with pytest.raises(UserError, match=r"step-00000004 is one checkpoint; write the folder of its run, .*/run$"):
-        quietly(step_folder(copy / "checkpoints", 4), "2:4:2", copy.with_name("out"))
 
 
 def test_a_folder_that_exists_or_is_among_the_checkpoints_is_refused(copy: Path) -> None:
@@ -302,7 +251,7 @@ def test_a_folder_that_exists_or_is_among_the_checkpoints_is_refused(copy: Path)
 
 def test_a_disk_without_space_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(copy)._replace(free=1000)
-    monkeypatch.setattr(averages.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(UserError, match=r"out needs [\d.]+ MB, but its disk has 1 kB free; free some space$"):
         quietly(copy, STEPS, copy.with_name("out"))
     require_nothing_left(copy.parent)

@@ -5,7 +5,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from recipes.lab.curves.panels import curves
-from recipes.lab.curves.picture import draw
+from recipes.lab.curves.picture import draw_panel
 from recipes.lab.curves.reading import read_runs
 from tests.recipes.lab.curves.runs import row, run_folder
 
@@ -14,7 +14,7 @@ def legend(*folders: Path) -> list[str]:
     """The names in the legend of the last panel."""
     drawn = curves(read_runs(list(folders)), "steps")
     axes = Figure().subplots()
-    draw(axes, drawn.panels[-1], drawn)
+    draw_panel(axes, drawn.panels[-1], drawn)
     found = axes.get_legend()
     assert found is not None
     return [text.get_text() for text in found.get_texts()]

@@ -12,11 +12,6 @@ from recipes.lab.curves.reading import read_run, read_runs
 from tests.recipes.lab.curves.runs import row, run_folder
 
 
-def test_the_half_written_last_line_of_a_running_run_is_left_out(tmp_path: Path) -> None:
-    run = read_run(run_folder(tmp_path / "a", row(1), row(2), '{"step": 3, "lo'))
-    assert run.columns["loss"].steps.tolist() == [1, 2] and run.unreadable == 1
-
-
 def test_lines_that_are_not_rows_are_counted_and_left_out(tmp_path: Path) -> None:
     odd = [
         "[1]\n",
@@ -28,8 +23,8 @@ def test_lines_that_are_not_rows_are_counted_and_left_out(tmp_path: Path) -> Non
         "\0\0\n",
         "\n",
     ]
-    run = read_run(run_folder(tmp_path / "a", row(1), *odd, row(2)))
-    assert run.columns["loss"].steps.tolist() == [1, 2] and run.unreadable == len(odd) - 1
+    run = read_run(run_folder(tmp_path / "a", row(1), *odd, row(2), '{"step": 3, "lo'))  # the last one: half-written
+    assert run.columns["loss"].steps.tolist() == [1, 2] and run.unreadable == len(odd)
 
 
 def test_a_repeated_step_has_its_last_value_and_marks_a_restart(tmp_path: Path) -> None:
@@ -81,12 +76,6 @@ def test_a_damaged_recipe_is_an_unknown_one(tmp_path: Path) -> None:
     (folder / "environment.json").write_text("[1]")
     run = read_run(folder)
     assert run.recipe == {} and run.environment == {} and run.trunk is None
-
-
-def test_a_run_is_read_from_its_rows(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "b", row(2), recipe={"run": {"steps": 9}})
-    runs = read_runs([folder / "metrics.jsonl", folder])
-    assert [(run.name, run.about("run", "steps")) for run in runs] == [("b", 9)]
 
 
 def test_names_become_what_every_screen_can_show(tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ from matplotlib.image import imread
 
 from models.config import ModelConfig
 from models.sizes import SIZES
-from recipes.lab.ladder.answer import Answer, at_equal_flops, lines
-from recipes.lab.ladder.fit import Rates, compute_optimal
-from recipes.lab.ladder.page import write_page
-from recipes.lab.ladder.points import Point
+from recipes.lab.ladder.answer import LadderAnswer, at_equal_flops, lines
+from recipes.lab.ladder.fit import BestRates, EndedRun, compute_optimal
+from recipes.lab.ladder.page import write_ladder_page
 from recipes.lab.ladder.rungs import scaled
 from recipes.metrics.ladder import Ladder, losses
 from tests.ladders import LAW, fit
@@ -20,38 +19,38 @@ LENGTH = 256
 LARGE = scaled(SIZES["smollm3_debug"], 8_000_000)
 
 
-def point(model: ModelConfig, tokens: int, seed: int) -> Point:
+def point(model: ModelConfig, tokens: int, seed: int) -> EndedRun:
     """A run 0.5% below the law with seed 0, and as much above it with seed 1."""
     size = model.non_embedding_params()
     loss = float(losses([LAW], size, tokens)[0]) * (0.995, 1.005)[seed]
     flops = float(tokens) * model.flops_per_token(LENGTH, "causal")
-    return Point(f"{size / 1e6:.1f}M", seed, size, tokens, flops, loss)
+    return EndedRun(f"{size / 1e6:.1f}M", seed, size, tokens, flops, loss)
 
 
 @pytest.fixture
-def answer() -> Answer:
+def answer() -> LadderAnswer:
     rungs = [scaled(LARGE, size) for size in (200_000, 600_000, 2_000_000)]
     points = [point(model, tokens, seed) for model in rungs for tokens in (10**7, 2 * 10**7) for seed in range(2)]
     top = max(one.parameters for one in points)
-    return Answer(
+    return LadderAnswer(
         model=LARGE,
         tokens=16 * 10**7,
         sequence_length=LENGTH,
         learning_rate=3e-3,
         ladder=Ladder("configs/large.toml", {}, ((1.0, fit()),), parameters=top, tokens=2 * 10**7),
         points=points,
-        rates=Rates(0.4, -0.3, []),
+        rates=BestRates(0.4, -0.3, []),
         missed=[(one, fit().predict(one.parameters, one.tokens)) for one in points if one.parameters == top],
         failed={},
     )
 
 
-def named(answer: Answer) -> dict[str, str]:
+def named(answer: LadderAnswer) -> dict[str, str]:
     """The lines, by what they begin with."""
     return {line[:16].strip(): line[16:] for line in lines(answer) if line}
 
 
-def test_half_and_double_the_size_have_equal_flops(answer: Answer) -> None:
+def test_half_and_double_the_size_have_equal_flops(answer: LadderAnswer) -> None:
     for factor in (0.5, 1, 2):
         size, tokens, _ = at_equal_flops(fit(), LARGE, answer.flops, LENGTH, factor)
         assert size / LARGE.non_embedding_params() == pytest.approx(factor, rel=0.05)
@@ -62,7 +61,7 @@ def test_half_and_double_the_size_have_equal_flops(answer: Answer) -> None:
     assert found["half as large"].endswith(", at equal FLOPs") and found["twice as large"].endswith(", at equal FLOPs")
 
 
-def test_the_screen_says_how_far_it_extrapolates_and_how_sure_that_is(answer: Answer) -> None:
+def test_the_screen_says_how_far_it_extrapolates_and_how_sure_that_is(answer: LadderAnswer) -> None:
     assert len(lines(answer)) <= 20 and max(map(len, lines(answer))) <= 120
     sure = "a fit without the rung of 2.0M misses it by -0.5 to +0.5%; 4 of its 4 runs are in the interval"
     assert named(answer)["reach"].startswith(
@@ -80,22 +79,22 @@ def test_the_screen_says_how_far_it_extrapolates_and_how_sure_that_is(answer: An
     assert "while training" not in named(replace(answer, ladder=several))
 
 
-def test_the_best_size_is_that_of_the_tokens_given(answer: Answer) -> None:
+def test_the_best_size_is_that_of_the_tokens_given(answer: LadderAnswer) -> None:
     size = compute_optimal(LAW, answer.tokens)
     assert named(answer)["best size"].startswith(f"{size / 1e6:.3g}M parameters (")
     assert named(answer)["best size"].endswith(f"for 160M tokens, {answer.tokens / size:.2g} tokens per parameter")
 
 
-def test_the_learning_rate_of_the_small_runs_stands_beside_that_of_the_recipe(answer: Answer) -> None:
+def test_the_learning_rate_of_the_small_runs_stands_beside_that_of_the_recipe(answer: LadderAnswer) -> None:
     assert named(answer)["learning rate"] == "3e-3 in the recipe; the small runs suggest 3.4e-3"
-    doubtful = replace(answer, rates=Rates(0.4, -0.3, [200_000]))
+    doubtful = replace(answer, rates=BestRates(0.4, -0.3, [200_000]))
     assert named(doubtful)["learning rate"].endswith("; at 200k parameters, the best may lie beyond those tried")
     assert "do not tell" in named(replace(answer, rates=None))["learning rate"]
 
 
-def test_the_page_lists_all_runs_and_those_that_failed(answer: Answer, tmp_path: Path) -> None:
+def test_the_page_lists_all_runs_and_those_that_failed(answer: LadderAnswer, tmp_path: Path) -> None:
     failed = {"0.2M-seed2": "hung", "0.6M-seed2": "out of memory"}
-    write_page(tmp_path, replace(answer, failed=failed), command="python scripts/ladder.py configs/large.toml")
+    write_ladder_page(tmp_path, replace(answer, failed=failed), command="python scripts/ladder.py configs/large.toml")
     page = (tmp_path / "ladder.md").read_text().splitlines()
     assert page[0] == "# The ladder of configs/large.toml"
     assert "    python scripts/ladder.py configs/large.toml" in page
@@ -106,8 +105,8 @@ def test_the_page_lists_all_runs_and_those_that_failed(answer: Answer, tmp_path:
     assert page[-2:] == ["- 0.2M-seed2: hung", "- 0.6M-seed2: out of memory"]
 
 
-def test_the_picture_is_drawn(answer: Answer, tmp_path: Path) -> None:
-    write_page(tmp_path, answer, command="")
+def test_the_picture_is_drawn(answer: LadderAnswer, tmp_path: Path) -> None:
+    write_ladder_page(tmp_path, answer, command="")
     assert "![Loss against FLOPs](ladder.png)" in (tmp_path / "ladder.md").read_text()
     pixels = imread(tmp_path / "ladder.png")[..., :3]
     assert pixels.shape == (825, 1350, 3)

@@ -8,8 +8,7 @@ import numpy
 import pytest
 
 from parallel.errors import UserError
-from recipes.lab.ladder.fit import best_rates, compute_optimal, fit_law, miss_of_top
-from recipes.lab.ladder.points import Point
+from recipes.lab.ladder.fit import EndedRun, best_rates, compute_optimal, fit_law, miss_of_top
 from recipes.metrics.ladder import Law, losses
 
 LAW = Law(E=1.7, A=60.0, a=0.28, B=400.0, b=0.36)
@@ -17,7 +16,7 @@ SIZES = (100_000, 210_000, 450_000, 950_000, 2_000_000)
 TARGET = (8_000_000, 160_000_000)
 
 
-def ladder(*, law: Law = LAW, noise: float = 0.0, seeds: int = 2, chance: int = 0, sizes: Any = SIZES) -> list[Point]:
+def ladder(*, noise: float = 0.0, seeds: int = 2, chance: int = 0, sizes: Any = SIZES) -> list[EndedRun]:
     """Runs of 10, 20 and 40 tokens per parameter; a trunk and each of its budgets have noise of their own."""
     generator = numpy.random.default_rng(chance)
     points = []
@@ -26,8 +25,8 @@ def ladder(*, law: Law = LAW, noise: float = 0.0, seeds: int = 2, chance: int = 
             trunk = generator.normal()
             for ratio in (10, 20, 40):
                 error = numpy.exp(noise * (trunk + generator.normal() / 2))
-                loss = float(losses([law], size, size * ratio)[0] * error)
-                points.append(Point(f"{size}", seed, size, size * ratio, 6.0 * size**2 * ratio, loss))
+                loss = float(losses([LAW], size, size * ratio)[0] * error)
+                points.append(EndedRun(f"{size}", seed, size, size * ratio, 6.0 * size**2 * ratio, loss))
     return points
 
 
@@ -98,19 +97,18 @@ def test_compute_optimal_size_is_best_at_equal_compute() -> None:
     assert numpy.argmin(nearby) == 2
 
 
-def test_ladder_of_one_rung_is_refused() -> None:
-    with pytest.raises(UserError, match="a ladder of 1 sizes, and a law needs 3: add rungs"):
-        fit_law(ladder(sizes=SIZES[:1]))
-
-
-def test_one_length_per_rung_is_refused() -> None:
-    with pytest.raises(UserError, match="does not separate size from data: add a token budget"):
-        fit_law([one for one in ladder() if one.tokens == 20 * one.parameters])
-
-
-def test_five_losses_are_refused() -> None:
-    with pytest.raises(UserError, match="5 losses do not determine five constants"):
-        fit_law(ladder(seeds=1, sizes=SIZES[:3])[::2])
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        (ladder(sizes=SIZES[:1]), "a ladder of 1 sizes, and a law needs 3: add rungs"),
+        (ladder()[1::3], "does not separate size from data: add a token budget"),
+        (ladder(seeds=1, sizes=SIZES[:3])[::2], "5 losses do not determine five constants"),
+        (ladder(noise=0.003, seeds=1, sizes=SIZES[::2]), "3 rungs and seeds are too few to draw from, so there is no"),
+    ],
+)
+def test_runs_that_determine_no_law_are_refused(points: list[EndedRun], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        fit_law(points)
 
 
 @pytest.mark.parametrize("loss", [nan, -1.0, 0.0, float("inf")])
@@ -133,7 +131,7 @@ def test_more_tokens_do_not_hide_that_losses_rise_with_size() -> None:
     # Mean losses of three rungs at two equal lengths: the largest is worse than the smallest at both.
     means = {8_000: (5.20, 5.35, 5.32), 24_000: (4.77, 5.09, 4.80)}
     points = [
-        Point(str(size), seed, size, tokens, 6.0 * size * tokens, found[rung] + 0.01 * seed)
+        EndedRun(str(size), seed, size, tokens, 6.0 * size * tokens, found[rung] + 0.01 * seed)
         for tokens, found in means.items()
         for rung, size in enumerate((6_984, 19_320, 55_536))
         for seed in range(2)
@@ -182,17 +180,9 @@ def test_best_rate_at_the_edge_is_named() -> None:
 
 
 def test_rate_next_to_a_diverged_one_is_an_edge() -> None:
-    found = best_rates([(size, rate, loss) for size in (10, 20) for rate, loss in ((0.1, 3.0), (0.2, 2.0), (0.4, nan))])
+    trials = [(size, rate, loss) for size in (10, 20) for rate, loss in ((0.1, 3.0), (0.2, 2.0), (0.4, nan))]
+
+    found = best_rates(trials)
 
     assert found is not None and found.edges == [10, 20]
-
-
-def test_rates_of_one_size_give_no_power_law() -> None:
-    assert best_rates([(10, rate, rate) for rate in (0.1, 0.2, 0.4)]) is None
-
-
-def test_too_few_rungs_and_seeds_to_draw_from_are_refused() -> None:
-    with pytest.raises(
-        UserError, match="3 rungs and seeds are too few to draw from, so there is no interval: add seeds"
-    ):
-        fit_law(ladder(noise=0.003, seeds=1, sizes=SIZES[::2]))
+    assert best_rates(trials[:3]) is None  # of one size

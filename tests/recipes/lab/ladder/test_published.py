@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from recipes.lab.ladder.fit import fit_law, miss_of_top
-from recipes.lab.ladder.points import Point
+from recipes.lab.ladder.fit import EndedRun, fit_law, miss_of_top
 from recipes.metrics.ladder import Fit, Law, losses
 
 TABLE = Path("docs/benchmarks/published_losses.csv")
@@ -17,7 +16,7 @@ LADDER = 1_500_000_000
 
 
 @cache
-def published(source: str) -> tuple[Point, ...]:
+def published(source: str) -> tuple[EndedRun, ...]:
     """A run of Gemstones has many cool-downs; those of the others stand alone, so each has a seed of its own."""
     with TABLE.open() as file:
         rows = [row for row in csv.DictReader(file) if row["source"] == source]
@@ -25,25 +24,25 @@ def published(source: str) -> tuple[Point, ...]:
     for number, row in enumerate(rows):
         size, tokens = int(row["parameters"]), int(row["tokens"])
         seed = 0 if source == "gemstones" else number
-        points.append(Point(f"{size / 1e6:.0f}M", seed, size, tokens, 6.0 * size * tokens, float(row["loss"])))
+        points.append(EndedRun(f"{size / 1e6:.0f}M", seed, size, tokens, 6.0 * size * tokens, float(row["loss"])))
     return tuple(points)
 
 
 @cache
-def chinchilla() -> tuple[tuple[Point, ...], Fit]:
+def chinchilla() -> tuple[tuple[EndedRun, ...], Fit]:
     """Without the five highest losses, as Besiroglu et al."""
     points = tuple(sorted(published("chinchilla"), key=lambda one: one.loss)[:-5])
     return points, fit_law(points)
 
 
 @cache
-def olmo() -> tuple[list[Point], Fit]:
+def olmo() -> tuple[list[EndedRun], Fit]:
     """The points that Bhagia et al. fit: four sizes at 1, 2, 5 and 10 times 20 tokens per parameter."""
     points = [one for one in published("olmo") if one.parameters < LADDER and one.tokens > 15 * one.parameters]
     return points, fit_law(points)
 
 
-def huber(law: Law, points: tuple[Point, ...]) -> float:
+def huber(law: Law, points: tuple[EndedRun, ...]) -> float:
     errors = abs(numpy.log([one.loss / losses([law], one.parameters, one.tokens)[0] for one in points]))
     return float(numpy.where(errors < 1e-3, errors**2 / 2, 1e-3 * (errors - 5e-4)).sum())
 

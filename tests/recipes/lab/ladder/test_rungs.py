@@ -1,6 +1,5 @@
 """The small recipes of a ladder: their shapes, rates, batches and schedules."""
 
-from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,9 @@ import pytest
 
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, scaled, sizes
+from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, rung_sizes, scaled
 from recipes.lab.ladder.runs import runs_of
+from recipes.recipe.fields import with_values
 from recipes.recipe.load import CONFIGS, load, to_toml
 
 LARGE = CONFIGS / "smollm3_debug_8m.toml"
@@ -19,7 +19,7 @@ LARGE = CONFIGS / "smollm3_debug_8m.toml"
 def ladder(*changes: str, folder: Path = Path("ladder"), **options: Any) -> list[Budget]:
     asked = {"tokens": (10, 20, 40), "per_parameter": True, "seeds": 1, "rates": (), "processes": 1} | options
     recipe = load(LARGE, changes, rules=False)
-    return budgets(recipe, sizes(recipe, 5), folder=folder, **asked)
+    return budgets(recipe, rung_sizes(recipe, 5), folder=folder, **asked)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -93,11 +93,6 @@ def test_a_native_model_of_a_config_has_rungs_of_its_own_shape() -> None:
     assert (recipe.model.config != "", small.config, small.qk_norm) == (True, "", recipe.model.qk_norm)
 
 
-def test_lengths_that_come_out_as_one_are_refused() -> None:
-    with pytest.raises(UserError, match=r"two lengths of rung .* come out as .* steps; write lengths that differ more"):
-        ladder(tokens=(10_000, 10_050, 40_000), per_parameter=False)
-
-
 def test_three_rungs_try_other_rates_on_their_shortest_run() -> None:
     found = ladder(rates=(0.5, 2.0))
     tried = [budget for budget in found if budget.sweep]
@@ -123,24 +118,18 @@ def test_a_batch_is_divided_by_the_processes() -> None:
         assert batch.global_batch_size % (8 * batch.micro_batch_size) == 0
 
 
-def test_trained_weights_have_no_ladder() -> None:
-    recipe = load(LARGE)
-    with pytest.raises(UserError, match="continues from trained weights, but rungs start at random"):
-        require_scalable(replace(recipe, model=replace(recipe.model, weights="somewhere")), LARGE)
-    with pytest.raises(UserError, match="continues from trained weights"):
-        require_scalable(replace(recipe, run=replace(recipe.run, continue_from="runs/trunk")), LARGE)
-
-
-def test_a_recipe_without_a_text_to_validate_on_has_no_ladder() -> None:
-    recipe = load(LARGE)
-    with pytest.raises(UserError, match=r"has no text to validate on; write data\.validation_fraction"):
-        require_scalable(replace(recipe, data=replace(recipe.data, validation_fraction=0.0)), LARGE)
-
-
-def test_stages_have_no_ladder() -> None:
-    file = CONFIGS / "smollm3_debug_stages.toml"
-    with pytest.raises(UserError, match="has stages, but a ladder predicts one text and length"):
-        require_scalable(load(file, rules=False), file)
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        (LARGE, {"model.weights": "somewhere"}, "continues from trained weights, but rungs start at random"),
+        (LARGE, {"run.continue_from": "runs/trunk"}, "continues from trained weights"),
+        (LARGE, {"data.validation_fraction": 0.0}, r"has no text to validate on; write data\.validation_fraction"),
+        (CONFIGS / "smollm3_debug_stages.toml", {}, "has stages, but a ladder predicts one text and length"),
+    ],
+)
+def test_recipes_that_have_no_ladder_are_refused(file: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        require_scalable(with_values(load(file, rules=False), change), file)
 
 
 def test_rungs_that_are_one_model_are_refused() -> None:

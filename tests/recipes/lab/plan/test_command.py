@@ -1,6 +1,5 @@
 """`train.py RECIPE --plan`: what it prints, and what it refuses."""
 
-import json
 import runpy
 import subprocess
 import sys
@@ -15,10 +14,12 @@ from parallel.errors import UserError
 from recipes.lab.plan import command
 from recipes.lab.plan.plan import plan
 from recipes.lab.plan.screen import Money, costs
+from recipes.lab.plan.world import World
 from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict
 from recipes.plan.time import step_time
 from recipes.recipe.load import load
+from tests.recipes.lab.plan.asked import numbers, printed, refused
 
 ROOT = Path(__file__).resolve().parents[4]
 CONFIGS = ROOT / "configs"
@@ -31,29 +32,6 @@ RECIPES = sorted(
 DEBUG = str(CONFIGS / "smollm3_debug.toml")
 NODE = str(CONFIGS / "smollm3_3b_8xh100.toml")
 LARGE = str(CONFIGS / "llama3_405b_128x8h100.toml")
-
-
-@pytest.fixture(autouse=True)
-def _no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on every machine; and a closed pipe does not end pytest, as it ends the command."""
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("recipes.lab.plan.world.devices", lambda: ())
-
-
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert command.answer([*arguments, "--plan"]) == 0
-    return capsys.readouterr().out
-
-
-def numbers(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(printed(capsys, *arguments, "--json"))
-    return found
-
-
-def refused(*arguments: str) -> str:
-    with pytest.raises(UserError) as error:
-        command.answer([*arguments, "--plan"])
-    return str(error.value)
 
 
 @pytest.mark.slow
@@ -97,19 +75,17 @@ def test_examples_of_the_page_are_what_the_command_prints() -> None:
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_every_recipe_has_a_plan_that_fits_the_screen(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_recipe_has_a_plan_that_fits_the_screen(file: Path) -> None:
     size = max((size for size in SIZES if file.stem.startswith(size)), key=len)
     changes = [f"--model.name={size}", "--model.weights=", "--model.upcycle=false", "--data.tokenizer=train:4096"]
-    lines = printed(
-        capsys, str(file), "--price", "2.5", *(changes if "weights" in file.read_text() else [])
-    ).splitlines()
+    lines = printed(str(file), "--price", "2.5", *(changes if "weights" in file.read_text() else [])).splitlines()
     assert len(lines) <= 40 + 5 * file.read_text().count("[[stages]]") and max(map(len, lines)) <= 100
 
 
-def test_numbers_are_those_of_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_are_those_of_memory_and_time() -> None:
     recipe = load(NODE)
     degrees = recipe.mesh.fit(8)
-    found = numbers(capsys, NODE, "--tokens", "2M", "--price", "3")
+    found = numbers(NODE, "--tokens", "2M", "--price", "3")
     assert found["peak_memory_gib"] * 2**30 == predict(recipe, degrees).peak
     time = step_time(recipe, degrees, gpu=GPUS["H100"])
     assert found["step_seconds"] == time.step_seconds
@@ -125,22 +101,22 @@ def test_numbers_are_those_of_memory_and_time(capsys: pytest.CaptureFixture[str]
     assert cost["money"] == pytest.approx(3 * cost["gpu_hours"]) == pytest.approx(3 * 8 * 24 * cost["days"])
 
 
-def test_cost_is_that_of_the_steps_of_the_recipe_unless_tokens_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    found = numbers(capsys, NODE)
+def test_cost_is_that_of_the_steps_of_the_recipe_unless_tokens_are_named() -> None:
+    found = numbers(NODE)
     assert found["cost"]["tokens"] == 10_000 * 128 * 8192
     assert found["cost"]["money"] is None
 
 
-def test_scaling_prints_one_line_for_each_number_of_gpus_up_to_16384(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, LARGE, "--processes", "1024,4096,16384,1024", "--price", "2.5").splitlines()
+def test_scaling_prints_one_line_for_each_number_of_gpus_up_to_16384() -> None:
+    lines = printed(LARGE, "--processes", "1024,4096,16384,1024", "--price", "2.5").splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
     rows = [line.split() for line in lines if line.startswith(" ")][1:]
     assert [row[:3] for row in rows] == [["1,024", "1,024", "8"], ["4,096", "1,024", "2*"], ["16,384", "2,048*", "1*"]]
     assert any(line.startswith("*: the recipe's 1,024 in micro-batches of 8 ") for line in lines)
 
 
-def test_every_size_trains_on_the_same_tokens_also_with_another_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    found = numbers(capsys, LARGE, "--processes", "1024,16384")["plans"]
+def test_every_size_trains_on_the_same_tokens_also_with_another_batch() -> None:
+    found = numbers(LARGE, "--processes", "1024,16384")["plans"]
     assert [plan["global_batch_size"] for plan in found] == [1024, 2048]
     assert [plan["cost"]["tokens"] for plan in found] == [1_200_000 * 1024 * 8192] * 2
     assert found[1]["cost"]["days"] * 86_400 == pytest.approx(
@@ -148,22 +124,22 @@ def test_every_size_trains_on_the_same_tokens_also_with_another_batch(capsys: py
     )
 
 
-def test_a_size_that_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, LARGE, "--processes", "64,1024")
+def test_a_size_that_does_not_fit_is_marked() -> None:
+    out = printed(LARGE, "--processes", "64,1024")
     small, large = [line for line in out.splitlines() if line.startswith(" ")][1:]
     assert "! " in small and "!" not in large and "\n!: does not fit" in out
 
 
-def test_numbers_of_several_sizes_are_those_of_each_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    alone = numbers(capsys, NODE, "--processes", "64")
-    several = numbers(capsys, NODE, "--processes", "8,64")["plans"]
+def test_numbers_of_several_sizes_are_those_of_each_alone() -> None:
+    alone = numbers(NODE, "--processes", "64")
+    several = numbers(NODE, "--processes", "8,64")["plans"]
     assert [plan["processes"] for plan in several] == [8, 64]
     assert several[1] == alone
 
 
-def test_a_recipe_is_planned_where_its_data_and_weights_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_planned_where_its_data_and_weights_are_not() -> None:
     elsewhere = ["--data.source", "/not/here/tokens", "--data.tokenizer", "/not/here/tokenizer.json"]
-    assert numbers(capsys, NODE, *elsewhere, "--model.weights", "/not/here") == numbers(capsys, NODE)
+    assert numbers(NODE, *elsewhere, "--model.weights", "/not/here") == numbers(NODE)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +168,7 @@ def test_a_recipe_is_planned_where_its_data_and_weights_are_not(capsys: pytest.C
         (["--search", "--processes", "8,16"], "--search: goes with one number of processes"),
         (["--write", "new.toml"], "--write: needs --search"),
         (["--search", "--write", "new.txt"], "--write new.txt: must end in .toml"),
+        (["--search", "--write", NODE], f"--write {NODE}: exists; write another name, or remove it"),
     ],
 )
 def test_a_mistake_gets_one_line(arguments: list[str], expected: str) -> None:
@@ -213,29 +190,25 @@ def test_an_option_of_plan_needs_plan() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--picture", "{}"], ["--processes", "8,64", "--picture", "{}"]])
-def test_picture_is_drawn_beside_the_numbers(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_picture_is_drawn_beside_the_numbers(arguments: list[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.png"
-    numbers(capsys, NODE, *(argument.format(file) for argument in arguments))
+    numbers(NODE, *(argument.format(file) for argument in arguments))
     height, width, _ = imread(file).shape
     assert (height > 500, width > 1000) == (True, True)
 
 
 @pytest.mark.slow
-def test_search_says_what_is_faster_what_it_costs_and_writes_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_search_says_what_is_faster_what_it_costs_and_writes_it(tmp_path: Path) -> None:
     file = tmp_path / "faster.toml"
-    out = printed(capsys, NODE, "--search", "--batch.micro_batch_size", "1", "--price", "2", "--write", str(file))
+    out = printed(NODE, "--search", "--batch.micro_batch_size", "1", "--price", "2", "--write", str(file))
     assert out.endswith(f"\n\nwrote {file}\n")
     written = load(file, processes=8, nodes=1, elsewhere=True)
     assert written.batch == load(NODE).batch  # what the command line gives is kept
-    assert f"\n{costs(plan(written, written.mesh.fit(8), gpu=GPUS['H100']), Money(price=2))[0]}\n" in out
+    assert f"\n{costs(plan(written, World(GPUS['H100'], 8)), Money(price=2))[0]}\n" in out
 
 
-def test_numbers_of_a_search_hold_whole_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    found = numbers(capsys, NODE, "--search", "--processes", "2", "--model.layers", "8")
+def test_numbers_of_a_search_hold_whole_plans() -> None:
+    found = numbers(NODE, "--search", "--processes", "2", "--model.layers", "8")
     assert found["best"]["fits"] and found["best"]["processes"] == 2
     assert found["best"]["tokens_per_second_per_device"] >= found["original"]["tokens_per_second_per_device"]
     assert max(point["tokens_per_second_per_device"] for point in found["front"]) == pytest.approx(
@@ -244,9 +217,7 @@ def test_numbers_of_a_search_hold_whole_plans(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_a_search_in_which_nothing_fits_says_so_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_in_which_nothing_fits_says_so_and_writes_nothing(tmp_path: Path, capsys: Any) -> None:
     arguments = [
         LARGE,
         "--plan",
@@ -261,13 +232,6 @@ def test_a_search_in_which_nothing_fits_says_so_and_writes_nothing(
     assert command.answer(arguments) == 2
     assert "Nothing fits" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
-
-
-def test_a_recipe_is_not_written_over_another(tmp_path: Path) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text("mine")
-    assert refused(NODE, "--search", "--write", str(file)).endswith("exists; write another name, or remove it")
-    assert file.read_text() == "mine"
 
 
 @pytest.mark.slow

@@ -1,25 +1,16 @@
 """`train.py RECIPE --plan --ladder FILE`: the loss beside days and cost."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from parallel.errors import UserError
-from recipes.lab.plan import command
 from recipes.recipe.load import load
 from tests.ladders import LAW, write_ladder
+from tests.recipes.lab.plan.asked import numbers, printed, refused
 
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 NODE = str(CONFIGS / "smollm3_3b_8xh100.toml")
-
-
-@pytest.fixture(autouse=True)
-def _no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on every machine; and a closed pipe does not end pytest, as it ends the command."""
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("recipes.lab.plan.world.devices", lambda: ())
 
 
 @pytest.fixture
@@ -27,24 +18,13 @@ def file(tmp_path: Path) -> str:
     return write_ladder(tmp_path / "ladder.json", load(NODE, rules=False))
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert command.answer([NODE, *arguments, "--plan"]) == 0
-    return capsys.readouterr().out
+def predicted(*arguments: str) -> dict[str, Any]:
+    loss: dict[str, Any] = numbers(NODE, *arguments)["loss"]
+    return loss
 
 
-def predicted(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(printed(capsys, *arguments, "--json"))["loss"]
-    return found
-
-
-def refused(*arguments: str) -> str:
-    with pytest.raises(UserError) as error:
-        command.answer([*arguments, "--plan"])
-    return str(error.value)
-
-
-def test_a_plan_with_a_ladder_has_the_loss_below_its_cost(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, "--tokens", "60B", "--ladder", file).splitlines()
+def test_a_plan_with_a_ladder_has_the_loss_below_its_cost(file: str) -> None:
+    lines = printed(NODE, "--tokens", "60B", "--ladder", file).splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("cost "))
     size = load(NODE, rules=False).model.non_embedding_params()
     loss = LAW.E + LAW.A / size**LAW.a + LAW.B / 60e9**LAW.b
@@ -53,37 +33,37 @@ def test_a_plan_with_a_ladder_has_the_loss_below_its_cost(file: str, capsys: pyt
     assert lines[at + 1].endswith(reach)
     assert lines[at + 2].startswith("        at the same cost, ")
     assert max(map(len, lines)) <= 100 and len(lines) <= 40
-    assert "loss  " not in printed(capsys)
+    assert "loss  " not in printed(NODE)
 
 
-def test_a_lowest_loss_at_the_edge_of_the_sizes_tried_is_marked(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    few = predicted(capsys, "--tokens", "1M", "--ladder", file)
+def test_a_lowest_loss_at_the_edge_of_the_sizes_tried_is_marked(file: str) -> None:
+    few = predicted("--tokens", "1M", "--ladder", file)
     assert few["lowest_at_equal_flops"]["at_edge"] and few["beyond_longest_run"] == pytest.approx(0.1, rel=0.1)
-    assert "at the edge of the sizes tried" in " ".join(printed(capsys, "--tokens", "1M", "--ladder", file).split())
+    assert "at the edge of the sizes tried" in " ".join(printed(NODE, "--tokens", "1M", "--ladder", file).split())
     optimal = ("--tokens", "12B", "--ladder", file)  # for LAW, of a model of this size
-    assert not predicted(capsys, *optimal)["lowest_at_equal_flops"]["at_edge"]
-    assert "edge" not in printed(capsys, *optimal)
+    assert not predicted(*optimal)["lowest_at_equal_flops"]["at_edge"]
+    assert "edge" not in printed(NODE, *optimal)
 
 
-def test_the_loss_is_that_of_the_tokens_given(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    few, many = (predicted(capsys, "--tokens", tokens, "--ladder", file) for tokens in ("1B", "1T"))
+def test_the_loss_is_that_of_the_tokens_given(file: str) -> None:
+    few, many = (predicted("--tokens", tokens, "--ladder", file) for tokens in ("1B", "1T"))
     assert few["low"] < few["loss"] < few["high"]
     assert many["loss"] < few["loss"] and many["ladder"] == "large"
-    assert json.loads(printed(capsys, "--json"))["loss"] is None
+    assert numbers(NODE)["loss"] is None
 
 
-def test_the_lowest_loss_for_the_money_is_at_equal_flops(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lowest_loss_for_the_money_is_at_equal_flops(file: str) -> None:
     recipe = load(NODE, rules=False)
     for tokens in (1e9, 1e13):
-        found = predicted(capsys, "--tokens", str(tokens), "--ladder", file)
+        found = predicted("--tokens", str(tokens), "--ladder", file)
         best, size = found["lowest_at_equal_flops"], recipe.model.non_embedding_params()
         assert best["loss"] <= found["loss"]
         assert (best["parameters"] < size) == (best["tokens"] > tokens) == (tokens < 1e12)
 
 
 @pytest.mark.slow
-def test_a_search_has_the_loss_of_the_recipe_that_it_finds(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, "--search", "--ladder", file).splitlines()
+def test_a_search_has_the_loss_of_the_recipe_that_it_finds(file: str) -> None:
+    lines = printed(NODE, "--search", "--ladder", file).splitlines()
     of_fastest = lines[lines.index("of the fastest:") :]
     assert [line.split()[0] for line in of_fastest[1:4]] == ["time", "cost", "loss"]
     assert of_fastest[4].startswith("        at the same cost, ")

@@ -6,6 +6,7 @@ import pytest
 
 from recipes.lab.plan.pictures import forward
 from recipes.lab.plan.plan import plan
+from recipes.lab.plan.world import World
 from recipes.plan.hardware import GPUS
 from recipes.recipe.load import load
 
@@ -17,7 +18,7 @@ CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 def test_forward_pass_fills_memory_up_to_the_loss(reshard: str, batch: int) -> None:
     changes = [f"--fsdp.reshard_after_forward={reshard}", f"--batch.global_batch_size={batch}"]
     recipe = load(CONFIGS / "smollm3_3b_8xh100.toml", changes, rules=False)
-    found = plan(recipe, recipe.mesh.fit(8), gpu=GPUS["H100"])
+    found = plan(recipe, World(GPUS["H100"], 8))
     sums = [sum(pieces.values()) for pieces in forward(found).values()]
     assert len(sums) == recipe.model.layers
     assert sorted(sums[:-1]) == sums[:-1]  # the last block gathers none ahead

@@ -9,22 +9,21 @@ from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.screen import Money, between, duration, in_units, number, screen, seconds
 from recipes.lab.plan.world import World
 from recipes.plan.hardware import GPUS
-from recipes.plan.rates import RATES
 from recipes.plan.time import StepTime
 from recipes.recipe.load import load
 
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
-WORLD = World(GPUS["H100"], RATES, 8, 1, "--gpu", "--processes")
+WORLD = World(GPUS["H100"], 8, kind_from="--gpu", number_from="--processes")
 
 
 def planned(time: StepTime | None = None) -> Plan:
     recipe = load(CONFIGS / "smollm3_3b_8xh100.toml", rules=False)
-    found = plan(recipe, recipe.mesh.fit(8), gpu=GPUS["H100"])
+    found = plan(recipe, WORLD)
     return found if time is None else replace(found, time=time)
 
 
 def lines(found: Plan) -> list[str]:
-    return screen(found, WORLD, Money())
+    return screen(found, Money())
 
 
 def row(found: Plan, name: str) -> list[str]:
@@ -81,14 +80,16 @@ def test_range_is_as_far_to_both_sides() -> None:
 
 def test_a_recipe_beyond_94_percent_of_the_memory_does_not_fit() -> None:
     found = planned()
-    tight = replace(found, gpu=replace(found.gpu, memory=round(found.memory.peak / 0.95)))
+    gpu = replace(WORLD.gpu, memory=round(found.memory.peak / 0.95))
+    tight = replace(found, world=replace(WORLD, gpu=gpu))
     assert found.fits and not tight.fits
     assert any("DOES NOT FIT (95.0% > 94%)" in line for line in lines(tight))
 
 
 def test_a_cpu_has_no_mfu() -> None:
     found = planned()
-    assert replace(found, gpu=replace(found.gpu, family="measured")).mfu("causal") is None
+    cpu = replace(WORLD, gpu=replace(WORLD.gpu, family="measured"))
+    assert replace(found, world=cpu).mfu("causal") is None
 
 
 @pytest.mark.parametrize(

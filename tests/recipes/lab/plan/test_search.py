@@ -11,11 +11,11 @@ import pytest
 
 from parallel.config import ActivationCheckpointingConfig, MeshConfig
 from parallel.errors import UserError
-from recipes.lab.plan.found import Found, write
 from recipes.lab.plan.plan import Plan, plan
-from recipes.lab.plan.search import GRAIN, KINDS, SLOWEST, TIE, kind_of, peak, search
+from recipes.lab.plan.result import SearchResult, search, write_fastest
+from recipes.lab.plan.search import GRAIN, KINDS, SLOWEST, TIE, kind_of, peak
 from recipes.lab.plan.search_space import CHUNKS, PREFETCH, SEARCHED, SHARES, changes, tuned
-from recipes.lab.plan.world import Asked, world_of
+from recipes.lab.plan.world import Asked, World, world_of
 from recipes.plan.hardware import GPUS, Gpu
 from recipes.plan.memory import FULL
 from recipes.plan.rates import RATES
@@ -37,9 +37,11 @@ def gpu_with(gigabytes: float, *, per_node: int = 8) -> Gpu:
     return replace(GPUS["H100"], memory=round(gigabytes * 1e9), per_node=per_node)
 
 
-def found_for(recipe: Recipe, processes: int, nodes: int, gpu: Gpu, *fixed: str, numerics: bool = False) -> Found:
-    keys = frozenset(fixed)
-    return search(recipe, processes=processes, nodes=nodes, gpu=gpu, rates=RATES, numerics=numerics, fixed=keys)
+def searched(recipe: Recipe, processes: int, nodes: int, gpu: Gpu, *fixed: str, numerics: bool = False) -> SearchResult:
+    world = World(
+        replace(gpu, per_node=max(gpu.per_node, processes) if nodes == 1 else processes // nodes), processes, nodes
+    )
+    return search(recipe, world, numerics=numerics, fixed=frozenset(fixed))
 
 
 def accepted(recipe: Recipe, processes: int, nodes: int) -> bool:
@@ -81,7 +83,7 @@ def all_plans(recipe: Recipe, processes: int, nodes: int, gpu: Gpu, fixed: tuple
             fsdp = replace(layout.fsdp, reshard_after_forward=reshard)
             setting = replace(layout, activation_checkpointing=way, fsdp=fsdp)
             for tuning in tunings:
-                candidate = plan(tuned(setting, tuning), setting.mesh.fit(processes), gpu=gpu, rates=RATES)
+                candidate = plan(tuned(setting, tuning), World(gpu, processes))
                 if candidate.fits:
                     yield candidate
 
@@ -112,10 +114,10 @@ def test_the_search_finds_what_brute_force_finds(case: str) -> None:
     path, arguments, processes, nodes, memory, fixed = CASES[case]
     recipe = load(path, ["--model.layers=4", *arguments], rules=False)
     gpu = gpu_with(memory, per_node=processes // nodes)
-    found = found_for(recipe, processes, nodes, gpu, *fixed)
+    found = searched(recipe, processes, nodes, gpu, *fixed)
     every = list(all_plans(recipe, processes, nodes, gpu, fixed))
     assert found.best is not None
-    assert found.too_large > 0 and found.best.fits
+    assert found.looked.too_large > 0 and found.best.fits
     fastest: dict[object, float] = {}
     for candidate in sorted(every, key=lambda candidate: candidate.time.step_seconds):
         fastest.setdefault(kind_of(candidate.recipe, candidate.degrees), candidate.time.step_seconds)
@@ -126,20 +128,20 @@ def test_the_search_finds_what_brute_force_finds(case: str) -> None:
     for candidate in every:  # to the grain of the front, twice: what was left out, and beside what it was left out
         if candidate.time.step_seconds <= SLOWEST * found.best.time.step_seconds:
             enough = candidate.memory.peak + 2 * GRAIN * gpu.memory
-            no_slower = [at for at in found.front if at.seconds <= TIE * candidate.time.step_seconds]
+            no_slower = [at for at in found.looked.front if at.seconds <= TIE * candidate.time.step_seconds]
             assert any(at.peak <= enough for at in no_slower), candidate
 
 
 def test_a_loss_that_is_faster_in_chunks_is_computed_in_chunks() -> None:
     recipe = load(DEBUG, ["--compile.enabled=false", "--batch.loss_chunks=1"])
     rates = replace(RATES, loss_chunked=RATES.loss / 2)
-    best = search(recipe, processes=2, nodes=1, gpu=GPUS["H100"], rates=rates).best
+    best = search(recipe, World(GPUS["H100"], 2, rates=rates)).best
     assert best is not None and best.recipe.batch.loss_chunks > 1
 
 
 def test_no_more_blocks_recompute_than_must() -> None:
     recipe, gpu = load(SMOLLM, ["--model.layers=20", "--activation_checkpointing.mode=full"], rules=False), gpu_with(29)
-    found = found_for(recipe, 8, 1, gpu, "activation_checkpointing.mode", "mesh.tensor", "mesh.context")
+    found = searched(recipe, 8, 1, gpu, "activation_checkpointing.mode", "mesh.tensor", "mesh.context")
     assert found.best is not None
     way = found.best.recipe.activation_checkpointing
     blocks = len(way.recomputed(20))
@@ -148,7 +150,7 @@ def test_no_more_blocks_recompute_than_must() -> None:
         fewer = change(
             found.best.recipe, activation_checkpointing={"blocks": blocks - 1}, batch={"loss_chunks": chunks}
         )
-        assert not plan(fewer, found.best.degrees, gpu=gpu, rates=RATES).fits
+        assert not plan(fewer, World(gpu, 8)).fits
 
 
 def test_of_an_odd_number_of_blocks_just_over_half_can_recompute() -> None:
@@ -158,14 +160,14 @@ def test_of_an_odd_number_of_blocks_just_over_half_can_recompute() -> None:
     degrees = recipe.mesh.fit(8)
     needs = [peak(change(recipe, activation_checkpointing={"blocks": count}), degrees) for count in (4, 5)]
     assert needs[0] > needs[1]
-    found = found_for(recipe, 8, 1, gpu_with((needs[1] + 1) / FULL / 1e9), "fsdp.reshard_after_forward", *fixed)
+    found = searched(recipe, 8, 1, gpu_with((needs[1] + 1) / FULL / 1e9), "fsdp.reshard_after_forward", *fixed)
     assert found.best is not None and len(found.best.recipe.activation_checkpointing.recomputed(9)) == 5
 
 
 def test_the_front_only_gets_slower_and_leaner() -> None:
-    found = found_for(load(DEBUG), 4, 1, gpu_with(4))
-    assert len(found.front) > 1
-    for one, next_one in zip(found.front, found.front[1:], strict=False):
+    found = searched(load(DEBUG), 4, 1, gpu_with(4))
+    assert len(found.looked.front) > 1
+    for one, next_one in zip(found.looked.front, found.looked.front[1:], strict=False):
         assert one.seconds < next_one.seconds and one.peak > next_one.peak
     assert [speed for _, speed, _ in found.points()] == sorted((speed for _, speed, _ in found.points()), reverse=True)
 
@@ -179,9 +181,9 @@ def check(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_check_accepts_the_recipe_that_is_written_and_finds_what_the_screen_says(tmp_path: Path) -> None:
     recipe = load(DEBUG, ["--batch.global_batch_size=48", "--mesh.overlap_tensor=false"])
-    found = found_for(recipe, 8, 2, gpu_with(2.5))
+    found = searched(recipe, 8, 2, gpu_with(2.5))
     file = tmp_path / "fast.toml"
-    write(found, file, base=DEBUG)
+    write_fastest(found, file, base=DEBUG)
     checked = check(file, "--processes", "8", "--nodes", "2")
     assert checked.returncode == 0, checked.stderr
     assert found.best is not None
@@ -190,7 +192,7 @@ def test_check_accepts_the_recipe_that_is_written_and_finds_what_the_screen_says
 
 
 def test_pasted_into_the_recipe_the_difference_gives_the_fastest(tmp_path: Path) -> None:
-    found = found_for(load(DEBUG), 4, 1, gpu_with(2.2))
+    found = searched(load(DEBUG), 4, 1, gpu_with(2.2))
     assert found.best is not None
     pasted = tmp_path / "pasted.toml"
     pasted.write_text(f'base = "{DEBUG}"\n{found.difference()}')
@@ -202,15 +204,15 @@ def test_pasted_into_the_recipe_the_difference_gives_the_fastest(tmp_path: Path)
 def test_the_rules_of_check_accept_everything_that_is_printed(path: Path, processes: int, nodes: int) -> None:
     batch = {"global_batch_size": 24, "micro_batch_size": 1}
     recipe = change(load(path, rules=False), model={"layers": 2}, batch=batch)
-    found = found_for(recipe, processes, nodes, GPUS["H100"], numerics=True)
+    found = searched(recipe, processes, nodes, GPUS["H100"], numerics=True)
     assert found.best is not None and found.apart
-    for printed in (found.best, *found.others, *found.apart.values(), *found.front):
+    for printed in (found.best, *found.others, *found.apart.values(), *found.looked.front):
         assert accepted(printed.recipe, processes, nodes), to_toml(printed.recipe)
 
 
 def test_what_defines_the_training_stays() -> None:
     recipe = load(DEBUG)
-    found = found_for(recipe, 8, 1, GPUS["H100"])
+    found = searched(recipe, 8, 1, GPUS["H100"])
     assert found.best is not None
     for other in (found.best, *found.others):
         changed = {(section, name) for section, fields in changes(recipe, other.recipe).items() for name in fields}
@@ -221,7 +223,7 @@ def test_what_defines_the_training_stays() -> None:
 def test_a_field_of_the_command_line_stays_as_given() -> None:
     kept = {"mesh.shard": 2, "mesh.tensor": 1, "activation_checkpointing.mode": "full", "fsdp.prefetch": 2}
     recipe = load(DEBUG, [f"--{key}={value}" for key, value in kept.items()] + ["--mesh.replicate=-1"])
-    found = found_for(recipe, 8, 1, GPUS["H100"], *kept)
+    found = searched(recipe, 8, 1, GPUS["H100"], *kept)
     assert found.best is not None
     for plan_of in (found.best, *found.others):
         assert {key: value_of(plan_of.recipe, key) for key in kept} == kept
@@ -230,9 +232,9 @@ def test_a_field_of_the_command_line_stays_as_given() -> None:
 
 def test_the_recipe_as_it_is_wins_where_nothing_is_faster() -> None:
     recipe = load(DEBUG)
-    first = found_for(recipe, 4, 1, GPUS["H100"]).best
+    first = searched(recipe, 4, 1, GPUS["H100"]).best
     assert first is not None
-    again = found_for(first.recipe, 4, 1, GPUS["H100"])
+    again = searched(first.recipe, 4, 1, GPUS["H100"])
     assert again.best is not None and again.best.recipe == first.recipe
     assert again.difference() == ""
     assert "As it is, the recipe is the fastest." in again.lines()
@@ -240,65 +242,53 @@ def test_the_recipe_as_it_is_wins_where_nothing_is_faster() -> None:
 
 def test_a_recipe_that_fits_nowhere_gets_what_is_nearest_and_what_would_fit() -> None:
     recipe, gpu = load(SMOLLM, ["--model.layers=4"], rules=False), gpu_with(8.4, per_node=2)
-    found = found_for(recipe, 2, 1, gpu)
-    assert found.best is None and not found.front and found.difference() == ""
+    found = searched(recipe, 2, 1, gpu)
+    assert found.best is None and not found.looked.front and found.difference() == ""
     text = "\n".join(found.lines())
     assert f"Nothing fits: the least takes {found.least.peak / 1e9:.1f} GB" in text
     assert 'optimizer.state_dtype = "bfloat16", which changes what is trained' in text
     assert "4 GPUs on 2 nodes" in text
-    assert found_for(recipe, 4, 2, gpu).best is not None
+    assert searched(recipe, 4, 2, gpu).best is not None
     smaller = change(found.least.recipe, optimizer={"state_dtype": "bfloat16"})
-    assert plan(smaller, found.least.degrees, gpu=gpu, rates=RATES).fits
-
-
-def test_a_recipe_that_fits_nowhere_is_not_written(tmp_path: Path) -> None:
-    found = found_for(load(DEBUG), 1, 1, gpu_with(0.1), "activation_checkpointing.mode", "batch.micro_batch_size")
-    with pytest.raises(UserError, match=r"fast.toml: nothing fits, so there is no recipe to write"):
-        write(found, tmp_path / "fast.toml", base=DEBUG)
-    assert not list(tmp_path.iterdir())
+    assert plan(smaller, World(gpu, 2)).fits
 
 
 def test_a_batch_that_no_mesh_divides_is_refused() -> None:
     recipe = change(load(DEBUG), batch={"global_batch_size": 5, "sequence_length": 13}, model={"heads": 2})
     with pytest.raises(UserError, match=r"no mesh of 7 processes .* the batch does not divide .* a multiple of 7"):
-        found_for(recipe, 7, 1, GPUS["H100"])
+        searched(recipe, 7, 1, GPUS["H100"])
 
 
 def test_a_mesh_on_the_command_line_that_does_not_fit_is_refused() -> None:
     recipe = load(DEBUG, ["--mesh.shard=8", "--mesh.replicate=-1"])
     expected = r"the degrees do not fit the processes \(.*; do not fix mesh.shard and batch.micro_batch_size or change"
     with pytest.raises(UserError, match=expected):
-        found_for(recipe, 4, 1, GPUS["H100"], "mesh.shard", "batch.micro_batch_size")
+        searched(recipe, 4, 1, GPUS["H100"], "mesh.shard", "batch.micro_batch_size")
 
 
 def test_float8_finds_micro_batches_that_make_short_sequences_divide() -> None:
     changes = ["--float8.recipe=tensorwise", "--batch.sequence_length=248", "--batch.micro_batch_size=2"]
-    found = found_for(load(DEBUG, changes), 2, 1, GPUS["H100"])  # float8 needs multiples of 16 tokens
+    found = searched(load(DEBUG, changes), 2, 1, GPUS["H100"])  # float8 needs multiples of 16 tokens
     assert found.best is not None and found.best.recipe.batch.micro_batch_size % 2 == 0
 
 
 def test_meshes_whose_processes_cannot_share_rows_that_are_gathered_in_float8_are_left_out() -> None:
     recipe = load(SMOLLM, ["--float8.recipe=tensorwise", "--float8.all_gather=true"], rules=False)
     recipe = replace(recipe, batch=replace(recipe.batch, global_batch_size=384))
-    found = found_for(recipe, 24, 3, GPUS["H100"], "mesh.tensor")
-    assert found.refused["rows gathered in float8 do not divide"]
+    found = searched(recipe, 24, 3, GPUS["H100"], "mesh.tensor")
+    assert found.looked.refused["rows gathered in float8 do not divide"]
     assert found.best is not None and 2048 % (found.best.degrees.shard * found.best.degrees.context) == 0
 
 
-def test_nodes_that_cannot_be_alike_are_refused() -> None:
-    with pytest.raises(UserError, match="12 processes cannot be divided equally among 5 nodes"):
-        found_for(load(DEBUG), 12, 5, GPUS["H100"])
-
-
 def test_a_file_is_not_overwritten(tmp_path: Path) -> None:
-    found = found_for(load(DEBUG), 1, 1, GPUS["H100"])
+    found = searched(load(DEBUG), 1, 1, GPUS["H100"])
     file = tmp_path / "mine.toml"
     file.write_text("# mine")
     with pytest.raises(UserError, match=r"mine.toml: exists; write another name, or remove it"):
-        write(found, file, base=DEBUG)
+        write_fastest(found, file, base=DEBUG)
     assert file.read_text() == "# mine"
     with pytest.raises(UserError, match="cannot be written"):
-        write(found, tmp_path / "no" / "folder.toml", base=DEBUG)
+        write_fastest(found, tmp_path / "no" / "folder.toml", base=DEBUG)
 
 
 @pytest.mark.parametrize(
@@ -310,8 +300,8 @@ def test_a_recipe_that_a_search_has_written_keeps_its_hardware(
 ) -> None:
     """Its run is named after its file, which says no hardware: it was read as the 4 GPUs of its mesh."""
     recipe = load(DEBUG, ["--batch.global_batch_size=64"], rules=False)
-    found = found_for(recipe, processes, nodes, GPUS[gpu], "mesh.tensor", "mesh.context")
-    write(found, tmp_path / "fast.toml", base=DEBUG)
+    found = searched(recipe, processes, nodes, GPUS[gpu], "mesh.tensor", "mesh.context")
+    write_fastest(found, tmp_path / "fast.toml", base=DEBUG)
     written = load(tmp_path / "fast.toml", rules=False)
     world = world_of(written, Asked("fast"))
     assert (written.run.hardware, world.gpu.name) == (hardware, gpu)
@@ -320,7 +310,7 @@ def test_a_recipe_that_a_search_has_written_keeps_its_hardware(
 
 def test_a_gain_is_shown_with_the_error_of_the_times_that_it_is_a_ratio_of() -> None:
     recipe = load(SMOLLM, ["--activation_checkpointing.mode=full"], rules=False)
-    found = found_for(recipe, 8, 1, GPUS["H100"])
+    found = searched(recipe, 8, 1, GPUS["H100"])
     gain = found.best.time.tokens_per_second / found.original.time.tokens_per_second - 1  # type: ignore[union-attr]
     sure = "more than that" if gain > 0.15 else "less than that: measure both"
     assert f"Each time is predicted within {RATES.spread:.0%}; the gain of {gain:+.1%} is {sure}." in found.lines()
@@ -329,8 +319,8 @@ def test_a_gain_is_shown_with_the_error_of_the_times_that_it_is_a_ratio_of() -> 
 def test_numerics_are_listed_apart_and_never_win() -> None:
     recipe = load(SMOLLM, rules=False)
     fixed = ("mesh.tensor", "mesh.context", "fsdp.reshard_after_forward", "activation_checkpointing.blocks")
-    alone = found_for(recipe, 8, 1, GPUS["A100"], *fixed)
-    both = found_for(recipe, 8, 1, GPUS["A100"], *fixed, numerics=True)
+    alone = searched(recipe, 8, 1, GPUS["A100"], *fixed)
+    both = searched(recipe, 8, 1, GPUS["A100"], *fixed, numerics=True)
     assert alone.apart == {} and both.best == alone.best
     assert set(both.apart) == {"bf16 moments", "bf16 sums", "bf16 both"}  # an A100 has no float8
     best = both.apart["bf16 both"].recipe
@@ -343,12 +333,12 @@ def test_a_recipe_of_405b_on_16384_gpus_is_searched_without_torch_in_half_a_minu
 import sys
 from recipes.recipe.load import load
 from recipes.plan.hardware import GPUS
-from recipes.plan.rates import RATES
-from recipes.lab.plan.search_space import Layout, Space
+from recipes.lab.plan.world import World
+from recipes.lab.plan.search_space import Meshed, Space
 
 recipe = load("{ROOT}/configs/llama3_405b_128x8h100.toml", rules=False)
-space = Space(recipe, 16384, 2048, frozenset())
-layouts = [layout for layout in space.layouts() if isinstance(layout, Layout)]
+space = Space(recipe, World(GPUS["H100"], 16384, 2048))
+layouts = [layout for layout in space.layouts() if isinstance(layout, Meshed)]
 import recipes.lab.plan.search
 print(len(layouts), sum(len(settings) for settings in space.settings(layouts[0])), "torch" in sys.modules)
 """
@@ -362,7 +352,7 @@ def test_a_recipe_written_through_a_link_finds_its_base(tmp_path: Path) -> None:
     (tmp_path / "far" / "away").mkdir(parents=True)
     (tmp_path / "near").symlink_to(tmp_path / "far" / "away")
     file = tmp_path / "near" / "fast.toml"
-    write(found_for(load(DEBUG), 2, 1, GPUS["H100"]), file, base=DEBUG)
+    write_fastest(searched(load(DEBUG), 2, 1, GPUS["H100"]), file, base=DEBUG)
     assert load(file, processes=2, nodes=1).run.name == "fast"
 
 
@@ -370,15 +360,15 @@ def test_a_written_recipe_has_the_changes_of_the_command_line(tmp_path: Path) ->
     recipe = load(
         DEBUG, ["--run.steps=7", "--optimizer.lr=0.5", "--schedule.warmup_steps=1", "--schedule.decay_steps=2"]
     )
-    found = found_for(recipe, 2, 1, GPUS["H100"], "run.steps", "optimizer.lr")
-    write(found, tmp_path / "fast.toml", base=DEBUG)
+    found = searched(recipe, 2, 1, GPUS["H100"], "run.steps", "optimizer.lr")
+    write_fastest(found, tmp_path / "fast.toml", base=DEBUG)
     written = load(tmp_path / "fast.toml")
     assert (written.run.steps, written.optimizer, written.schedule) == (7, recipe.optimizer, recipe.schedule)
 
 
 def test_equally_fast_recipes_keep_their_own_loss_chunks_and_prefetch() -> None:
     recipe = load(SMOLLM, ["--fsdp.prefetch=2", "--batch.loss_chunks=3"], rules=False)
-    found = found_for(recipe, 8, 1, GPUS["H100"], "mesh.tensor", "mesh.context")
+    found = searched(recipe, 8, 1, GPUS["H100"], "mesh.tensor", "mesh.context")
     assert found.best is not None
-    for at in (found.best, *found.front[:1]):
+    for at in (found.best, *found.looked.front[:1]):
         assert (at.recipe.fsdp.prefetch, at.recipe.batch.loss_chunks) == (2, 3)

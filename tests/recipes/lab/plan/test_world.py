@@ -16,11 +16,6 @@ CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 CARD = ("NVIDIA H200", 143_771 * 2**20)
 
 
-@pytest.fixture(autouse=True)
-def _no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.lab.plan.world.devices", lambda: ())
-
-
 def recipe_of(file: str, *changes: str) -> Recipe:
     return load(CONFIGS / file, changes, rules=False)
 

@@ -102,7 +102,6 @@ def test_windows_begin_and_end_at_logged_steps() -> None:
     [
         ("[axes]\nfloat8.recipie = ['none']", "float8.recipie (mine.toml [axes]) unknown key; did you mean float8"),
         ("[axes]\noptimiser.lr = [1]", "[optimiser] (mine.toml [axes]) unknown section; did you mean [optimizer]?"),
-        ("[axes]\nlr = [1]", "lr = [1] (mine.toml [axes]) unknown key; did you mean optimizer.lr?"),
         (
             "[fixed]\nbatch.micro = 1\n[axes]\nrun.seed = [1]",
             "batch.micro (mine.toml [fixed]) unknown key; [batch] has",
@@ -110,7 +109,6 @@ def test_windows_begin_and_end_at_logged_steps() -> None:
         ("[[runs]]\nmodle.width = 1", "[modle] (mine.toml [[runs]] 1) unknown section; did you mean [model]?"),
         ("[axes]\nrun.name = ['a']", "run.name (mine.toml [axes]) is set by the sweep; leave it out"),
         ("[axes]\noptimizer.lr = 1", "[axes] optimizer.lr = 1 must be a list of values, one per row"),
-        ("[axes]\noptimizer.lr = []", "[axes] optimizer.lr = [] must be a list"),
         ("[axes]", "axes (mine.toml) is empty, so the sweep has no rows"),
         ("", "write exactly one of them: [axes], or [[runs]]"),
         ("timeout = 0\n[[runs]]", "timeout = 0 (mine.toml) must be the seconds after which a run is treated as hung"),
@@ -119,8 +117,6 @@ def test_windows_begin_and_end_at_logged_steps() -> None:
         ("[batch]\nmicro_batch_size = 1\n[[runs]]", "write it below [fixed] as batch.FIELD"),
         ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'a'", "several rows are named a; give each a different name"),
         ("[[runs]]\nname = 'a/b'", 'name = "a/b" must be a valid folder name without "|"; write name = "run_1"'),
-        ("[[runs]]\nname = 'a|b'", 'must be a valid folder name without "|"; write name = "run_1"'),
-        ("[[runs]]\nname = ''", "must be a valid folder name"),
         (
             f"[[runs]]\nname = '{'ä' * 101}'",
             "has 202 bytes, more than the 200 that names of its files allow; write name =",
@@ -292,11 +288,6 @@ def test_every_layout_of_the_parallelism_sweep_computes_the_same_tokens_per_micr
         tokens.add(batch.micro_batch_size * batch.sequence_length / (degrees.context * degrees.tensor))
         batches.add(batch.global_batch_size)
     assert len(layouts) == len(sweep.rows) and len(tokens) == len(batches) == 1
-
-
-def test_the_zero_sweep_needs_two_processes(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"its rows do not differ on 1 processes and need 2 or more"):
-        read_sweep(ROOT / "configs/sweeps/zero.toml", output=tmp_path, processes=1)
 
 
 GPU_PAIRS = {

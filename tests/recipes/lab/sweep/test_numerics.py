@@ -8,7 +8,7 @@ import pytest
 
 from recipes.lab.sweep.grid import Sweep, read_sweep
 from recipes.lab.sweep.numerics import compare, numerics_table
-from recipes.lab.sweep.plots import OPERANDS, UNDERFLOW, draw, losses, underflow
+from recipes.lab.sweep.plots import OPERANDS, UNDERFLOW, draw_sweep, loss_curves, underflow
 from recipes.lab.sweep.results import Result, result_of
 from recipes.lab.sweep.runner import Ended
 
@@ -190,7 +190,7 @@ def test_the_underflow_picture_shows_the_worst_cast_of_each_layer(sweep: Sweep) 
     assert list(inputs.get_ydata()) == pytest.approx([30.0, 5.0, 40.0]) and inputs.get_label() == "fp8"
     assert [label.get_text() for label in panels[-1].get_xticklabels()] == ["0", "1", "lm_head"]
     assert list(panels[2].get_lines()[0].get_ydata()) == [1.0]
-    loss = losses(sweep, results).axes[0].get_lines()
+    loss = loss_curves(sweep, results).axes[0].get_lines()
     assert [line.get_color() for line in loss] == ["black", inputs.get_color()]
 
 
@@ -201,4 +201,4 @@ def test_the_underflow_picture_is_drawn_only_if_casts_were_sampled(sweep: Sweep)
     times = {"step_seconds": 1.0, "step_seconds_least": 1.0, "step_seconds_most": 1.0}
     for casts in ((), CLEAN):
         found = result("fp8", casts=casts) | speed | times
-        assert (sweep.folder / UNDERFLOW in draw(sweep, {"fp8": found})) == bool(casts)
+        assert (sweep.folder / UNDERFLOW in draw_sweep(sweep, {"fp8": found})) == bool(casts)

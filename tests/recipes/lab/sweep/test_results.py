@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.lab.sweep.grid import Sweep, read_sweep
-from recipes.lab.sweep.plots import BARS, LOSS, bars, draw, losses
+from recipes.lab.sweep.plots import BARS, LOSS, bars, draw_sweep, loss_curves
 from recipes.lab.sweep.results import append, current_results, loss_gaps, mean_gap, read_results, result_of, table
 from recipes.lab.sweep.runner import Ended
 
@@ -60,7 +60,14 @@ def logged(
         }
         for step, seconds in SECONDS.items()
     ]
-    lines = [*map(json.dumps, rows), json.dumps({"step": 18, "validation_loss": 9.0}), '{"step": 19, "lo']
+    lines = [
+        *map(json.dumps, rows),
+        json.dumps({"step": 18, "validation_loss": 9.0}),
+        "5",
+        '"a loss"',
+        '{"step": Infinity, "loss": 1.0}',
+        '{"step": 19, "lo',
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     environment = {
         "device": DEVICE,
@@ -210,7 +217,7 @@ def test_a_loss_that_is_not_finite_is_marked(sweep: Sweep) -> None:
     append(sweep.folder, result_of(row, Ended("done", "", 40.0)))
     results = current_results(sweep)
     assert cells(table(sweep, results))["fp8"][-2:] == ["not finite", "+0.0000"]
-    assert draw(sweep, results)
+    assert draw_sweep(sweep, results)
 
 
 def test_the_reason_of_a_failed_run_includes_its_last_logged_step(sweep: Sweep) -> None:
@@ -249,7 +256,7 @@ def test_the_pictures_show_the_numbers(sweep: Sweep) -> None:
     written = [text.get_text() for text in rates.texts]
     assert written == ["3,724", "3,724  (1.00x)", "7,447  (2.00x)", "out of memory"]
 
-    curves, gaps = losses(sweep, results).axes
+    curves, gaps = loss_curves(sweep, results).axes
     assert [line.get_label() for line in curves.get_lines()] == ["bf16 (reference)", "fp8", "longer"]
     for line, label in zip(curves.get_lines(), ("bf16", "fp8", "longer"), strict=True):
         assert [list(point) for point in line.get_xydata()] == [point[1:] for point in results[label]["curve"]]
@@ -258,18 +265,10 @@ def test_the_pictures_show_the_numbers(sweep: Sweep) -> None:
 
 def test_the_picture_files_are_not_blank(sweep: Sweep) -> None:
     results = current_results(sweep)
-    assert draw(sweep, results) == [sweep.folder / BARS, sweep.folder / LOSS]
+    assert draw_sweep(sweep, results) == [sweep.folder / BARS, sweep.folder / LOSS]
     for name in (BARS, LOSS):
         pixels = imread(sweep.folder / name)
         assert min(pixels.shape[:2]) > 300
         assert 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.6
-    assert draw(sweep, {}) == []
-    assert draw(sweep, {"too large": results["too large"]}) == [sweep.folder / BARS]
-
-
-def test_lines_of_metrics_that_are_not_rows_do_not_count(sweep: Sweep) -> None:
-    row = sweep.rows[0]
-    expected = result_of(row, Ended("done", "", 40.0))
-    with (row.recipe.run.folder / "metrics.jsonl").open("ab") as file:
-        file.write(b'\n5\n"a loss"\n{"step": Infinity, "loss": 1.0}\n\xff\n')
-    assert result_of(row, Ended("done", "", 40.0)) == expected
+    assert draw_sweep(sweep, {}) == []
+    assert draw_sweep(sweep, {"too large": results["too large"]}) == [sweep.folder / BARS]

@@ -49,12 +49,6 @@ def test_a_run_with_exit_code_0_is_done_and_its_output_is_kept(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_run_that_raises_has_crashed_with_its_last_exception_as_reason(tmp_path: Path) -> None:
-    ended = finish(tmp_path, "raise RuntimeError('the lights went out')")
-    assert (ended.outcome, ended.reason) == ("crashed", "RuntimeError: the lights went out")
-
-
-@pytest.mark.slow
 def test_a_run_without_enough_memory_is_out_of_memory(tmp_path: Path) -> None:
     ended = finish(tmp_path, "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**30,) * 2); b'x' * 2**31")
     assert (ended.outcome, ended.reason) == ("out of memory", "MemoryError")

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from recipes.lab.sweep.grid import Sweep, read_sweep
 from recipes.lab.sweep.numerics import compare, numerics_table
-from recipes.lab.sweep.plots import UNDERFLOW_SHOWS, bars, draw, losses, underflow
+from recipes.lab.sweep.plots import UNDERFLOW_SHOWS, bars, draw_sweep, loss_curves, underflow
 from recipes.lab.sweep.results import Result, by_seed, loss_gaps, table
 
 DEBUG = Path(__file__).resolve().parents[4] / "configs/smollm3_debug.toml"
@@ -86,7 +86,7 @@ def test_the_spread_over_seeds_is_in_the_table(seeds: tuple[Sweep, dict[str, Res
 
 
 def test_the_spread_over_seeds_is_a_band_of_the_picture(seeds: tuple[Sweep, dict[str, Result]]) -> None:
-    top, bottom = losses(*seeds).axes
+    top, bottom = loss_curves(*seeds).axes
     assert [line.get_label() for line in top.get_lines()] == [
         "recipe=none, 3 seeds (reference)",
         "recipe=tensorwise, 3 seeds (emulated)",
@@ -96,12 +96,6 @@ def test_the_spread_over_seeds_is_a_band_of_the_picture(seeds: tuple[Sweep, dict
     assert (band.min(), band.max()) == pytest.approx((3.9 - 4.0333, 4.2 - 4.0333), abs=1e-4)
     assert list(bottom.get_lines()[1].get_ydata()) == pytest.approx([0.0133] * 3, abs=1e-4)
     assert "noise: the reference's spread over seeds" in texts(bottom.figure)  # type: ignore[arg-type]
-
-
-def test_loss_and_gap_have_one_axis_of_tokens(seeds: tuple[Sweep, dict[str, Result]]) -> None:
-    for axes in losses(*seeds).axes:
-        assert {tuple(line.get_xdata()) for line in axes.get_lines()} == {(1000, 64_000, 128_000)}
-        assert axes.get_xlim() == losses(*seeds).axes[0].get_xlim()
 
 
 def test_a_repeated_row_is_no_spread(tmp_path: Path) -> None:
@@ -120,7 +114,7 @@ def test_float8_that_is_emulated_is_called_so_everywhere(tmp_path: Path) -> None
     assert [label.get_text() for label in bars(sweep, found).axes[0].get_yticklabels()][
         1
     ] == "recipe=rowwise (emulated)"
-    for picture in (losses, underflow):
+    for picture in (loss_curves, underflow):
         assert "recipe=rowwise (emulated)" in texts(picture(sweep, found))
 
 
@@ -135,7 +129,7 @@ def test_pictures_say_above_them_what_to_know_first(tmp_path: Path, monkeypatch:
     sweep.folder.mkdir()
     said: dict[str, str] = {}
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: said.update({file.name: figure.get_suptitle()}))
-    draw(sweep, results(sweep, [4.0, 4.0]))
+    draw_sweep(sweep, results(sweep, [4.0, 4.0]))
     assert list(said) == ["bars.png", "loss.png", "underflow.png"]
     for text in said.values():
         assert (

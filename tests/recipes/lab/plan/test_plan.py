@@ -3,7 +3,7 @@
 import pytest
 
 from recipes.data.config import BatchConfig
-from recipes.lab.plan.scaling import nearest_batch
+from recipes.lab.plan.plan import nearest_batch
 
 
 @pytest.mark.parametrize(
