@@ -11,10 +11,19 @@ from torch.distributed.tensor import DTensor
 
 from parallel.fsdp import without_wrapper
 from parallel.kernels import UNTIMED
+from recipes.optimization.config import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Elements whose bfloat16 moments are in float32 at a time, unless one tensor has more: copies take 8 bytes per element.
 BATCH = 2**27
+
+
+def build(
+    groups: list[dict[str, Any]], config: OptimizerConfig, *, blocks: list[nn.Module] | None, **_: Any
+) -> "ShardedAdamW":
+    """As build_optimizer() asks for it."""
+    dtype = getattr(torch, config.state_dtype)
+    return ShardedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, state_dtype=dtype, blocks=blocks)
 
 
 class ShardedAdamW(torch.optim.AdamW):

@@ -18,6 +18,7 @@ from parallel.errors import UserError
 from parallel.matrices import Matrices
 from parallel.mesh import Mesh
 from parallel.owners import BATCH, Round, Shape
+from recipes.optimization import adamw
 from recipes.optimization.adamw import empty_state, local_of
 from recipes.optimization.config import OptimizerConfig
 
@@ -28,6 +29,19 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST_NORM = 1e-7
 """Smallest norm that a momentum is divided by, as in torch: zeros stay zeros."""
 Group = dict[str, Any]
+
+
+def build(
+    groups: list[Group],
+    config: OptimizerConfig,
+    *,
+    matrices: list[nn.Parameter],
+    mesh: Mesh,
+    dtype: torch.dtype,
+    blocks: list[nn.Module] | None,
+) -> "Muon":
+    """As build_optimizer() asks for it."""
+    return Muon(adamw.build(groups, config, blocks=blocks), matrices, config, mesh, dtype=dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -54,8 +68,6 @@ class Muon(torch.optim.Optimizer):
             mesh: the one that shards them.
             dtype: that of the products; the parts of matrices are sent in it.
         """
-        if not matrices:
-            raise UserError('optimizer.name = "muon": the blocks of this model have no matrix; write name = "adamw"')
         if any(_is_cut(parameter) for parameter in matrices if parameter.dim() == 3):
             raise UserError(
                 'optimizer.name = "muon": processes have parts of single experts, because the number of experts cannot'

@@ -225,9 +225,8 @@ def _log_header(
 
 def _require_space(checkpoints: "Checkpoints | None", built: Built, recipe: Recipe, *, done: int) -> None:
     if checkpoints and recipe.checkpoint.every and done < recipe.run.steps:
-        moments, matrices = getattr(torch, recipe.optimizer.state_dtype), matrices_of(built.optimizer)
-        parameters = built.passes.counted(built.parameters)
-        checkpoints.require_space(parameters, moments=moments, matrices=matrices)
+        parameters, matrices = built.passes.counted(built.parameters), matrices_of(built.optimizer)
+        checkpoints.require_space(parameters, recipe.optimizer, matrices=matrices)
 
 
 def _guard(recipe: Recipe, world: World, built: Built, progress: Mapping[str, Any]) -> StepGuard:

@@ -76,7 +76,7 @@ class Recorder:
         self._validated_at = -1
         self._averaged: Sequence[int] = ()  # the steps whose average was validated last
         self._keep_best = recipe.checkpoint.keep_best
-        self._matrix_share = recipe.optimizer.matrix_share if recipe.optimizer.name == "muon" else None
+        self._matrix_share = recipe.optimizer.matrix_share
         self.goodput = after.goodput if after else Goodput(clock, before=progress)
         self._compute: ComputeTime | None = None
         self._stragglers: Stragglers | None = None

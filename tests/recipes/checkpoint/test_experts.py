@@ -123,7 +123,7 @@ def pass_on(recipe: Recipe, cases: Sequence[Case], folder: Path) -> dict[Case, t
     for case in cases:
         built = built_for(recipe, case, world, seed=5)
         space = checkpoints_in(folder / "none", keep=1, pipeline=built.mesh.degrees.pipeline, log=lambda line: None)
-        space.require_space(built.passes.counted(built.parameters))
+        space.require_space(built.passes.counted(built.parameters), recipe.optimizer)
         load(folder / case[0], built)
         save(folder / named(case), built)
         losses.append(train(built, world, first=STEP + 1, last=LAST))

@@ -98,10 +98,10 @@ def pass_on(recipe: Recipe, cases: Sequence[Case], folder: Path) -> list[int]:
     folders.disk_space = note
     for case in cases:
         built = built_for(recipe, case, world, seed=5)
-        moments, matrices = getattr(built.optimizer, "_state_dtype", torch.float32), matrices_of(built.optimizer)
+        optimizer, matrices = change(recipe, **OPTIONS[case[0]]).optimizer, matrices_of(built.optimizer)
         pipeline = built.mesh.degrees.pipeline
         space = checkpoints_in(folder / "none", keep=1, pipeline=pipeline, log=lambda line: None)
-        space.require_space(built.passes.counted(built.parameters), moments=moments, matrices=matrices)
+        space.require_space(built.passes.counted(built.parameters), optimizer, matrices=matrices)
         load(folder / case[0], built)
         save(folder / named(case), built, asynchronous=True)
     stop()
