@@ -11,8 +11,8 @@ from annotated_types import Ge, Gt, Interval
 class OptimizerFacts:
     """What others know of an optimizer without building it. A run first tries it on a few numbers (optimizer.py)."""
 
-    module: str
-    """The module whose build() makes it."""
+    builder: str
+    """"MODULE:FUNCTION" that makes it, of parameter groups, the section and what build_optimizer() names."""
     reads: tuple[str, ...]
     """The fields of [optimizer] that it reads itself, beside lr and weight_decay."""
     moments: int
@@ -32,9 +32,11 @@ class OptimizerFacts:
 
 OF_ADAMW = ("betas", "eps", "state_dtype")
 OPTIMIZERS = {
-    "adamw": OptimizerFacts("recipes.optimization.adamw", OF_ADAMW, moments=2, counts_steps=True, skips=True),
+    "adamw": OptimizerFacts(
+        "recipes.optimization.adamw:ShardedAdamW", OF_ADAMW, moments=2, counts_steps=True, skips=True
+    ),
     "muon": OptimizerFacts(
-        "recipes.optimization.muon",
+        "recipes.optimization.muon:Muon",
         (*OF_ADAMW, "matrix_lr", "lr_adjust", "momentum", "nesterov", "ns_steps"),
         moments=2,
         counts_steps=True,
@@ -42,7 +44,7 @@ OPTIMIZERS = {
         matrix_moments=1,
     ),
 }
-"""The values of optimizer.name. One of your own needs an entry and a file with a build(), like adamw.py's."""
+"""The values of optimizer.name. One of your own needs an entry, and a file with its builder."""
 if TYPE_CHECKING:
     Name = str
 else:

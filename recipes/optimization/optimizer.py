@@ -5,7 +5,7 @@ Whoever steps it calls take_step(), which keeps bad steps and large gradients fr
 
 import math
 from collections.abc import Iterable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -69,7 +69,7 @@ def matrices_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _built(config: OptimizerConfig, groups: list[dict[str, Any]], **options: Any) -> Optimizer:
-    optimizer: Optimizer = import_module(config.facts.module).build(groups, config, **options)
+    optimizer: Optimizer = resolve_name(config.facts.builder)(groups, config, **options)
     return optimizer
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from models.config import ModelConfig
 from models.decoder import build_model
-from models.interface import interface_of
+from models.interface import interface_of, require_interface
 from parallel.dist import World, allocator_settings, communication_backend, on_all
 from parallel.errors import UserError
 from parallel.fsdp import compute_with_whole_shards, materialize, without_idle_resharding
@@ -199,6 +199,7 @@ def _plain_model(recipe: Recipe, layers: Collection[int] | None, *, device_type:
         with torch.device("meta"):
             chunks, z_loss = recipe.batch.loss_chunks, recipe.optimizer.z_loss
             model = build_model(recipe.model, layers=layers, loss_chunks=chunks, z_loss=z_loss)
+        require_interface(model)
         if recipe.model.by_transformers:
             from models.assumptions import require_sound_recomputation
             from models.transformers import require_documents_apart, require_kernels

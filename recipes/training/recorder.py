@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from recipes.training.border import Kept, Process
     from recipes.training.build import Built
     from recipes.training.foresight import Foresight
-    from recipes.training.step import Found
+    from recipes.training.step import Measured
 
 
 class Recorder:
@@ -122,12 +122,12 @@ class Recorder:
         attention_length = self._attention_length.take()
         return self._throughput.row(step_seconds, attention_length=attention_length, tokens=tokens / steps)
 
-    def log_step(self, step: int, found: "Found", *, learning_rate: float) -> None:
+    def log_step(self, step: int, measured: "Measured", *, learning_rate: float) -> None:
         """Record a step: one row of metrics.jsonl, one line on the screen. The host waits for the device here.
 
         Raises NonFiniteRun after too many skipped steps in a row.
         """
-        mean_loss, times, memory_numbers = self._reduce(found.loss)
+        mean_loss, times, memory_numbers = self._reduce(measured.loss)
         step_seconds, data_seconds = self._clock.seconds_per_step()
         with self._clock(LOG):
             # Waiting for another process's data is counted as waiting for data here, too.
@@ -136,23 +136,23 @@ class Recorder:
             self.log_skipped()
             slow, names = self._stragglers.compare(times) if self._stragglers else ({}, [])
             memory, full = self._memory.compare(memory_numbers)
-            row: dict[str, Any] = {
-                "step": step,
-                "tokens": self.tokens(step),
-                "loss": mean_loss,
-                "grad_norm": found.norm.item(),
-                **{column: value.item() for column, value in found.columns.items()},
-                "lr": learning_rate,
+            row = dict[str, Any](  # raises TypeError for a column of two owners
+                step=step,
+                tokens=self.tokens(step),
+                loss=mean_loss,
+                grad_norm=measured.norm.item(),
+                **{column: value.item() for column, value in measured.columns.items()},
+                lr=learning_rate,
                 **({"matrix_lr": learning_rate * self._matrix_share} if self._matrix_share else {}),
-                "step_seconds": step_seconds,
-                "eta_seconds": (self._steps - step) * step_seconds if self._knows_pace else None,
-                "data_seconds": data_seconds,
-                "epochs": self._loader.epochs(step),
+                step_seconds=step_seconds,
+                eta_seconds=(self._steps - step) * step_seconds if self._knows_pace else None,
+                data_seconds=data_seconds,
+                epochs=self._loader.epochs(step),
                 **self._rates(step, step_seconds),
                 **memory,
                 **self.goodput.row(),
                 **slow,
-            }
+            )
             self._knows_pace = True
             if self._foresight:
                 self._foresight.seconds.append(step_seconds)

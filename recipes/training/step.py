@@ -20,8 +20,8 @@ from recipes.optimization.skip_steps import StepGuard
 from recipes.training.build import Built
 
 
-class Found(NamedTuple):
-    """What a step found, on the device: the host does not wait for it."""
+class Measured(NamedTuple):
+    """Numbers of a step, on the device: the host does not wait for them."""
 
     loss: Tensor
     """This process's part of the mean cross-entropy."""
@@ -40,7 +40,7 @@ def train_step(
     guard: StepGuard,
     clock: RunClock,
     is_logged: bool = False,
-) -> Found:
+) -> Measured:
     """Take one optimizer step.
 
     Args:
@@ -74,11 +74,14 @@ def train_step(
         from parallel.float8 import precompute_scales
 
         precompute_scales(built.model)
-    return Found(loss, norm, columns)
+    return Measured(loss, norm, columns)
 
 
 def further_columns(built: Built, losses: Tensor) -> dict[str, Tensor]:
-    """Columns of metrics.jsonl from what a step has before it clips its gradients, equal on all processes."""
+    """Columns of metrics.jsonl from what a step has before it clips its gradients, equal on all processes.
+
+    Each is one number on the device, under a name that no other column has: Recorder.log_step() looks.
+    """
     norms = {f"grad_norm/{role}": built.passes.norm(parameters) for role, parameters in built.roles.items()}
     if not built.passes.has_z_loss:
         return norms

@@ -11,7 +11,7 @@ from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
 from recipes.optimization.skip_steps import NonFiniteRun
 from recipes.training.build_run import Run
 from recipes.training.console import BORDER_UNSAVED, NOT_SAVED, UNSAVED, interrupted_message, results, summary
-from recipes.training.step import Found, corruption, require_sound_state, train_step, without_garbage_collection
+from recipes.training.step import Measured, corruption, require_sound_state, train_step, without_garbage_collection
 
 
 class Trainer:
@@ -77,7 +77,7 @@ class Trainer:
                 return number
         return self.interruption.agreed_now()
 
-    def _train_step(self) -> Found:
+    def _train_step(self) -> Measured:
         """Take the next step."""
         with ExitStack() as stack:
             for observer in self.observers:
