@@ -90,6 +90,21 @@ def interface_of(model: "nn.Module") -> ModelInterface:
     return cast(ModelInterface, model.interface)
 
 
+def require_interface(model: "nn.Module") -> None:
+    """Raise ValueError, with all that is wrong, unless a model, or the part that a process has, keeps its promises."""
+    interface = getattr(model, "interface", None)
+    if not isinstance(interface, ModelInterface):
+        raise ValueError(f"{type(model).__name__} declares no interface (models/interface.py)")
+    single = interface.embedding, interface.head, interface.head_norm, interface.tied_head, interface.routers
+    missing = [name for name in (*interface.blocks, interface.loss, *single) if name and not has_part(model, name)]
+    if not missing and (inside := interface.inside_block):
+        missing = [
+            f"parts of {name}" for name in interface.blocks if not inside_of(model.get_submodule(name), inside).parts
+        ]
+    if missing:
+        raise ValueError(f"its interface names what {type(model).__name__} lacks: {', '.join(missing)}")
+
+
 def blocks_of(model: "nn.Module") -> "list[nn.Module]":
     """The repeated blocks, or what wraps them by now, in the order of the forward pass."""
     return [model.get_submodule(name) for name in interface_of(model).blocks]

@@ -56,6 +56,7 @@ class Passes:
             dropout_seed: seed of the random numbers that the model draws in a step; None if it draws none.
         """
         self.model, self.mesh, self.units = model, mesh, units_of(model)
+        self._first = next(model.parameters())  # as sharded
         routers = interface_of(model).routers
         self._routers: Any = model.get_submodule(routers) if routers else None
         self.reshards, self.has_z_loss, self._dropout_seed = reshards, has_z_loss, dropout_seed
@@ -84,7 +85,8 @@ class Passes:
         return losses
 
     def _begin(self, micro_batches: Sequence[Batch], *, device: torch.device) -> None:
-        """Count the loads of experts anew."""
+        """Count the loads of experts anew. No gradients are left of an earlier step: FSDP sums them once."""
+        assert self._first.grad is None, "a step without zero_grad() after the one before it (parallel/fsdp.py, Gather)"
         if self._routers is not None:  # all tokens are routed, also those without a target
             tokens = torch.full((), sum(targets.numel() for _, targets, _ in micro_batches), device=device)
             self._routers.begin(sum_over_group(tokens, self.mesh.data_group))

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,6 +24,7 @@ from recipes.checkpoint.storage import HostCopies, Share, assemble, make_plan, r
 from recipes.checkpoint.together import Together, require_shards, unseen
 from recipes.files.atomic import sync_folder, write_whole
 from recipes.files.layout import checkpoint_steps, step_folder
+from recipes.optimization.config import OptimizerConfig
 
 if TYPE_CHECKING:
     from recipes.checkpoint.best import BestOf
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 FAILED_SECONDS = 30
 """How long a process that fails waits for its save in flight: the other processes' threads still write theirs."""
-STEP_BYTES = 4
-"""Size of the step count that AdamW keeps for every parameter."""
 
 Written = tuple[dict[str, StoredFile], set[str], list[dict[str, Any]]]
 """The files that some processes wrote, the identities of their plans, and the optimizer's groups in their parts."""
@@ -98,18 +96,16 @@ class Checkpoints:
         return step_folder(self.folder, step)
 
     def require_space(
-        self, parameters: Iterable[Tensor], *, moments: torch.dtype = torch.float32, matrices: Iterable[Tensor] = ()
+        self, parameters: Iterable[Tensor], optimizer: OptimizerConfig, *, matrices: Iterable[Tensor] = ()
     ) -> None:
         """Log how many checkpoints fit on disk; raises UserError if none.
 
-        parameters: those of this process that no earlier stage has. moments: dtype of AdamW's two moments, and of
-        Muon's one. matrices: the parameters that Muon steps.
+        parameters: those of this process that no earlier stage has. matrices: those that Muon steps.
         """
-        own = sum(
-            parameter.numel() * (parameter.element_size() + 2 * moments.itemsize) + STEP_BYTES
-            for parameter in parameters
-        )
-        own -= sum(matrix.numel() * moments.itemsize + STEP_BYTES for matrix in matrices)
+        parameters, matrices = [*parameters], [*matrices]
+        elements, of_matrices = (sum(tensor.numel() for tensor in tensors) for tensors in (parameters, matrices))
+        own = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+        own += optimizer.state_bytes(elements, len(parameters), matrices=(of_matrices, len(matrices)))
         size = sum(self._together.of_parts(lambda: own)) + sum(len(text.encode()) for text in self.files.values())
         fits = self._together.on_main(
             lambda: folders.disk_space(self.folder, checkpoint_bytes=size, keep=self._config.keep)

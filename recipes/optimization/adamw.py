@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel.fsdp import without_wrapper
 from parallel.kernels import UNTIMED
+from recipes.optimization.config import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Elements whose bfloat16 moments are in float32 at a time, unless one tensor has more: copies take 8 bytes per element.
@@ -28,24 +29,22 @@ class ShardedAdamW(torch.optim.AdamW):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, state_dtype: torch.dtype, blocks: list[nn.Module] | None, **options: Any
+        self, groups: list[dict[str, Any]], config: OptimizerConfig, *, blocks: list[nn.Module] | None, **_: Any
     ) -> None:
         """blocks: of each, compiled kernels update all parameters in one call; None = torch's kernel."""
-        super().__init__(groups, fused=True, **options)
-        self._state_dtype = state_dtype
+        super().__init__(groups, fused=True, lr=config.lr, betas=config.betas, eps=config.eps)
+        self._state_dtype = getattr(torch, config.state_dtype)
         # Blocks have equal lists of shapes, for which code is compiled once.
-        self._units = {one: number for number, block in enumerate(blocks or ()) for one in block.parameters()}
+        self._units = {member: number for number, block in enumerate(blocks or ()) for member in block.parameters()}
         self._update = None if blocks is None else _compiled_update()
         self.found_inf: Tensor | None = None
-        """A tensor of 1.0 on the device makes the step change nothing, as in torch's own fused optimizers."""
-        self.grad_scale: Tensor | None = None
-        """What the update divides gradients by, on the device; torch's fused kernel also writes the quotients."""
+        self.grad_scale: Tensor | None = None  # torch's fused kernel writes the quotients, too
         # All at once: made in the first step, moments would lie between gradients and the memory of messages.
-        for parameter in (one for group in self.param_groups for one in group["params"]):
-            moments = {name: empty_state(parameter, state_dtype) for name in MOMENTS}
+        for parameter in (member for group in self.param_groups for member in group["params"]):
+            moments = {name: empty_state(parameter, self._state_dtype) for name in MOMENTS}
             self.state[parameter] = {"step": torch.zeros((), device=local_of(parameter).device), **moments}
         # Loading casts moments to the parameter's dtype, float32; rounding restores the original bfloat16 values.
-        self.register_load_state_dict_post_hook(_round_moments)
+        self.register_load_state_dict_post_hook(round_states)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -91,7 +90,9 @@ class ShardedAdamW(torch.optim.AdamW):
             states = [self.state[parameter] for parameter in parameters]
             rows = _numbers(self._counted(states), group) if states else ()
             for parameter, state, numbers in zip(parameters, states, rows, strict=True):
-                shards = [local_of(one) for one in (parameter, parameter.grad, *(state[name] for name in MOMENTS))]
+                shards = [
+                    local_of(tensor) for tensor in (parameter, parameter.grad, *(state[name] for name in MOMENTS))
+                ]
                 if shards[0].numel():
                     calls[self._units.get(parameter)].append((*shards, numbers, group["betas"]))
         for unit in calls.values():
@@ -106,11 +107,11 @@ class ShardedAdamW(torch.optim.AdamW):
         return steps
 
 
-def _round_moments(optimizer: torch.optim.Optimizer) -> None:
-    dtype = cast(ShardedAdamW, optimizer)._state_dtype
+def round_states(optimizer: torch.optim.Optimizer) -> None:
+    """Give moments the dtype that the recipe asks for."""
+    dtype = cast(Any, optimizer)._state_dtype
     for state in optimizer.state.values():
-        for name in MOMENTS:
-            state[name] = state[name].to(dtype)
+        state.update({name: value.to(dtype) for name, value in state.items() if name != "step"})
 
 
 def _batches(parameters: list[nn.Parameter], *, elements: float) -> Iterator[list[nn.Parameter]]:

@@ -2,16 +2,60 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What others know of an optimizer without building it. A run first tries it on a few numbers (optimizer.py)."""
+
+    builder: str
+    """"MODULE:FUNCTION" that makes it, of parameter groups, the section and what build_optimizer() names."""
+    reads: tuple[str, ...]
+    """The fields of [optimizer] that it reads itself, beside lr and weight_decay."""
+    moments: int
+    """Tensors that it keeps of each parameter, as large as it: in state_dtype, or float32 if it does not read that."""
+    counts_steps: bool = False
+    """Whether it keeps a float32 number of each parameter besides."""
+    skips: bool = False
+    """Whether step() reads found_inf and grad_scale, as torch's fused ones do; else the host waits in each step."""
+    matrix_moments: int | None = None
+    """Moments of the blocks' matrices, without a count, if it orthogonalizes these: whole on an owner, which multiplies
+    them on its GPU (parallel/owners.py). None: they are stepped as all others."""
+
+    @property
+    def orthogonalizes(self) -> bool:
+        return self.matrix_moments is not None
+
+
+OF_ADAMW = ("betas", "eps", "state_dtype")
+OPTIMIZERS = {
+    "adamw": OptimizerFacts(
+        "recipes.optimization.adamw:ShardedAdamW", OF_ADAMW, moments=2, counts_steps=True, skips=True
+    ),
+    "muon": OptimizerFacts(
+        "recipes.optimization.muon:Muon",
+        (*OF_ADAMW, "matrix_lr", "lr_adjust", "momentum", "nesterov", "ns_steps"),
+        moments=2,
+        counts_steps=True,
+        skips=True,
+        matrix_moments=1,
+    ),
+}
+"""The values of optimizer.name. One of your own needs an entry, and a file with its builder."""
+if TYPE_CHECKING:
+    Name = str
+else:
+    Name = Literal[tuple(OPTIMIZERS)]
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW, without weight decay on norms and, unless asked for, embeddings; or Muon for matrices of the blocks."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Name = "adamw"
     """"muon" orthogonalizes the momentum of the blocks' matrices; embeddings, head, norms and biases keep AdamW."""
     lr: Annotated[float, Gt(0)] = 3e-4
     """Peak learning rate."""
@@ -41,9 +85,25 @@ class OptimizerConfig:
     """Storage precision of all moments; "bfloat16" halves their memory, with updates still computed in float32."""
 
     @property
+    def facts(self) -> OptimizerFacts:
+        return OPTIMIZERS[self.name]
+
+    @property
     def matrix_share(self) -> float:
-        """The learning rate of Muon's matrices, as a share of lr."""
-        return self.matrix_lr / self.lr if self.matrix_lr else 1.0
+        """The learning rate of the matrices that are orthogonalized, as a share of lr; 0 if none are."""
+        return (self.matrix_lr / self.lr if self.matrix_lr else 1.0) if self.facts.orthogonalizes else 0.0
+
+    def state_bytes(self, elements: int, tensors: int, *, matrices: tuple[int, int] = (0, 0)) -> int:
+        """Bytes that the optimizer keeps of so many elements, in so many tensors.
+
+        matrices: the elements and tensors among them that are matrices of the blocks.
+        """
+        facts, (of_matrices, count) = self.facts, matrices
+        alike = facts.moments * elements
+        if facts.matrix_moments is not None:
+            alike += (facts.matrix_moments - facts.moments) * of_matrices
+            tensors -= count
+        return (4 if self.state_dtype == "float32" else 2) * alike + 4 * facts.counts_steps * tensors
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from parallel.errors import UserError
 from parallel.matrices import Matrices
 from parallel.mesh import Mesh
 from parallel.owners import BATCH, Round, Shape
-from recipes.optimization.adamw import empty_state, local_of
+from recipes.optimization.adamw import ShardedAdamW, empty_state, local_of, round_states
 from recipes.optimization.config import OptimizerConfig
 
 MOMENTUM = "momentum_buffer"
@@ -31,7 +31,7 @@ Group = dict[str, Any]
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalizes the momentum of matrices; another optimizer steps the parameters that are not such matrices.
+    """Orthogonalizes the momentum of matrices; AdamW steps the parameters that are not such matrices.
 
     Each matrix becomes whole on one process, its owner, which multiplies it there. Momenta are sharded like the
     parameters. While a batch of matrices is multiplied, the parts of the next one arrive.
@@ -39,23 +39,23 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        rest: torch.optim.AdamW,
-        matrices: list[nn.Parameter],
+        groups: list[Group],
         config: OptimizerConfig,
-        mesh: Mesh,
         *,
+        matrices: list[nn.Parameter],
+        mesh: Mesh,
         dtype: torch.dtype,
+        blocks: list[nn.Module] | None,
     ) -> None:
         """
         Args:
-            rest: the optimizer of the other parameters; its groups and states become part of this one's.
-            matrices: of two dimensions each, sharded; or of three, those of experts, of which each is in one place.
+            groups: of the other parameters, which AdamW steps; they and their states become part of this one's.
             config: the section of the recipe.
+            matrices: of two dimensions each, sharded; or of three, those of experts, of which each is on one process.
             mesh: the one that shards them.
             dtype: that of the products; the parts of matrices are sent in it.
+            blocks: as of AdamW.
         """
-        if not matrices:
-            raise UserError('optimizer.name = "muon": the blocks of this model have no matrix; write name = "adamw"')
         if any(_is_cut(parameter) for parameter in matrices if parameter.dim() == 3):
             raise UserError(
                 'optimizer.name = "muon": processes have parts of single experts, because the number of experts cannot'
@@ -71,6 +71,7 @@ class Muon(torch.optim.Optimizer):
             "ns_steps": config.ns_steps,
             "lr_adjust": config.lr_adjust,
         }
+        rest = ShardedAdamW(groups, config, blocks=blocks)
         super().__init__([*(group for group in rest.param_groups if group["params"]), group], {})
         self._rest, self._mesh, self._dtype = rest, mesh, dtype
         self._state_dtype = getattr(torch, config.state_dtype)
@@ -80,11 +81,8 @@ class Muon(torch.optim.Optimizer):
         self._matrices: Matrices | None = None
         self._stepped: list[nn.Parameter] = []
         self.found_inf: Tensor | None = None
-        """A tensor of 1.0 on the device makes the step change nothing, as in torch's own fused optimizers."""
-        self.grad_scale: Tensor | None = None
-        """What gradients are divided by, in place, on the device; the same in torch's own fused optimizers."""
-        # Loading casts momenta to the parameter's dtype, float32; rounding restores the original bfloat16 values.
-        self.register_load_state_dict_post_hook(_round_states)
+        self.grad_scale: Tensor | None = None  # in place
+        self.register_load_state_dict_post_hook(round_states)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -92,7 +90,7 @@ class Muon(torch.optim.Optimizer):
         assert closure is None
         *others, group = self.param_groups
         self._rest.state, self._rest.param_groups = self.state, others  # loading has replaced both
-        cast(Any, self._rest).found_inf, cast(Any, self._rest).grad_scale = self.found_inf, self.grad_scale
+        self._rest.found_inf, self._rest.grad_scale = self.found_inf, self.grad_scale
         self._rest.step()
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if shared := [parameter for parameter in parameters if parameter.dim() == 2]:
@@ -104,8 +102,8 @@ class Muon(torch.optim.Optimizer):
     @record_function("Muon")
     def _step_matrices(self, parameters: list[nn.Parameter], group: Group) -> None:
         if self._matrices is None or [*map(id, parameters)] != [*map(id, self._stepped)]:
-            found = [cast(DTensor, parameter) for parameter in parameters]
-            self._matrices, self._stepped = Matrices(found, self._mesh, dtype=self._dtype), parameters
+            sharded = [cast(DTensor, parameter) for parameter in parameters]
+            self._matrices, self._stepped = Matrices(sharded, self._mesh, dtype=self._dtype), parameters
         waiting = iter(self._matrices.rounds)
         running: list[Iterator[bool]] = []
         while True:
@@ -114,7 +112,7 @@ class Muon(torch.optim.Optimizer):
                 running.insert(0, self._run(of, self._matrices, group))
             if not running:
                 return
-            running = [one for one in running if next(one, False)]
+            running = [batch for batch in running if next(batch, False)]
 
     def _run(self, of: Round, matrices: Matrices, group: Group) -> Iterator[bool]:
         """Run one round. It stops where it would wait for messages, so that others can go on."""
@@ -156,12 +154,12 @@ class Muon(torch.optim.Optimizer):
 
     def _momenta(self, of: Round, matrices: Matrices, group: Group) -> dict[int, Tensor]:
         """Mix the gradients of a round's matrices into their momenta. Returns what is to be sent, by number."""
-        found, sent = {}, {*matrices.gathered(of)}
+        momenta, sent = {}, {*matrices.gathered(of)}
         for number in (number for batch in of for number in batch):
             update = self._mixed(self._stepped[number], group)
             if number in sent:
-                found[number] = update
-        return found
+                momenta[number] = update
+        return momenta
 
     def _change(self, old: Tensor, new: Tensor) -> None:
         """Replace the values, unless the step is to change nothing. Only the device knows."""
@@ -186,12 +184,6 @@ def adjustment(kind: str, shape: Shape) -> float:
     """What the learning rate of a matrix of this shape is multiplied by, as in torch."""
     rows, columns = shape
     return math.sqrt(max(1, rows / columns)) if kind == "original" else 0.2 * math.sqrt(max(rows, columns))
-
-
-def _round_states(optimizer: torch.optim.Optimizer) -> None:
-    dtype = cast(Muon, optimizer)._state_dtype
-    for state in optimizer.state.values():
-        state.update({name: value.to(dtype) for name, value in state.items() if name != "step"})
 
 
 def _is_cut(experts: Tensor) -> bool:

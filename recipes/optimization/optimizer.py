@@ -1,14 +1,32 @@
-"""The optimizer of a recipe: AdamW with two parameter groups, one with weight decay and one without; Muon beside it."""
+"""Builds the optimizer of a recipe: two parameter groups, one with weight decay and one without, and matrices beside.
 
-from collections.abc import Collection
+Whoever steps it calls take_step(), which keeps bad steps and large gradients from any optimizer.
+"""
+
+import math
+from collections.abc import Iterable
+from pkgutil import resolve_name
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from models.interface import blocks_of
+from parallel.errors import UserError
 from parallel.mesh import Mesh
-from recipes.optimization.adamw import ShardedAdamW
+from recipes.optimization.adamw import local_of
 from recipes.optimization.config import OptimizerConfig
+
+
+@runtime_checkable
+class Skips(Protocol):
+    """An optimizer whose step() reads these, as torch's fused ones do."""
+
+    found_inf: Tensor | None
+    """A tensor of 1.0 on the device makes a step change nothing."""
+    grad_scale: Tensor | None
+    """What gradients are divided by, on the device; in place, if the optimizer likes."""
 
 
 def build_optimizer(
@@ -18,43 +36,82 @@ def build_optimizer(
     *,
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
-) -> torch.optim.Optimizer:
-    """AdamW over the sharded parameters of `model`, or Muon beside it.
+) -> Optimizer:
+    """The optimizer of `config` over the sharded parameters of `model`.
 
     Matrices decay. Norms and biases do not. Embeddings, of tokens, positions or distances, and an output projection
-    that is tied to one do so only with decay_embeddings. mesh, dtype: for Muon, which shards it, and of its products.
-    compiled: AdamW's updates by kernels of torch.compile, one call for each block; else by torch's fused kernel.
+    that is tied to one do so only with decay_embeddings. mesh, dtype: where whole matrices are multiplied, what shards
+    them, and the type of the products. compiled: AdamW's updates by kernels of torch.compile, one call for each block;
+    else by torch's fused kernel.
     """
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    matrices = _of_blocks(model, embeddings) if config.name == "muon" else {}
+    matrices: dict[nn.Parameter, None] = {}
+    if config.facts.orthogonalizes:  # each once, in the order of the model
+        of_blocks = (parameter for block in blocks_of(model) for parameter in block.parameters())
+        matrices = {one: None for one in of_blocks if one.dim() >= 2 and one not in embeddings}
+        if not matrices:
+            what = f'optimizer.name = "{config.name}": the blocks of this model have no matrix'
+            raise UserError(f'{what}; write name = "adamw"')
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
     for parameter in model.parameters():
         decays = parameter.dim() >= 2 and (config.decay_embeddings or parameter not in embeddings)
         if parameter not in matrices:
             (decayed if decays else undecayed).append(parameter)
-    adamw = ShardedAdamW(
-        [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        state_dtype=getattr(torch, config.state_dtype),
-        blocks=blocks_of(model) if compiled else None,
-    )
-    if config.name == "adamw":
-        return adamw
-    from recipes.optimization.muon import Muon
-
-    assert mesh is not None, "Muon without the mesh that shards its matrices"
-    return Muon(adamw, [*matrices], config, mesh, dtype=dtype)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
+    blocks = blocks_of(model) if compiled else None
+    return _built(config, groups, matrices=[*matrices], mesh=mesh, dtype=dtype, blocks=blocks)
 
 
-def matrices_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def matrices_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters that Muon steps, if any."""
-    return [parameter for group in optimizer.param_groups if "momentum" in group for parameter in group["params"]]
+    return [parameter for group in optimizer.param_groups if "lr_share" in group for parameter in group["params"]]
 
 
-def _of_blocks(model: nn.Module, embeddings: Collection[Tensor]) -> dict[nn.Parameter, None]:
-    """The matrices of the blocks, and those of experts, each once, in the order of the model."""
-    found = (parameter for block in blocks_of(model) for parameter in block.parameters())
-    return {parameter: None for parameter in found if parameter.dim() >= 2 and parameter not in embeddings}
+def _built(config: OptimizerConfig, groups: list[dict[str, Any]], **options: Any) -> Optimizer:
+    optimizer: Optimizer = resolve_name(config.facts.builder)(groups, config, **options)
+    return optimizer
+
+
+def require_as_described(config: OptimizerConfig) -> None:
+    """Try the optimizer on four numbers, which are no matrix of a block. Raises UserError unless its facts are true."""
+    facts, entry = config.facts, f'optimizer.name = "{config.name}": its entry in recipes/optimization/config.py'
+
+    def after(*steps: tuple[float, float], divisor: float) -> list[Tensor]:
+        """The numbers, and what is kept of them, after steps with these gradients, unless they are skipped."""
+        numbers = nn.Parameter(torch.ones(2, 2, device="cpu"))
+        optimizer = _built(config, [{"params": [numbers]}], matrices=[], mesh=None, dtype=torch.float32, blocks=None)
+        if facts.skips != isinstance(optimizer, Skips):
+            here = "lacks" if facts.skips else "has"
+            raise UserError(f"{entry} says skips = {facts.skips}, but it {here} found_inf and grad_scale")
+        for gradient, skip in steps:
+            numbers.grad = torch.full_like(numbers, gradient)
+            take_step(optimizer, [numbers], skip=torch.tensor(skip), divisor=torch.tensor(divisor))
+        return [numbers.detach(), *optimizer.state[numbers].values()]
+
+    plain = after((1.0, 0.0), divisor=1.0)
+    if not all(isinstance(tensor, Tensor) for tensor in plain):
+        raise UserError(f"{entry} cannot be used: it keeps what is no tensor, and checkpoints hold tensors")
+    kept, described = sum(tensor.nbytes for tensor in plain[1:]), config.state_bytes(4, 1)
+    if kept != described:
+        raise UserError(f"{entry} promises {described} bytes of four numbers, but it keeps {kept}; correct moments")
+    if not all(map(torch.equal, plain, after((math.nan, 1.0), (2.0, 0.0), divisor=2.0))):
+        raise UserError(f"{entry} says skips = True, but does not read both found_inf and grad_scale; write False")
+
+
+def take_step(
+    optimizer: Optimizer, parameters: Iterable[nn.Parameter], *, skip: Tensor | None, divisor: Tensor | None
+) -> None:
+    """Step with gradients / divisor, unless `skip` is 1.0: then parameters, moments and counts stay as they are.
+
+    Optimizers with these two inputs, made for GradScaler, look themselves: the host does not wait, and clipping needs
+    no pass of its own. For all others, the host waits for `skip`.
+    """
+    if isinstance(optimizer, Skips):
+        optimizer.found_inf, optimizer.grad_scale = skip, divisor
+    elif skip is not None and skip.item():
+        return
+    elif divisor is not None:
+        for gradient in (one.grad for one in parameters if one.grad is not None):
+            local_of(gradient).div_(divisor)
+    optimizer.step()

@@ -152,8 +152,8 @@ class SparseSizes(Sizes):
         state = self.state
         layers = self.recipe.model.layers - self.recipe.model.dense_layers
         parameters = 4 * layers * self.experts.share if state["parameters"] else 0
-        moments = parameters * (1 if self.recipe.optimizer.name == "muon" else 2) // 4
-        moments *= 4 if self.recipe.optimizer.state_dtype == "float32" else 2
+        elements = parameters // 4
+        moments = self.recipe.optimizer.state_bytes(elements, 0, matrices=(elements, 0))
         of_experts = {"parameters": parameters, "moments": moments}
         rest = {name: state[name] - size for name, size in of_experts.items()}
         return rest | {f"{name} of experts": size for name, size in of_experts.items()}

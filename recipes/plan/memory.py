@@ -90,7 +90,7 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True, imbal
 
 def outside_of_torch(recipe: Recipe, degrees: MeshDegrees) -> Pieces:
     """Bytes that torch's allocator does not know of."""
-    groups = degrees.groups(of_copies=recipe.optimizer.name == "muon") if degrees.processes > 1 else ()
+    groups = degrees.groups(of_copies=recipe.optimizer.facts.orthogonalizes) if degrees.processes > 1 else ()
     if degrees.pipeline > 2 and recipe.model.tied_embeddings and recipe.pipeline.schedule != "zbv":
         groups = *groups, 2  # the first stage and the last one, which both have the embedding
     if recipe.model.experts and (degrees.expert > 1 or degrees.tensor > 1):

@@ -251,13 +251,14 @@ def _reduced_embedding(size: Sizes) -> Pieces:
 
 def optimizer(size: Sizes) -> Pieces:
     """All gradients, each a share; torch's kernel takes bfloat16 moments in float32, some at a time."""
-    muon = size.recipe.optimizer.name == "muon"  # whose momenta are updated one by one
+    facts = size.recipe.optimizer.facts
     groups = size.table.share, size.state["parameters"] // 4 - size.table.share  # about: without and with weight decay
-    at_a_time = max(min(share, max(MOMENTS_AT_A_TIME, size.table.share)) for share in (groups[:1] if muon else groups))
+    converted = groups[:1] if facts.orthogonalizes else groups  # momenta of matrices are updated one by one
+    at_a_time = max(min(share, max(MOMENTS_AT_A_TIME, size.table.share)) for share in converted)
     converts = size.recipe.optimizer.state_dtype == "bfloat16" and not size.recipe.compiles_updates
     return {
         **_gradients(size, 0, head=False, rest=False),
         **_saved(size, 0, rotations=False),
-        "moments in float32": 8 * at_a_time if converts else 0,
-        "batches of Muon": cost(work_of(size.recipe, size.degrees)).live if muon else 0,
+        "moments in float32": 4 * facts.moments * at_a_time if converts else 0,
+        "batches of Muon": cost(work_of(size.recipe, size.degrees)).live if facts.orthogonalizes else 0,
     }

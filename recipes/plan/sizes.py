@@ -193,11 +193,9 @@ class Sizes:
         layers = self.recipe.model.layers
         share = self.tables * self.table.share + layers * self.block.share + self.norm.share
         tensors = self.tables * self.table.tensors + layers * self.block.tensors + self.norm.tensors
-        one = 4 if self.recipe.optimizer.state_dtype == "float32" else 2
-        moments = 2 * one * share + 4 * tensors
-        if self.recipe.optimizer.name == "muon":  # one moment of matrices, and no step count
-            norms = Unit.of(*[(self.recipe.model.width, 1)] * 2, shards=self.shards)
-            moments -= layers * (one * (self.block.share - norms.share) + 4 * (self.block.tensors - norms.tensors))
+        norms = Unit.of(*[(self.recipe.model.width, 1)] * 2, shards=self.shards)
+        matrices = layers * (self.block.share - norms.share), layers * (self.block.tensors - norms.tensors)
+        moments = self.recipe.optimizer.state_bytes(share, tensors, matrices=matrices)
         if self.recipe.fsdp.cpu_offload:
             return {"parameters": 0, "moments": 0}
         return {"parameters": 4 * share, "moments": moments}

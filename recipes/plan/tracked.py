@@ -35,7 +35,7 @@ from parallel.fsdp import compute_with_whole_shards, expect_micro_batch, plain_n
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 from parallel.passes import backward, clipping_divisor, gradient_norm
-from recipes.optimization.optimizer import build_optimizer
+from recipes.optimization.optimizer import build_optimizer, take_step
 from recipes.plan.sizes import Pieces
 from recipes.recipe.schema import Recipe
 
@@ -277,10 +277,9 @@ class _Step:
             )
             backward(self._model(inputs, targets, documents=documents) / 1)
         norm = gradient_norm(self._parameters)
-        if self._recipe.optimizer.grad_clip > 0:
-            divisor = clipping_divisor(norm, max_norm=self._recipe.optimizer.grad_clip)
-            cast(Any, self._optimizer).grad_scale = divisor
-        self._optimizer.step()
+        grad_clip = self._recipe.optimizer.grad_clip
+        divisor = clipping_divisor(norm, max_norm=grad_clip) if grad_clip > 0 else None
+        take_step(self._optimizer, self._parameters, skip=None, divisor=divisor)
         self._optimizer.zero_grad()
 
     def _moments(self) -> list[Tensor | None]:

@@ -88,7 +88,7 @@ class Work:
     reduced: int = 4
     """Bytes of an element of gradients that are reduced."""
     moments: int = 8
-    """Bytes of both moments."""
+    """Bytes of all moments of an element that is in no matrix of Muon's."""
     compiled_update: bool = False
     """Whether AdamW's kernels are compiled, and read and write each state once; else torch's fused kernel updates."""
     newton_schulz: int = 0
@@ -173,6 +173,7 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
     auto: what torch chooses on the device for plain attention in bfloat16.
     """
     model, batch, fsdp, checkpointing = recipe.model, recipe.batch, recipe.fsdp, recipe.activation_checkpointing
+    optimizer = recipe.optimizer
     attended = model.attention_share(batch.sequence_length)
     without_windows = sum(not model.window_of(layer) for layer in range(model.layers)) / model.layers
     return Work(
@@ -205,10 +206,10 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         float8_weights=recipe.float8.all_gather,
         float8_activations=recipe.float8.gather_activations,
         reduced=2 if fsdp.reduce_dtype == "bfloat16" else 4,
-        moments=8 if recipe.optimizer.state_dtype == "float32" else 4,
-        compiled_update=recipe.compiles_updates,
-        newton_schulz=recipe.optimizer.ns_steps if recipe.optimizer.name == "muon" else 0,
-        clipping=4 + (_scaling_bytes(recipe) if recipe.optimizer.grad_clip else 0),
+        moments=optimizer.state_bytes(1, 0),
+        compiled_update=recipe.compiles_updates or not optimizer.facts.skips,  # of one of your own, the least there is
+        newton_schulz=optimizer.ns_steps if optimizer.facts.orthogonalizes else 0,
+        clipping=4 + (_scaling_bytes(recipe) if optimizer.grad_clip else 0),
         recompute=checkpointing.mode,
         recomputed=_share(checkpointing, model.layers),
         compiled=recipe.compile.enabled,
@@ -252,8 +253,9 @@ def _chosen(recipe: Recipe, auto: Kernel) -> Kernel:
 
 
 def _scaling_bytes(recipe: Recipe) -> int:
-    """Bytes per parameter of clipping: Muon's matrices take a pass, and torch's AdamW kernel writes what it divides."""
-    if recipe.optimizer.name == "muon":
+    """Bytes per parameter of clipping: most take a pass, and torch's AdamW kernel writes what it divides."""
+    facts = recipe.optimizer.facts
+    if facts.orthogonalizes or not facts.skips:
         return 8
     return 0 if recipe.compiles_updates else 4
 

@@ -24,7 +24,7 @@ from recipes.recipe.rules_mesh import (
     mesh_fits,
     tensor_can_overlap,
 )
-from recipes.recipe.rules_optimizer import moments_can_move, muon_fits, schedule_fits
+from recipes.recipe.rules_optimizer import moments_can_move, optimizer_fits, schedule_fits
 from recipes.recipe.rules_weights import weights_fit
 from recipes.recipe.schema import Recipe, RunConfig
 from recipes.recipe.stages import Stage, stages_of
@@ -164,7 +164,7 @@ def violations(
         ("checkpoint validation", kept_checkpoints_are_saved(recipe.checkpoint, recipe.validation)),
         ("schedule run.steps", schedule_fits(recipe.schedule, steps=schedule_steps or run.steps)),
         ("optimizer", moments_can_move(recipe.optimizer)),
-        ("optimizer fsdp.cpu_offload", muon_fits(recipe.optimizer, fsdp=recipe.fsdp)),
+        ("optimizer fsdp.cpu_offload", optimizer_fits(recipe.optimizer, fsdp=recipe.fsdp)),
         ("metrics data validation float8 model.weights checkpoint", needs_are_met(recipe)),
         ("profile run.steps", profile_fits(recipe.profile, steps=run.steps)),
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from parallel.config import FSDPConfig
-from recipes.optimization.config import OptimizerConfig, ScheduleConfig
+from recipes.optimization.config import OPTIMIZERS, OptimizerConfig, ScheduleConfig
 from recipes.recipe.fields import Violation, toml
 
 
@@ -29,33 +29,27 @@ def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation
 
 def moments_can_move(optimizer: OptimizerConfig) -> Iterator[Violation]:
     """A bfloat16 moment does not change when an update is below half of its last bit, 1/512 to 1/256 of it."""
-    if optimizer.state_dtype != "bfloat16":
+    reads = optimizer.facts.reads
+    if optimizer.state_dtype != "bfloat16" or "state_dtype" not in reads:
         return
     if max(optimizer.betas) > 0.99:
         rule = f'"bfloat16" would round away the small updates of betas = {toml(optimizer.betas)}'
         remedy = 'write betas of at most 0.99, such as [0.9, 0.95], or state_dtype = "float32"'
         yield "optimizer.state_dtype", f"{rule}; {remedy}"
-    elif optimizer.name == "muon" and optimizer.momentum > 0.99:
+    elif "momentum" in reads and optimizer.momentum > 0.99:
         rule = f'"bfloat16" would round away the small updates of momentum = {optimizer.momentum:g}'
         remedy = 'write a momentum of at most 0.99, such as 0.95, or state_dtype = "float32"'
         yield "optimizer.state_dtype", f"{rule}; {remedy}"
 
 
-OF_MUON = ("matrix_lr", "lr_adjust", "momentum", "nesterov", "ns_steps")
-"""The fields that only Muon reads."""
-
-
-def muon_fits(optimizer: OptimizerConfig, *, fsdp: FSDPConfig) -> Iterator[Violation]:
-    """Muon's fields have an effect, and its products run on the device."""
-    if optimizer.name == "muon":
-        if fsdp.cpu_offload:
-            rule = 'would leave the matrix products of optimizer.name = "muon" to the host\'s processor'
-            yield "fsdp.cpu_offload", f'{rule}; write false, or name = "adamw"'
-        return
+def optimizer_fits(optimizer: OptimizerConfig, *, fsdp: FSDPConfig) -> Iterator[Violation]:
+    """Fields that are written have a reader, and whole matrices are multiplied on the device."""
+    if optimizer.facts.orthogonalizes and fsdp.cpu_offload:
+        rule = f'would leave the matrix products of optimizer.name = "{optimizer.name}" to the host\'s processor'
+        yield "fsdp.cpu_offload", f'{rule}; write false, or name = "adamw"'
     for field in fields(optimizer):
-        value = getattr(optimizer, field.name)
-        if field.name in OF_MUON and value != field.default:
-            yield (
-                f"optimizer.{field.name}",
-                f'is for name = "muon" only, not "{optimizer.name}"; remove it, or write name = "muon"',
-            )
+        readers = [name for name, facts in OPTIMIZERS.items() if field.name in facts.reads]
+        if readers and optimizer.name not in readers and getattr(optimizer, field.name) != field.default:
+            names = " or ".join(map(toml, readers))
+            rule = f'is for name = {names} only, not "{optimizer.name}"'
+            yield f"optimizer.{field.name}", f"{rule}; remove it, or write name = {names}"

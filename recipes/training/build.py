@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from models.config import ModelConfig
 from models.decoder import build_model
-from models.interface import interface_of
+from models.interface import interface_of, require_interface
 from parallel.dist import World, allocator_settings, communication_backend, on_all
 from parallel.errors import UserError
 from parallel.fsdp import compute_with_whole_shards, materialize, without_idle_resharding
@@ -20,7 +20,7 @@ from parallel.mesh import Mesh, build_mesh
 from parallel.nodes import placement
 from parallel.order import parallelize
 from parallel.passes import Passes
-from recipes.optimization.optimizer import build_optimizer, matrices_of
+from recipes.optimization.optimizer import build_optimizer, matrices_of, require_as_described
 from recipes.recipe.rules_mesh import advice
 from recipes.recipe.schema import Recipe
 
@@ -60,6 +60,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     weights: trained weights to start from; None = random ones from the recipe's seed. mesh: None makes the recipe's.
     Raises UserError, on all processes, for weights that cannot be read and for what this device does not have.
     """
+    require_as_described(recipe.optimizer)
     mesh = _whole_mesh(recipe, world, mesh)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
     stages = own = None
@@ -99,7 +100,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     optimizer = build_optimizer(model, recipe.optimizer, mesh, dtype=dtype, compiled=compiled)
     if matrices := matrices_of(optimizer):
         count = sum(prod(matrix.shape[:-2]) for matrix in matrices)
-        report.append(f"muon: {count} matrices of the blocks, {fsdp.param_dtype} products")
+        report.append(f"{recipe.optimizer.name}: {count} matrices of the blocks, {fsdp.param_dtype} products")
     return Built(
         mesh,
         model,
@@ -198,6 +199,7 @@ def _plain_model(recipe: Recipe, layers: Collection[int] | None, *, device_type:
         with torch.device("meta"):
             chunks, z_loss = recipe.batch.loss_chunks, recipe.optimizer.z_loss
             model = build_model(recipe.model, layers=layers, loss_chunks=chunks, z_loss=z_loss)
+        require_interface(model)
         if recipe.model.by_transformers:
             from models.assumptions import require_sound_recomputation
             from models.transformers import require_documents_apart, require_kernels

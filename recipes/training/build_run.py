@@ -140,8 +140,8 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
         loader.close()
         return None
     if checkpoints and recipe.checkpoint.every and clock.step < recipe.run.steps:
-        moments, matrices = getattr(torch, recipe.optimizer.state_dtype), matrices_of(built.optimizer)
-        checkpoints.require_space(built.passes.counted(built.parameters), moments=moments, matrices=matrices)
+        parameters, matrices = built.passes.counted(built.parameters), matrices_of(built.optimizer)
+        checkpoints.require_space(parameters, recipe.optimizer, matrices=matrices)
     # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
     process.interruption.begin()
     if process.mesh is None:

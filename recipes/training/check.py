@@ -165,9 +165,9 @@ class Facts:
     def of(cls, stage: Stage, processes: int | None, nodes: int | None, hardware: Hardware | None) -> "Facts":
         recipe = stage.recipe
         degrees = _degrees(recipe, processes, nodes, hardware)
-        one = 4 if recipe.optimizer.state_dtype == "float32" else 2
-        momenta = matrix_params(recipe.model) if recipe.optimizer.name == "muon" else 0  # the only moment of these
-        states = (recipe.model.num_params() * (8 + 2 * one) - momenta * one) // degrees.copy
+        parameters, optimizer = recipe.model.num_params(), recipe.optimizer
+        matrices = matrix_params(recipe.model) if optimizer.facts.orthogonalizes else 0
+        states = (8 * parameters + optimizer.state_bytes(parameters, 0, matrices=(matrices, 0))) // degrees.copy
         if degrees.pipeline > 1:
             kept = replace(recipe, fsdp=replace(recipe.fsdp, cpu_offload=False))
             found = [part.state for _, part in parts(kept, degrees)]
@@ -248,11 +248,12 @@ def _steps(stage: Stage) -> str:
     warmup, decay = schedule.phases(stage.schedule_span[1])
     phases = f"warm-up {warmup:,}" + (f", final decay {decay:,}" if schedule.kind == "wsd" else "")
     share = optimizer.matrix_share
-    matrices = f" ({optimizer.lr * share:g} of matrices, by Muon)" if optimizer.name == "muon" else ""
+    by = optimizer.name.capitalize()
+    matrices = f" ({optimizer.lr * share:g} of matrices, by {by})" if share else ""
     if not stage.name:
         return f"steps: {count:,} of {amount}; learning rate {optimizer.lr:g}{matrices}, {schedule.kind}, {phases}"
     rates = f"{stage.learning_rate(stage.first):.3g} to {stage.learning_rate(stage.last - 1):.3g}"
-    rates += f", for matrices {share:g} times that, by Muon" if optimizer.name == "muon" and share != 1 else ""
+    rates += f", for matrices {share:g} times that, by {by}" if share not in (0, 1) else ""
     over = "over the stage" if stage.own_schedule else "over the run"
     return (
         f"stage {stage.name}: steps {stage.first + 1:,} to {stage.last:,}, each of {amount}; learning rate {rates}"

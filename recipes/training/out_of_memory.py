@@ -158,7 +158,7 @@ def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
     halved = replace(recipe.optimizer, state_dtype="bfloat16")
     if halved != recipe.optimizer and not any(moments_can_move(halved)):
         yield "optimizer.state_dtype", "bfloat16", f"halves the moments; {OTHER_RUN}"
-    if world.device.type == "cuda" and not fsdp.cpu_offload and recipe.optimizer.name != "muon":
+    if world.device.type == "cuda" and not fsdp.cpu_offload and not recipe.optimizer.facts.orthogonalizes:
         yield "fsdp.cpu_offload", True, "keeps the sharded state in host memory; slow"
     half = batch.sequence_length // 2
     if half and _fits(_changed(recipe, "batch.sequence_length", half), world):

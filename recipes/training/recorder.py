@@ -74,7 +74,7 @@ class Recorder:
         self._validated_at = -1
         self._averaged: Sequence[int] = ()  # the steps whose average was validated last
         self._keep_best = recipe.checkpoint.keep_best
-        self._matrix_share = recipe.optimizer.matrix_share if recipe.optimizer.name == "muon" else None
+        self._matrix_share = recipe.optimizer.matrix_share
         self.goodput = process.goodput or Goodput(clock, before=progress)
         self._compute: ComputeTime | None = None
         self._stragglers: Stragglers | None = None
@@ -135,23 +135,23 @@ class Recorder:
             self.log_skipped()
             slow, names = self._stragglers.compare(times) if self._stragglers else ({}, [])
             memory, full = self._memory.compare(memory_numbers)
-            row: dict[str, Any] = {
-                "step": step,
-                "tokens": self.tokens(step),
-                "loss": mean_loss,
-                "grad_norm": measured.norm.item(),
+            row = dict[str, Any](  # raises TypeError for a column of two owners
+                step=step,
+                tokens=self.tokens(step),
+                loss=mean_loss,
+                grad_norm=measured.norm.item(),
                 **{column: value.item() for column, value in measured.columns.items()},
-                "lr": learning_rate,
+                lr=learning_rate,
                 **({"matrix_lr": learning_rate * self._matrix_share} if self._matrix_share else {}),
-                "step_seconds": step_seconds,
-                "eta_seconds": (self._steps - step) * step_seconds if self._knows_pace else None,
-                "data_seconds": data_seconds,
-                "epochs": self._loader.epochs(step),
+                step_seconds=step_seconds,
+                eta_seconds=(self._steps - step) * step_seconds if self._knows_pace else None,
+                data_seconds=data_seconds,
+                epochs=self._loader.epochs(step),
                 **self._rates(step, step_seconds),
                 **memory,
                 **self.goodput.row(),
                 **slow,
-            }
+            )
             self._knows_pace = True
             if self._foresight:
                 self._foresight.seconds.append(step_seconds)

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from parallel.errors import CorruptState
 from parallel.passes import clipping_divisor, share_gradients_of_copies, sum_over_group
 from recipes.data.batches import MicroBatch
 from recipes.metrics.clock import RunClock
+from recipes.optimization.optimizer import take_step
 from recipes.optimization.skip_steps import StepGuard
 from recipes.training.build import Built
 
@@ -63,13 +64,9 @@ def train_step(
     columns = further_columns(built, losses) if is_logged else {}
     if built.mesh.tensor is not None:  # after the norm, so that a fault of any copy shows in it
         share_gradients_of_copies(parameters, built.mesh.tensor)
-    # Two inputs of torch's fused kernels, made for GradScaler. Where found_inf is 1 they leave parameters, moments and
-    # step counters alone. They divide gradients by grad_scale, so that clipping needs no pass of its own.
-    device, scaled = parameters[0].device, cast(Any, optimizer)
-    skip = guard.should_skip(step, loss=loss, norm=norm)
-    scaled.found_inf = skip.to(device)
-    scaled.grad_scale = clipping_divisor(norm, max_norm=built.grad_clip).to(device) if built.grad_clip > 0 else None
-    optimizer.step()
+    device, skip = parameters[0].device, guard.should_skip(step, loss=loss, norm=norm)
+    divisor = clipping_divisor(norm, max_norm=built.grad_clip).to(device) if built.grad_clip > 0 else None
+    take_step(optimizer, parameters, skip=skip.to(device), divisor=divisor)
     optimizer.zero_grad()
     if built.balance is not None:
         columns |= built.balance.move(skip, is_logged=is_logged)
@@ -81,7 +78,10 @@ def train_step(
 
 
 def further_columns(built: Built, losses: Tensor) -> dict[str, Tensor]:
-    """Columns of metrics.jsonl from what a step has before it clips its gradients, equal on all processes."""
+    """Columns of metrics.jsonl from what a step has before it clips its gradients, equal on all processes.
+
+    Each is one number on the device, under a name that no other column has: Recorder.log_step() looks.
+    """
     norms = {f"grad_norm/{role}": built.passes.norm(parameters) for role, parameters in built.roles.items()}
     if not built.passes.has_z_loss:
         return norms

@@ -10,7 +10,7 @@ from torch import nn
 
 from models.config import LINEARS, LINEARS_IN
 from models.decoder import Block, Decoder
-from models.interface import blocks_of
+from models.interface import blocks_of, require_interface
 from models.sizes import SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +26,18 @@ def test_every_name_of_the_interface_leads_to_its_module(tied: bool) -> None:
     assert model.get_submodule(model.interface.head_norm) is model.norm
     assert model.interface.head == (None if tied else "lm_head")
     assert isinstance(model.get_submodule(model.interface.head or "embedding"), nn.Linear | nn.Embedding)
+
+
+def test_what_an_interface_names_and_the_model_lacks_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = Decoder(replace(SIZES["llama3_debug"], layers=1))
+    require_interface(model)
+    wrong = replace(model.interface, head_norm="last_norm", loss="cross_entropy")
+    monkeypatch.setattr(Decoder, "interface", wrong)
+    with pytest.raises(ValueError, match="names what Decoder lacks: cross_entropy, last_norm"):
+        require_interface(model)
+    with pytest.raises(ValueError, match="Linear declares no interface"):
+        require_interface(nn.Linear(2, 2))
 
 
 def test_names_of_linears_without_torch_are_those_of_a_block() -> None:

@@ -246,7 +246,7 @@ def what_would_fit(whole: Search) -> Iterator[str]:
             yield f"{as_keys(changes(least.recipe, changed))}, which changes what is trained"
             break
     offloaded = replace(least.recipe, fsdp=replace(least.recipe.fsdp, cpu_offload=True))
-    if peak(offloaded, least.degrees) <= whole.limit and least.recipe.optimizer.name != "muon":
+    if peak(offloaded, least.degrees) <= whole.limit and not least.recipe.optimizer.facts.orthogonalizes:
         yield "fsdp.cpu_offload = true, which is slow: its time is not predicted"
     for times in MORE:
         processes = times * space.processes

@@ -143,10 +143,10 @@ def pass_on(recipe: Recipe, cases: Sequence[Case], folder: Path) -> dict[Case, t
     folders.disk_space = note
     for case in cases:
         built = built_for(recipe, case, world, seed=5)
-        moments, matrices = getattr(built.optimizer, "_state_dtype", torch.float32), matrices_of(built.optimizer)
+        optimizer, matrices = change(recipe, **OPTIONS[case[0]]).optimizer, matrices_of(built.optimizer)
         pipeline = built.mesh.degrees.pipeline
         space = checkpoints_in(folder / "none", keep=1, pipeline=pipeline, log=lambda line: None)
-        space.require_space(built.passes.counted(built.parameters), moments=moments, matrices=matrices)
+        space.require_space(built.passes.counted(built.parameters), optimizer, matrices=matrices)
         load(folder / case[0], built)
         save(folder / " ".join(case), built, asynchronous=True)
         losses.append(train(built, world, first=STEP + 1, last=LAST) if has_experts(case) else [])

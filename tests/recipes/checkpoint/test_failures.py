@@ -4,9 +4,9 @@ import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +17,7 @@ from recipes.checkpoint import folder as folders
 from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.folder import newest_whole
 from recipes.checkpoint.manifest import Damage
+from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import matrices_of
 from recipes.recipe.schema import Recipe
 from tests.full_disk import files_of_at_most
@@ -124,7 +125,7 @@ def test_number_of_checkpoints_that_fit_is_logged(run: Run, tmp_path: Path, monk
     checkpoints = checkpoints_in(tmp_path / "not" / "there" / "yet", keep=2, log=logged.append)
     for free in (10 * size, 2 * size):
         set_free_space(monkeypatch, free)
-        checkpoints.require_space(parameters)
+        checkpoints.require_space(parameters, OptimizerConfig())
     assert logged[0].endswith("each, the disk has space for 10")
     assert logged[1].endswith("each, the disk has space for 2; checkpoint.keep = 2 needs 3")
     checkpoints.save(*run, step=1)
@@ -138,7 +139,7 @@ def test_disk_without_space_for_one_checkpoint_is_an_error(
     parameters = list(run[0].parameters())
     set_free_space(monkeypatch, sum(12 * parameter.numel() + 4 for parameter in parameters) - 1)
     with pytest.raises(UserError, match=r"a checkpoint needs 31.3 kB, but the disk of .* has 31.3 kB free"):
-        checkpoints_in(tmp_path / "not" / "there" / "yet", keep=2).require_space(parameters)
+        checkpoints_in(tmp_path / "not" / "there" / "yet", keep=2).require_space(parameters, OptimizerConfig())
 
 
 def test_left_overs_of_a_kill_count_as_free_space(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +152,9 @@ def test_left_overs_of_a_kill_count_as_free_space(run: Run, tmp_path: Path, monk
     (tmp_path / "elsewhere" / "file").write_bytes(bytes(1 << 20))
     (tmp_path / ".partial-00000005").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="has 0 B free"):
-        checkpoints.require_space(run[0].parameters())
+        checkpoints.require_space(run[0].parameters(), OptimizerConfig())
     (tmp_path / ".partial-00000004" / "shard").write_bytes(bytes(40_000))
-    checkpoints.require_space(run[0].parameters())
+    checkpoints.require_space(run[0].parameters(), OptimizerConfig())
     assert "the disk has space for 1" in logged[0] and (tmp_path / ".partial-00000004" / "shard").exists()
 
 
@@ -172,8 +173,8 @@ def test_logged_size_is_that_of_the_tensors_and_the_small_files(
     monkeypatch.setattr(folders, "disk_space", note)
     model, optimizer = trained(1, moments=moments, name=name)
     checkpoints = checkpoints_in(tmp_path, keep=2, files={"tokenizer.json": "ä" * 10_000})
-    dtype, matrices = getattr(torch, moments), matrices_of(optimizer)
-    checkpoints.require_space(model.parameters(), moments=dtype, matrices=matrices)
+    config = OptimizerConfig(name=name, state_dtype=cast(Any, moments))
+    checkpoints.require_space(model.parameters(), config, matrices=matrices_of(optimizer))
     checkpoints.save(model, optimizer, step=1)
     manifest = read_manifest(checkpoints.path(1))
     numbers = sum(chunk.bytes for _, contents in all_contents(manifest) for _, chunk in contents.chunks)

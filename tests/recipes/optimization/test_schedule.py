@@ -61,9 +61,3 @@ def test_a_number_below_1_is_a_share_of_the_run(
     warmup: float, decay: float, steps: int, expected: tuple[int, int]
 ) -> None:
     assert ScheduleConfig(warmup_steps=warmup, decay_steps=decay).phases(steps) == expected
-
-
-def test_shares_give_the_rates_of_the_steps_that_they_stand_for() -> None:
-    assert rates(ScheduleConfig(warmup_steps=0.1, decay_steps=0.25), steps=80) == rates(
-        ScheduleConfig(warmup_steps=8, decay_steps=20), steps=80
-    )

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel import passes  # where a step finds gradient_norm
 from recipes.files.exit_codes import POISONED
@@ -276,36 +274,6 @@ def train_diverging(recipe: Recipe) -> int:
         code = trainer.run()
     stop()
     return code
-
-
-def test_looking_for_bad_steps_never_waits_for_the_device(four_steps: Recipe) -> None:
-    spikes = change(four_steps, run={"loss_spike_z": 5.0, "name": "spikes"})
-    assert run_processes(1, count_waits, [four_steps, spikes]) == [[0, 0]]
-
-
-def count_waits(recipes: list[Recipe]) -> list[int]:
-    """How often the host reads a number from the device in a step that is not logged."""
-    from parallel.dist import start, stop
-
-    class Waits(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.counts: Counter[str] = Counter()
-
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            self.counts[operator.overloadpacket.__name__] += 1
-            return operator(*args, **(kwargs or {}))
-
-    world, found = start("cpu", seed=0), []
-    for recipe in recipes:
-        with training(recipe, world) as trainer:
-            take_step(trainer)
-            with Waits() as waits:
-                take_step(trainer)
-            assert waits.counts["isfinite"] or waits.counts["abs"], waits.counts  # it did look
-            found.append(sum(waits.counts[name] for name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")))
-    stop()
-    return found
 
 
 def judge_all(losses: list[float], restart_at: int) -> tuple[list[int], dict[str, Any]]:

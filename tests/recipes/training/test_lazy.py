@@ -67,7 +67,7 @@ RUN = """if True:
             called.add(frame.f_code.co_filename)
     def after_step(optimizer, positional, keyword):
         global steps
-        steps += 1
+        steps += len(optimizer.state) > 1  # else it is tried
         sys.setprofile(note if steps == 2 else None)
     register_optimizer_step_post_hook(after_step)
     import train
