@@ -325,7 +325,7 @@ def test_long_recipes_continue_from_weights_with_the_published_stages(
 def test_large_llamas_have_the_published_hyperparameters_and_one_micro_batch(name: str, peak: float) -> None:
     hardware = layout(name)
     recipe = loaded(ROOT / f"configs/{name}.toml", **hardware)
-    degrees = recipe.mesh.fit(**{"world_size": hardware["processes"], "nodes": hardware["nodes"]})
+    degrees = recipe.mesh.fit(hardware["processes"], nodes=hardware["nodes"])
     assert recipe.batch.global_batch_size == recipe.batch.micro_batch_size * degrees.data_parallel
     assert degrees.tensor == 8 and recipe.model.rope_scaling == "none" and recipe.model.rope_theta == 5e5
     assert recipe.optimizer.lr == peak
