@@ -24,27 +24,27 @@ def split_matrices(model: nn.Module, mesh: Mesh, *, float8_gathers: bool, overla
     """Tensor parallelism, where the mesh has that axis."""
     if mesh.tensor is None:
         return []
-    from parallel.tensor import split_over
+    from parallel.tensor import cut_matrices
 
-    return [split_over(model, mesh.tensor, float8_gathers=float8_gathers, overlapped=overlapped)]
+    return [cut_matrices(model, mesh.tensor, float8_gathers=float8_gathers, overlapped=overlapped)]
 
 
 def split_rows(model: nn.Module, mesh: Mesh, *, context_by: str) -> list[str]:
     """Context parallelism, where the mesh has that axis."""
     if mesh.context is None:
         return []
-    from parallel.context import split_over
+    from parallel.context import cut_rows
 
-    return [split_over(model, mesh.context, by=context_by)]
+    return [cut_rows(model, mesh.context, by=context_by)]
 
 
 def split_experts(model: nn.Module, mesh: Mesh) -> list[str]:
     """Expert parallelism, where the model has experts."""
     if mesh.experts is None:
         return []
-    from parallel.experts import split_over
+    from parallel.experts import divide_experts
 
-    return [split_over(model, mesh.experts)]
+    return [divide_experts(model, mesh.experts)]
 
 
 def parallelize(

@@ -25,7 +25,7 @@ from parallel.errors import UserError
 from parallel.fsdp import expect_micro_batch, units_of
 from parallel.kernels import compile_blocks, compiled_loss_kernels
 from parallel.order import to_float8
-from parallel.tensor import VocabularyParallelLoss, split_over
+from parallel.tensor import VocabularyParallelLoss, cut_matrices
 from tests.build import build_model
 from tests.compiling import compiling_in_turn
 from tests.processes import run_processes
@@ -49,7 +49,7 @@ def split_model(float8: Float8Config, *, overlapped: bool = False) -> Decoder:
     model = Decoder(MODEL).to(torch.bfloat16)
     to_float8(model, float8, device_type="cpu")
     axis = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
-    split_over(model, axis, float8_gathers=float8.gather_activations, overlapped=overlapped)
+    cut_matrices(model, axis, float8_gathers=float8.gather_activations, overlapped=overlapped)
     return model
 
 
