@@ -220,7 +220,7 @@ def units_of(model: nn.Module) -> tuple[FSDPModule, ...]:
 
 def _shards_are_whole(mesh: Mesh, config: FSDPConfig) -> bool:
     # Offloading reads FSDP's extensions from a copy on the device, and tensor parallelism wraps what they return.
-    return mesh.degrees.shards == 1 and mesh.tensor is None and not config.cpu_offload
+    return mesh.degrees.per_layer == 1 and not config.cpu_offload
 
 
 def compute_with_whole_shards(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> None:

@@ -59,6 +59,16 @@ class Sizes:
         return self.degrees.tensor > 1
 
     @cached_property
+    def table_parts(self) -> int:
+        """Parts of the vocabulary; the gradient of an embedding is made of all of them."""
+        return self.degrees.tensor
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Words of the vocabulary that this process has."""
+        return self.recipe.model.vocabulary // self.table_parts
+
+    @cached_property
     def micro_batches(self) -> int:
         """Micro-batches of a step, on each process."""
         return self.recipe.batch.micro_batches(self.degrees)
@@ -104,7 +114,7 @@ class Sizes:
     def table(self) -> Unit:
         """The embedding, and likewise an output projection of its own."""
         model = self.recipe.model
-        return Unit.of((model.vocabulary // self.degrees.tensor, model.width), shards=self.shards)
+        return Unit.of((self.vocabulary, model.width), shards=self.shards)
 
     @cached_property
     def norm(self) -> Unit:

@@ -88,9 +88,9 @@ class Part(Sizes):
     @cached_property
     def of_head(self) -> int:
         """Bytes that the last norm keeps of a micro-batch, and the loss before its backward pass."""
-        model, rows = self.recipe.model, -(-self.tokens // self.recipe.batch.loss_chunks)
-        softmax = rows == self.tokens and self.degrees.tensor == 1 and not self.recipe.compile.enabled
-        logits = (4 if softmax else self.element) * (model.vocabulary // self.degrees.tensor)
+        rows = -(-self.tokens // self.recipe.batch.loss_chunks)
+        softmax = rows == self.tokens and not self.cut and not self.recipe.compile.enabled
+        logits = (4 if softmax else self.element) * self.vocabulary
         return round(self.tokens * (logits + norm_per_token(self.widths, self.kept[0])))
 
     def living(self, *, minus: int = 0, blocks: int = 1, tables: int = 0) -> Pieces:
@@ -100,7 +100,7 @@ class Part(Sizes):
         head = (passes - 1) * self.of_head if self.ends and config.schedule == "gpipe" else 0
         edges = self.micro_batches * (2 * len(self.layers) - int(self.begins) - int(self.ends))
         sent = int(config.runs == 1 and not self.begins)  # the last gradient, until the next one
-        embeddings = self.degrees.tensor if self.begins and not self.tied else 0  # if cut, it adds up all parts
+        embeddings = self.table_parts if self.begins and not self.tied else 0  # if cut, it adds up all parts
         whole = count * self.block.whole + (embeddings + int(self.ends)) * self.table.whole + self.norm.whole
         blocks, tables = (count, self.tables) if self.keeps_blocks else (blocks, tables + int(self.tied))
         waiting = self.rank + 1 if config.schedule == "interleaved_zero_bubble" else int(config.splits_backward)

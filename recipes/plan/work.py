@@ -127,6 +127,11 @@ class Work:
         return self.micro_batch * self.sequence // self.context
 
     @property
+    def own_tokens(self) -> float:
+        """Tokens of a micro-batch that a process has between the parts of a block."""
+        return self.tokens / self.tensor
+
+    @property
     def attended_by(self) -> dict[Kernel, float]:
         """Kernel -> the part of `attended` that it computes. cuDNN has no kernel for windows."""
         if self.kernel != "cudnn":
@@ -154,13 +159,23 @@ class Work:
     def expert_rows(self, imbalance: float = 1.0) -> float:
         """Rows that this process's experts compute in a micro-batch; its own tokens alone, if it has all experts."""
         assert self.experts is not None
-        rows = self.tokens / self.tensor * self.experts.chosen
+        rows = self.own_tokens * self.experts.chosen
         return rows * (imbalance if self.experts.degree > 1 else 1.0)
+
+    @property
+    def per_layer(self) -> int:
+        """Processes that have the parts of one copy of a layer."""
+        return self.shard * self.context * self.tensor
 
     @property
     def expert_shards(self) -> int:
         """Processes that FSDP deals experts out to."""
-        return self.shard * self.context * self.tensor // (self.experts.degree if self.experts else 1)
+        return self.per_layer // (self.experts.degree if self.experts else 1)
+
+    @property
+    def own_layers(self) -> float:
+        """Layers of a process, on average."""
+        return self.layers / self.pipeline
 
     @property
     def block_params(self) -> int:
