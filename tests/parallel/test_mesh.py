@@ -114,32 +114,16 @@ def test_data_sums_and_sharding_ignore_an_axis_that_they_do_not_name(corpus: Pat
                 assert with_idle["gradients"][name] == gradient, (rank, name)
 
 
-def data_ranks(degrees: tuple[int, int]) -> tuple[int, int, int]:
-    world = start("cpu", seed=0)
-    mesh = build_mesh(MeshConfig(*degrees).fit(world.size), device_type="cpu")
-    found = world.rank, mesh.data_rank, mesh.data_ranks
-    stop()
-    return found
-
-
-def test_every_process_reads_its_own_share_without_further_axes() -> None:
-    assert run_processes(4, data_ranks, (2, 2)) == [(rank, rank, 4) for rank in range(4)]
-
-
-def neighbours(ranks: list[int]) -> dict[int, dict[str, Any]]:
-    """Who is with each of these ranks of sixteen, on the mesh that docs/parallelism.md draws."""
+def neighbours(ranks: list[int], degrees: MeshDegrees) -> dict[int, dict[str, Any]]:
+    """Who is with each of these ranks of sixteen."""
     found = {}
     for rank in ranks:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)
-        mesh = build_mesh(MeshDegrees(replicate=2, shard=2, context=2, tensor=2), device_type="cpu")
-        assert mesh.tensor is not None and mesh.context is not None
-        groups = {
-            "tensor": mesh.tensor.get_group(),
-            "context": mesh.context.get_group(),
-            "replicate": mesh.replicate_group,
-            "data": mesh.data_group,
-            "loss": mesh.loss_group,
-        }
+        mesh = build_mesh(degrees, device_type="cpu")
+        along = {"pipeline": mesh.pipeline, "context": mesh.context, "tensor": mesh.tensor}
+        groups = {name: axis.get_group() for name, axis in along.items() if axis is not None}
+        groups |= {"replicate": mesh.replicate_group, "data": mesh.data_group, "loss": mesh.loss_group}
+        groups |= {"copy": sharding_group(mesh)} if mesh.pipeline is not None else {}
         found[rank] = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
         found[rank] |= {"fsdp": mesh.fsdp.mesh.tolist(), "reads": (mesh.data_rank, mesh.data_ranks)}
         dist.destroy_process_group()
@@ -147,7 +131,8 @@ def neighbours(ranks: list[int]) -> dict[int, dict[str, Any]]:
 
 
 def test_sixteen_processes_are_laid_out_as_the_page_draws_them() -> None:
-    [found] = run_processes(1, neighbours, [0, 7, 13])
+    degrees = MeshDegrees(replicate=2, shard=2, context=2, tensor=2)
+    [found] = run_processes(1, neighbours, [0, 7, 13], degrees)
     even, odd = [[0, 2, 4, 6], [8, 10, 12, 14]], [[1, 3, 5, 7], [9, 11, 13, 15]]
     assert found == {
         0: {
@@ -180,29 +165,9 @@ def test_sixteen_processes_are_laid_out_as_the_page_draws_them() -> None:
     }
 
 
-def neighbours_in_stages(ranks: list[int]) -> dict[int, dict[str, Any]]:
-    """The same of each of these ranks of sixteen in two stages of a pipeline."""
-    found = {}
-    for rank in ranks:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)
-        mesh = build_mesh(MeshDegrees(pipeline=2, replicate=2, shard=2, tensor=2), device_type="cpu")
-        assert mesh.pipeline is not None and mesh.tensor is not None and mesh.context is None
-        groups = {
-            "pipeline": mesh.pipeline.get_group(),
-            "tensor": mesh.tensor.get_group(),
-            "replicate": mesh.replicate_group,
-            "data": mesh.data_group,
-            "loss": mesh.loss_group,
-            "copy": sharding_group(mesh),
-        }
-        found[rank] = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
-        found[rank] |= {"fsdp": mesh.fsdp.mesh.tolist(), "reads": (mesh.data_rank, mesh.data_ranks)}
-        dist.destroy_process_group()
-    return found
-
-
 def test_processes_of_a_pipeline_are_far_apart_read_the_same_and_shard_their_stage_alone() -> None:
-    [found] = run_processes(1, neighbours_in_stages, [2, 13])
+    degrees = MeshDegrees(pipeline=2, replicate=2, shard=2, tensor=2)
+    [found] = run_processes(1, neighbours, [2, 13], degrees)
     assert found == {
         2: {
             "pipeline": [2, 10],
