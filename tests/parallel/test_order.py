@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from models.decoder import Decoder
 from models.config import ModelConfig
+from models.decoder import Decoder
 from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
