@@ -218,9 +218,7 @@ class MeshConfig:
                 f'mesh.shard = "node": the {inside} processes of a node cannot be divided by context {self.context} x'
                 f" tensor {self.tensor} = {inner}; start a multiple of {inner} on each (NPROC), or change the degrees"
             )
-        return MeshDegrees(
-            pipeline=self.pipeline, replicate=replicas, shard=inside // inner, context=self.context, tensor=self.tensor
-        )
+        return replace(self, replicate=replicas, shard=inside // inner)._fit(world_size, nodes)
 
 
 @dataclass(frozen=True)
