@@ -55,8 +55,8 @@ def divide_experts(model: nn.Module, mesh: ExpertMesh) -> str:
             continue
         experts = block.get_submodule(inside.experts)
         for name, parameter in list(experts.named_parameters()):
-            own = distribute_tensor(parameter.data, mesh.axis, [Shard(0)], src_data_rank=None)
-            experts.register_parameter(name, nn.Parameter(own))
+            part = distribute_tensor(parameter.data, mesh.axis, [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(part))
         experts.set_submodule("matrices", OwnPart())
         block.set_submodule(inside.exchange, AllToAll(mesh.axis.get_group()))
     return f"expert parallelism: experts divided over {mesh.axis.size()} processes"
@@ -73,16 +73,16 @@ def shards_of_experts(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], 
     cut: Callable[[int], Any] = Shard if mesh.experts.fsdp is None else _cut_over(mesh.experts.fsdp)
     inside = interface_of(model).inside_block
     assert inside is not None and inside.experts is not None
-    having = [block.get_submodule(inside.experts) for block in blocks_of(model) if has_part(block, inside.experts)]
-    experts = {parameter for one in having for parameter in one.parameters()}
+    sparse = [block.get_submodule(inside.experts) for block in blocks_of(model) if has_part(block, inside.experts)]
+    experts = {parameter for module in sparse for parameter in module.parameters()}
 
-    def place(parameter: nn.Parameter) -> Any:
+    def placement(parameter: nn.Parameter) -> Any:
         if parameter not in experts:
             return None
         count, rows, _ = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
         return cut(axis_of_experts(count, rows, shards=over.size(-1)))
 
-    return place
+    return placement
 
 
 def _cut_over(mesh: DeviceMesh) -> Callable[[int], Any]:

@@ -70,8 +70,8 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
                 unit.set_modules_to_backward_prefetch(units[max(0, index - config.prefetch) : index][::-1])
 
     shard, replicate = mesh.degrees.shards, mesh.degrees.replicate
-    stage = "ZeRO-3" if reshard else "ZeRO-2"
-    layout = f"{stage} over {shard}" if shard > 1 else "no sharding"
+    zero = "ZeRO-3" if reshard else "ZeRO-2"
+    layout = f"{zero} over {shard}" if shard > 1 else "no sharding"
     copies = f" x {replicate} replicas" if replicate > 1 else ""
     offload = ", offloaded to the host" if config.cpu_offload else ""
     offload += ", in symmetric memory" if config.symmetric_memory else ""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from parallel.axes import DATA_AXES, FSDP_AXES, LAYER_AXES, LOSS_AXES, NAMES
 from parallel.config import MeshDegrees
@@ -162,6 +163,13 @@ def _flattened(devices: DeviceMesh, axes: tuple[str, ...]) -> ProcessGroup:
     group = without_noise_of_splits(lambda: devices[axes]._flatten("_".join(axes)).get_group())
     share_timeout([group])
     return group
+
+
+def is_whole_along(tensor: DTensor, axis: DeviceMesh) -> bool:
+    """Whether all processes along this axis hold the tensor alike. Experts, which have another mesh, are not."""
+    [name] = axis.mesh_dim_names or ("",)
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return name in names and tensor.placements[names.index(name)].is_replicate()
 
 
 def sharding_group(mesh: Mesh) -> ProcessGroup:
