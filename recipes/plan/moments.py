@@ -101,6 +101,16 @@ def _next_gather(size: Sizes, layer: int) -> int:
     return min(layer, size.recipe.fsdp.prefetch) * size.gathered_block
 
 
+def _after_blocks(size: Sizes, *, head: bool, buffers: int) -> Pieces:
+    """What lives between the forward and the backward pass of the blocks. head, buffers: as of _weights()."""
+    layers = size.recipe.model.layers
+    return {
+        **_gradients(size, layers, head=True),
+        **_weights(size, layers if size.keeps_blocks else 0, head=head, buffers=buffers),
+        **_saved(size, layers, norm=True),
+    }
+
+
 # The moments.
 
 
@@ -133,9 +143,7 @@ def loss(size: Sizes, *, backward: bool) -> Pieces:
         last = size.gathered_block if size.tied else size.element * size.table.whole
         buffers = 0 if size.keeps_blocks and size.accumulates else last
     return {
-        **_gradients(size, model.layers, head=True),
-        **_weights(size, model.layers if size.keeps_blocks else 0, head=True, buffers=buffers),
-        **_saved(size, model.layers, norm=True),
+        **_after_blocks(size, head=True, buffers=buffers),
         "logits": logits,
         "loss": copies * chunk + per_token * size.tokens + (0 if backward else _until_the_loss(size)),
     }
@@ -150,24 +158,17 @@ def _until_the_loss(size: Sizes) -> int:
 
 def head(size: Sizes) -> Pieces:
     """The head's two products with the gradient of the logits."""
-    layers = size.recipe.model.layers
-    logits = size.element * size.tokens * size.vocabulary
     return {
-        **_gradients(size, layers, head=True),
-        **_weights(size, layers if size.keeps_blocks else 0, head=True, buffers=_next_gather(size, layers)),
-        **_saved(size, layers, norm=True),
-        "logits": logits,
+        **_after_blocks(size, head=True, buffers=_next_gather(size, size.recipe.model.layers)),
+        "logits": size.element * size.tokens * size.vocabulary,
         "new gradients": size.element * size.table.whole + size.read,
     }
 
 
 def _reduced_head(size: Sizes) -> Pieces:
     """The sum over processes of the gradient of a head of its own."""
-    layers = size.recipe.model.layers
     return {
-        **_gradients(size, layers, head=True),
-        **_weights(size, layers if size.keeps_blocks else 0, head=False, buffers=_next_gather(size, layers)),
-        **_saved(size, layers, norm=True),
+        **_after_blocks(size, head=False, buffers=_next_gather(size, size.recipe.model.layers)),
         "new gradients": size.new(size.table) + size.stream,
         "reduction": size.reduction(size.table),
     }
