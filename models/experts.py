@@ -43,6 +43,7 @@ class Routers(nn.Module):
         self.places = {layer: place for place, layer in enumerate(layers)}
         for layer in layers:
             self.add_module(str(layer), Router(config))
+        self.sum_of_rows = nn.Identity()  # of hits, (B, E): replaced where a process has a part of the rows' tokens
         self.balance_weight = self.z_weight = 0.0
         self._scale: Tensor | None = None
         self.found = torch.zeros(0)
@@ -60,10 +61,6 @@ class Routers(nn.Module):
         """Count anew, for a step whose global batch has so many tokens."""
         self._scale = 1 / tokens
         self.found = torch.zeros(len(self.places), self.count + 2, device=tokens.device)
-
-    def sum_of_rows(self, hits: Tensor) -> Tensor:
-        """The hits of whole rows, (B, E): where a process has a part of their tokens, this is replaced."""
-        return hits
 
     def noted(self, layer: int, x: Tensor, routed: Routed) -> Tensor:
         """What a sparse block has returned, without what balancing reads: that is counted, and its losses are added.
@@ -152,10 +149,7 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(count, inner, width))
         self.up_proj = nn.Parameter(torch.empty(count, inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
-
-    def matrices(self, whole: Tensor) -> Tensor:
-        """Those of the experts that are here, (E', ...): expert parallelism replaces this."""
-        return whole
+        self.matrices = nn.Identity()  # those of the experts that are here, (E', ...): expert parallelism replaces it
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: (R, D), those of one expert after those of another; counts: (E,), how many of each. Returns (R, D)."""

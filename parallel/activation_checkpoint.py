@@ -15,17 +15,17 @@ from models.interface import interface_of
 from parallel.config import ActivationCheckpointingConfig
 
 # Attention, by each of the backends that scaled_dot_product_attention may choose, and inside documents.
-ATTENTION = [
+ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
-]
+)
 
 # What "selective" keeps. Everything else in a block (norms, rotations, SwiGLU product, residual sums, casts) moves
 # few bytes and almost no FLOPs, and compile fuses its recomputation into the kernels that need it.
-SAVED = [
+SAVED = (
     # Matrix products: nearly all FLOPs of a block.
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -40,7 +40,7 @@ SAVED = [
     torch.ops.aten.max.default,
     # Communication inside a block: receiving twice costs more than keeping.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
-]
+)
 
 
 def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -> str:
@@ -49,10 +49,6 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
     if config.mode == "none":
         return "activation checkpointing: off"
     interface = interface_of(model)
-    if interface.routers is not None:
-        from parallel.experts import OPERATORS
-
-        SAVED.extend(operator for operator in OPERATORS if operator not in SAVED)
     _declare_attention(random=interface.draws_random)
     places = interface.block_at
     chosen = [places[index] for index in config.recomputed(interface.all_layers or len(places)) if index in places]
@@ -93,7 +89,8 @@ def _keep_but_attention(context: Any, operator: Any, *arguments: Any, **options:
 
 
 def _keep_or_recompute(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    keeps = operator in SAVED and not _is_partial_sum(operator, arguments)
+    of_experts = getattr(operator, "namespace", None) == "shardwright"  # products and messages of models/experts.py
+    keeps = of_experts or (operator in SAVED and not _is_partial_sum(operator, arguments))
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 

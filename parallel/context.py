@@ -32,7 +32,7 @@ _reduce_scatter = (
 )
 
 
-def split_over(model: nn.Module, axis: DeviceMesh, *, by: str) -> str:
+def cut_rows(model: nn.Module, axis: DeviceMesh, *, by: str) -> str:
     """Cut every row of tokens over the axis, in place. by: as mesh.context_by. Returns a line for the log."""
     group = axis.get_group()
     inside = interface_of(model).inside_block

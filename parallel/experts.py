@@ -8,46 +8,38 @@ R degree, E experts, D model width, P rows: one for each token and expert of it.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, library, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from models.experts import Compute, Routers, inverted, permuted
+from models.experts import Compute, inverted, permuted
 from models.interface import blocks_of, has_part, interface_of
+from parallel.axes import EXPERT, ROW_AXES, TOKEN_AXES, axis_of_experts
 from parallel.errors import UserError
-from parallel.mesh import ExpertMesh, Mesh, group_of, share_timeout, without_noise_of_splits
+from parallel.mesh import ExpertMesh, Mesh, device_mesh, group_of
 
-GROUPS: dict[str, ProcessGroup] = {}
-"""By name: operators of torch.compile take names only."""
+messages = torch.ops._c10d_functional  # which take names of groups, as our operators must for torch.compile
 
 
 def with_experts(mesh: Mesh) -> Mesh:
     """The mesh, with the groups of processes that a model with experts needs."""
-    degrees, names = mesh.degrees, mesh.devices.mesh_dim_names or ()
-    tokens = group_of(mesh.devices, tuple(name for name in names if name != "pipeline"))
-    cut = tuple(axis for axis in ("context", "tensor") if getattr(degrees, axis) > 1)
-    rows = [group_of(mesh.devices, cut)] if cut else []
-    axis = fsdp = None
-    if degrees.expert > 1 or degrees.tensor > 1:  # tensor groups have all of a row's tokens, but at routers only parts
-        shape = (degrees.pipeline, degrees.replicate, degrees.stage // degrees.expert, degrees.expert)
-        others = without_noise_of_splits(
-            lambda: init_device_mesh(
-                mesh.devices.device_type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "expert")
-            )
-        )
+    degrees, devices = mesh.degrees, mesh.devices
+    rows = group_of(devices, ROW_AXES) if degrees.wide(ROW_AXES) else None
+    experts = ExpertMesh(None, None, group_of(devices, TOKEN_AXES), rows)
+    if dimensions := degrees.dimensions_of_experts:
+        others = device_mesh(dimensions, device_type=devices.device_type)
         fsdp = others["replicate", "shard"] if degrees.replicate > 1 else others["shard"]
-        axis = others["expert"] if degrees.expert > 1 else None
-        share_timeout(others.get_all_groups())
-    share_timeout([tokens, *rows])
-    return replace(mesh, experts=ExpertMesh(axis, fsdp, tokens, rows[0] if rows else None))
+        axis = others[EXPERT] if degrees.expert > 1 else None
+        experts = replace(experts, axis=axis, fsdp=fsdp)
+    return replace(mesh, experts=experts)
 
 
-def split_over(model: nn.Module, mesh: ExpertMesh) -> str:
+def divide_experts(model: nn.Module, mesh: ExpertMesh) -> str:
     """Divide the experts of every block, in place, on the meta device. Returns a line for the log."""
     interface = interface_of(model)
     inside = interface.inside_block
@@ -55,7 +47,7 @@ def split_over(model: nn.Module, mesh: ExpertMesh) -> str:
         return "expert parallelism: off, these blocks have no experts"  # a stage whose layers are dense
     assert inside is not None and inside.experts and inside.exchange
     if mesh.rows is not None:
-        cast(Routers, model.get_submodule(interface.routers)).sum_of_rows = _Sum(mesh.rows)  # type: ignore[method-assign]
+        model.set_submodule(f"{interface.routers}.sum_of_rows", Sum(mesh.rows))
     if mesh.axis is None:
         return "expert parallelism: off, each process computes its own tokens"
     for block in blocks_of(model):
@@ -63,9 +55,9 @@ def split_over(model: nn.Module, mesh: ExpertMesh) -> str:
             continue
         experts = block.get_submodule(inside.experts)
         for name, parameter in list(experts.named_parameters()):
-            own = distribute_tensor(parameter.data, mesh.axis, [Shard(0)], src_data_rank=None)
-            experts.register_parameter(name, nn.Parameter(own))
-        experts.matrices = _own  # type: ignore[assignment]
+            part = distribute_tensor(parameter.data, mesh.axis, [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(part))
+        experts.set_submodule("matrices", OwnPart())
         block.set_submodule(inside.exchange, AllToAll(mesh.axis.get_group()))
     return f"expert parallelism: experts divided over {mesh.axis.size()} processes"
 
@@ -81,17 +73,16 @@ def shards_of_experts(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], 
     cut: Callable[[int], Any] = Shard if mesh.experts.fsdp is None else _cut_over(mesh.experts.fsdp)
     inside = interface_of(model).inside_block
     assert inside is not None and inside.experts is not None
-    having = [block.get_submodule(inside.experts) for block in blocks_of(model) if has_part(block, inside.experts)]
-    experts = {parameter for one in having for parameter in one.parameters()}
+    sparse = [block.get_submodule(inside.experts) for block in blocks_of(model) if has_part(block, inside.experts)]
+    experts = {parameter for module in sparse for parameter in module.parameters()}
 
-    def place(parameter: nn.Parameter) -> Any:
+    def placement(parameter: nn.Parameter) -> Any:
         if parameter not in experts:
             return None
         count, rows, _ = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
-        # Fewer experts than processes would leave some of them padding only: then each process has parts of all.
-        return cut(1 if count % over.size(-1) and not rows % over.size(-1) else 0)
+        return cut(axis_of_experts(count, rows, shards=over.size(-1)))
 
-    return place
+    return placement
 
 
 def _cut_over(mesh: DeviceMesh) -> Callable[[int], Any]:
@@ -108,17 +99,21 @@ def _cut_over(mesh: DeviceMesh) -> Callable[[int], Any]:
     return lambda axis: ShardPlacementResult(Shard(axis), info)
 
 
-def _own(whole: DTensor) -> Tensor:
-    return whole.to_local()
+class OwnPart(nn.Module):
+    """The experts that this process has."""
+
+    def forward(self, whole: DTensor) -> Tensor:
+        return whole.to_local()
 
 
-class _Sum:
+class Sum(nn.Module):
     """Sums hits over the processes that have other parts of the same rows."""
 
     def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
         self.group = group
 
-    def __call__(self, hits: Tensor) -> Tensor:
+    def forward(self, hits: Tensor) -> Tensor:
         whole = hits.detach().clone()
         dist.all_reduce(whole, group=self.group)  # whole numbers, exact in any order
         return whole
@@ -130,11 +125,10 @@ class AllToAll(nn.Module):
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
         self.name, self.degree = group.group_name, group.size()
-        GROUPS[self.name] = group
 
     def forward(self, rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:
         """rows: (P, D), sorted by expert; counts: (E,). Returns what their experts make of them, (P, D)."""
-        received, sizes = exchange_counts(counts, self.name)  # (R, E / R), (2, R)
+        received, sizes = exchange_counts(counts, self.degree, self.name)  # (R, E / R), (2, R)
         got = exchange(rows, sizes, False, -1, self.name)  # (P', D), by process, then by expert
         experts = torch.arange(received.shape[1], device=rows.device).repeat(self.degree)
         order = experts.repeat_interleave(received.flatten(), output_size=got.shape[0]).argsort(stable=True)
@@ -147,22 +141,20 @@ class AllToAll(nn.Module):
 
 
 @library.custom_op("shardwright::exchange_counts", mutates_args=())
-def exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
+def exchange_counts(counts: Tensor, degree: int, group: str) -> tuple[Tensor, Tensor]:
     """From the rows that this process has for each expert, (E,), those that each process has for this one's experts.
 
     Returns (R, E / R), and on the host, which waits for it, how many rows to send to each process and to receive,
     (2, R).
     """
-    processes = GROUPS[group]
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts, group=processes)
-    both = torch.stack([counts, received]).unflatten(1, (processes.size(), -1))  # (2, R, E / R)
+    equal = [len(counts) // degree] * degree
+    received = messages.wait_tensor(messages.all_to_all_single(counts, equal, equal, group))
+    both = torch.stack([counts, received]).unflatten(1, (degree, -1))  # (2, R, E / R)
     return received.view(both.shape[1:]), both.sum(2).cpu()
 
 
 @exchange_counts.register_fake
-def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    degree = GROUPS[group].size()
+def _(counts: Tensor, degree: int, group: str) -> tuple[Tensor, Tensor]:
     return counts.new_empty(degree, counts.shape[0] // degree), counts.new_empty(2, degree, device="cpu")
 
 
@@ -173,8 +165,7 @@ def exchange(rows: Tensor, sizes: Tensor, back: bool, count: int, group: str) ->
     count: the number of rows that come, if the caller knows it, or -1.
     """
     sent, got = reversed(sizes.tolist()) if back else sizes.tolist()
-    received = rows.new_empty(sum(got), rows.shape[1])
-    dist.all_to_all_single(received, rows.contiguous(), got, sent, group=GROUPS[group])
+    received: Tensor = messages.wait_tensor(messages.all_to_all_single(rows.contiguous(), got, sent, group))
     return received
 
 
@@ -196,7 +187,3 @@ def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, Non
 
 
 exchange.register_autograd(_gradient, setup_context=_keep)
-
-_OURS = torch.ops.shardwright
-OPERATORS = (_OURS.by_experts.default, _OURS.exchange_counts.default, _OURS.exchange.default)
-"""What selective checkpointing keeps the results of: products, and messages."""

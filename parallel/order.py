@@ -5,7 +5,7 @@ from functools import partial
 from torch import nn
 
 from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
-from parallel.fsdp import shard_blocks_and_root, shards_of
+from parallel.fsdp import shard_blocks_and_root
 from parallel.kernels import compile_blocks
 from parallel.mesh import Mesh
 
@@ -17,33 +17,6 @@ def to_float8(model: nn.Module, config: Float8Config, *, device_type: str, shard
     from parallel.float8 import convert_linears
 
     return convert_linears(model, config, device_type=device_type, shards=shards)
-
-
-def split_matrices(model: nn.Module, mesh: Mesh, *, float8_gathers: bool, overlapped: bool) -> list[str]:
-    """Tensor parallelism, where the mesh has that axis."""
-    if mesh.tensor is None:
-        return []
-    from parallel.tensor import split_over
-
-    return [split_over(model, mesh.tensor, float8_gathers=float8_gathers, overlapped=overlapped)]
-
-
-def split_rows(model: nn.Module, mesh: Mesh, *, context_by: str) -> list[str]:
-    """Context parallelism, where the mesh has that axis."""
-    if mesh.context is None:
-        return []
-    from parallel.context import split_over
-
-    return [split_over(model, mesh.context, by=context_by)]
-
-
-def split_experts(model: nn.Module, mesh: Mesh) -> list[str]:
-    """Expert parallelism, where the model has experts."""
-    if mesh.experts is None:
-        return []
-    from parallel.experts import split_over
-
-    return [split_over(model, mesh.experts)]
 
 
 def recompute_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -> str:
@@ -76,18 +49,26 @@ def parallelize(
     # Before compile, so that the recomputation is traced and fused with the rest of the block. The exception: traced
     # with tensor parallelism, "full" would keep a mesh for the backward pass, which torch 2.13 refuses.
     outside = mesh.tensor is not None and compile.enabled and activation_checkpointing.mode == "full"
-    return [
-        # First, while the linears are plain nn.Linear: torchao swaps them by type.
-        to_float8(model, float8, device_type=mesh.devices.device_type, shards=shards_of(mesh)),
-        # On the (float8) linears: it replaces their parameters by parts, and hooks their inputs and outputs.
-        *split_matrices(model, mesh, float8_gathers=float8.gather_activations, overlapped=layout.overlap_tensor),
-        # After it, on the heads that it has left each process.
-        *split_rows(model, mesh, context_by=layout.context_by),
-        # Before FSDP, which shards what is left of them, over other processes than the rest.
-        *split_experts(model, mesh),
-        # Each block in place: repeated blocks share one compilation, and fully qualified names stay as they are.
-        *([compiled(), checkpointed()] if outside else [checkpointed(), compiled()]),
-        # Last and always, also on one device: its hooks stay outside the compiled graphs, and one GPU and a
-        # thousand run the same code under the same mixed-precision policy.
-        shard_blocks_and_root(model, mesh, fsdp),
-    ]
+    # First, while the linears are plain nn.Linear: torchao swaps them by type.
+    report = [to_float8(model, float8, device_type=mesh.devices.device_type, shards=mesh.degrees.shards)]
+    # On the (float8) linears: it replaces their parameters by parts, and hooks their inputs and outputs.
+    if mesh.tensor is not None:
+        from parallel.tensor import cut_matrices
+
+        options = {"float8_gathers": float8.gather_activations, "overlapped": layout.overlap_tensor}
+        report.append(cut_matrices(model, mesh.tensor, **options))
+    # After it, on the heads that it has left each process.
+    if mesh.context is not None:
+        from parallel.context import cut_rows
+
+        report.append(cut_rows(model, mesh.context, by=layout.context_by))
+    # Before FSDP, which shards what is left of them, over other processes than the rest.
+    if mesh.experts is not None:
+        from parallel.experts import divide_experts
+
+        report.append(divide_experts(model, mesh.experts))
+    # Each block in place: repeated blocks share one compilation, and fully qualified names stay as they are.
+    report += [compiled(), checkpointed()] if outside else [checkpointed(), compiled()]
+    # Last and always, also on one device: its hooks stay outside the compiled graphs, and one GPU and a thousand run
+    # the same code under the same mixed-precision policy.
+    return [*report, shard_blocks_and_root(model, mesh, fsdp)]

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from models.interface import interface_of
 from parallel.dist import all_gather_single
 from parallel.fsdp import expect_micro_batch, units_of
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, is_whole_along
 
 Batch = tuple[Any, Tensor, Any]
 """Tokens, targets (rows, length) and documents of a micro-batch."""
@@ -135,12 +135,7 @@ def share_gradients_of_copies(parameters: Iterable[nn.Parameter], axis: DeviceMe
     FSDP has summed these in a group of its own for each of them, and NCCL may choose another order in each. Copies that
     differ by such roundings drift apart (bigscience-workshop/Megatron-DeepSpeed #271, NVIDIA-NeMo/Automodel #3822).
     """
-    [name] = axis.mesh_dim_names or ("",)
-    copies = []
-    for gradient in _gradients(parameters):
-        names = gradient.device_mesh.mesh_dim_names or ()
-        if name in names and gradient.placements[names.index(name)].is_replicate():  # experts have another mesh
-            copies.append(gradient.to_local())
+    copies = [gradient.to_local() for gradient in _gradients(parameters) if is_whole_along(gradient, axis)]
     together = torch.cat([copy.flatten() for copy in copies])
     if len(together):  # FSDP leaves some processes no part of small parameters
         dist.broadcast(together, group=axis.get_group(), group_src=0)

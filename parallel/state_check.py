@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from parallel.dist import World
 from parallel.errors import CorruptState, listed
 from parallel.fsdp import plain_name, without_wrapper
+from parallel.mesh import is_whole_along
 from parallel.nodes import FEW, abbreviated
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,15 +52,7 @@ def named_state(model: nn.Module, parameters: Iterable[nn.Parameter], optimizer:
 
 def whole_along(state: Mapping[str, Tensor], axis: DeviceMesh) -> list[str]:
     """The names of the tensors that all processes along this axis hold alike, step counters included."""
-    [name] = axis.mesh_dim_names or ("",)
-
-    def is_whole(tensor: Tensor) -> bool:
-        if not isinstance(tensor, DTensor):
-            return True
-        names = tensor.device_mesh.mesh_dim_names or ()
-        return name in names and tensor.placements[names.index(name)].is_replicate()
-
-    return [tensor_name for tensor_name, tensor in state.items() if is_whole(tensor)]
+    return [name for name, tensor in state.items() if not isinstance(tensor, DTensor) or is_whole_along(tensor, axis)]
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ TOKENS = Shard(1)
 """How the residual stream (B, T, D) is cut."""
 
 
-def split_over(model: nn.Module, axis: DeviceMesh, *, float8_gathers: bool = False, overlapped: bool = False) -> str:
+def cut_matrices(model: nn.Module, axis: DeviceMesh, *, float8_gathers: bool = False, overlapped: bool = False) -> str:
     """Cut every matrix, the residual stream and the loss, in place, over the axis. Returns a line for the log.
 
     float8_gathers: gather activations as float8. Raises UserError where only some of a part's linears take it.
@@ -171,9 +171,9 @@ def _cut_ends(model: nn.Module, axis: DeviceMesh, interface: ModelInterface, *, 
 
 def _keep_whole(routers: nn.Module, axis: DeviceMesh) -> None:
     """Give every process all of their weights, whose gradients are the sums of those for each process's tokens."""
-    for router in routers.children():
-        whole = distribute_tensor(router.get_parameter("weight").data, axis, [Replicate()], src_data_rank=None)
-        router.register_parameter("weight", nn.Parameter(whole))
+    for name, weight in list(routers.named_parameters()):
+        whole = distribute_tensor(weight.data, axis, [Replicate()], src_data_rank=None)
+        routers.get_submodule(name.removesuffix(".weight")).register_parameter("weight", nn.Parameter(whole))
     routers.register_forward_hook(
         lambda module, arguments, found: {
             layer: (cast(DTensor, weight).to_local(grad_placements=(Partial(),)), bias)

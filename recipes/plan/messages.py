@@ -114,7 +114,7 @@ def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward:
     """The messages of one step. forward, backward: seconds of computation of one layer for one micro-batch."""
     messages = Messages()
     again = work.recomputed if work.recompute == "full" else 0.0
-    times = work.micro_batches * work.layers / work.pipeline
+    times = work.micro_batches * work.own_layers
     hidden = rates.overlapped if work.overlap_tensor else 0.0
     for scatters, passes in ((2, 1 + again), (work.scatters, 1.0)) if work.tensor * work.context > 1 else ():
         sent = _inside_blocks(work, gpu, rates, scatters=scatters)
@@ -129,7 +129,7 @@ def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward:
         messages.add({group.name: group.ring(logits)}, hiding=0.0, times=work.micro_batches)
     _fully_sharded(work, gpu, rates, messages, forward=forward, backward=backward)
     if work.stages:
-        copy = Group("pipeline", work.pipeline, work.replicate * work.shard * work.context * work.tensor, gpu, rates)
+        copy = Group("pipeline", work.pipeline, work.replicate * work.per_layer, gpu, rates)
         sent = {copy.name: copy.pass_on(work.tokens * work.width * work.element / work.tensor)}
         # torch's 1F1B waits for each message; with several stages, it asks for one before it is needed.
         hidden = forward * work.layers / (work.pipeline * work.virtual) if work.virtual > 1 else 0.0
@@ -146,8 +146,8 @@ def small_sums(work: Work) -> float:
     """
     if work.tensor == 1:
         return 0.0
-    layers = work.layers / work.pipeline
-    linears = 6 + work.gated - len(work.not_float8) if work.float8 == "tensorwise" else 0
+    layers = work.own_layers
+    linears = 6 + work.gated - len(work.plain_linears) if work.float8 == "tensorwise" else 0
     reductions = work.micro_batches if work.reduces_each else 1
     return reductions * (2 * layers + 1) + work.micro_batches * layers * 4 * linears
 
@@ -191,7 +191,7 @@ def _fully_sharded(work: Work, gpu: Gpu, rates: Rates, found: Messages, *, forwa
     if shard.size * replicas.size == 1:
         return
     parts = work.tensor * work.pipeline
-    block, layers = work.block_params / work.tensor, work.layers / work.pipeline
+    block, layers = work.block_params / work.tensor, work.own_layers
     experts, of_experts = work.expert_params, Group("shard", 1, 1, gpu, rates)
     if work.experts and work.experts.degree * work.tensor == 1:
         block, experts = block + experts, 0.0  # with the rest

@@ -52,7 +52,7 @@ def _gradients(size: Sizes, layers: int, *, head: bool, rest: bool = True) -> Pi
     A step that accumulates has them whole on each process since its first micro-batch; for an embedding that is cut,
     even those of all parts, because torch 2.13 only cuts the sum, unless a tied head has cut it.
     """
-    others = size.degrees.tensor - 1 if rest and not size.tied else 0
+    others = size.table_parts - 1 if rest and not size.tied else 0
     blocks = size.recipe.model.layers - layers
     tables = int(rest) + int(head and not size.tied)
     whole = layers * size.block.whole + (tables + others) * size.table.whole + (size.norm.whole if rest else 0)
@@ -101,6 +101,16 @@ def _next_gather(size: Sizes, layer: int) -> int:
     return min(layer, size.recipe.fsdp.prefetch) * size.gathered_block
 
 
+def _after_blocks(size: Sizes, *, head: bool, buffers: int) -> Pieces:
+    """What lives between the forward and the backward pass of the blocks. head, buffers: as of _weights()."""
+    layers = size.recipe.model.layers
+    return {
+        **_gradients(size, layers, head=True),
+        **_weights(size, layers if size.keeps_blocks else 0, head=head, buffers=buffers),
+        **_saved(size, layers, norm=True),
+    }
+
+
 # The moments.
 
 
@@ -118,14 +128,13 @@ def _in_forward(size: Sizes) -> Pieces:
 def loss(size: Sizes, *, backward: bool) -> Pieces:
     """The logits, float32 copies of one chunk of them, and a few numbers per token."""
     model, rows = size.recipe.model, -(-size.tokens // size.recipe.batch.loss_chunks)
-    vocabulary = model.vocabulary // size.degrees.tensor
-    logits, chunk = size.element * size.tokens * vocabulary, 4 * rows * vocabulary
+    logits, chunk = size.element * size.tokens * size.vocabulary, 4 * rows * size.vocabulary
     copies = 1 if backward or size.element == 4 else 2  # in float32; forward, the logits themselves are another one
     of_cut = (5 if backward else 9) if size.cut else 0  # which targets are in this process's part of the vocabulary
     per_token = (37 if backward else 17) + of_cut
     if size.recipe.compile.enabled:  # no kernel writes float32 logits
         copies = 0
-    elif rows == size.tokens and size.degrees.tensor == 1:  # torch's own loss keeps its softmax, not the logits
+    elif rows == size.tokens and not size.cut:  # torch's own loss keeps its softmax, not the logits
         copies, per_token = (3, 0) if backward else (copies, 0)
         logits = 0 if backward else logits
     if backward:  # a head of its own is there, and asks for no more
@@ -134,9 +143,7 @@ def loss(size: Sizes, *, backward: bool) -> Pieces:
         last = size.gathered_block if size.tied else size.element * size.table.whole
         buffers = 0 if size.keeps_blocks and size.accumulates else last
     return {
-        **_gradients(size, model.layers, head=True),
-        **_weights(size, model.layers if size.keeps_blocks else 0, head=True, buffers=buffers),
-        **_saved(size, model.layers, norm=True),
+        **_after_blocks(size, head=True, buffers=buffers),
         "logits": logits,
         "loss": copies * chunk + per_token * size.tokens + (0 if backward else _until_the_loss(size)),
     }
@@ -151,24 +158,17 @@ def _until_the_loss(size: Sizes) -> int:
 
 def head(size: Sizes) -> Pieces:
     """The head's two products with the gradient of the logits."""
-    layers = size.recipe.model.layers
-    logits = size.element * size.tokens * (size.recipe.model.vocabulary // size.degrees.tensor)
     return {
-        **_gradients(size, layers, head=True),
-        **_weights(size, layers if size.keeps_blocks else 0, head=True, buffers=_next_gather(size, layers)),
-        **_saved(size, layers, norm=True),
-        "logits": logits,
+        **_after_blocks(size, head=True, buffers=_next_gather(size, size.recipe.model.layers)),
+        "logits": size.element * size.tokens * size.vocabulary,
         "new gradients": size.element * size.table.whole + size.read,
     }
 
 
 def _reduced_head(size: Sizes) -> Pieces:
     """The sum over processes of the gradient of a head of its own."""
-    layers = size.recipe.model.layers
     return {
-        **_gradients(size, layers, head=True),
-        **_weights(size, layers if size.keeps_blocks else 0, head=False, buffers=_next_gather(size, layers)),
-        **_saved(size, layers, norm=True),
+        **_after_blocks(size, head=False, buffers=_next_gather(size, size.recipe.model.layers)),
         "new gradients": size.new(size.table) + size.stream,
         "reduction": size.reduction(size.table),
     }
@@ -221,7 +221,7 @@ def _reduced_block(size: Sizes, layer: int) -> Pieces:
 def embedding(size: Sizes) -> Pieces:
     """The gradient of the embedding, of all its parts; with a tied head, a second one, of this part, and the sum."""
     table, layers, keeps = size.element * size.table.whole, size.recipe.model.layers, size.keeps_blocks
-    parts = size.degrees.tensor * table
+    parts = size.table_parts * table
     own = _saved(size, 0, rotations=False) | {"new gradients": parts + (2 * table if size.tied else size.read)}
     last = {
         **_gradients(size, 0, head=False),

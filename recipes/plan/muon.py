@@ -56,10 +56,8 @@ def matrix_params(model: ModelConfig) -> int:
 
 def cost(work: Work) -> Cost:
     """The costs of a step of this work, whose matrices all processes share."""
-    group = work.shard * work.context * work.tensor
-    return _cost(
-        shapes_of(work), -(-work.layers // work.pipeline), group, work.replicate, work.newton_schulz, work.element
-    )
+    layers = -(-work.layers // work.pipeline)
+    return _cost(shapes_of(work), layers, work.per_layer, work.replicate, work.newton_schulz, work.element)
 
 
 @lru_cache(256)
@@ -86,7 +84,7 @@ def _cost(shapes: tuple[Shape, ...], layers: int, group: int, replicas: int, ste
 def messages(work: Work, gpu: Gpu, rates: Rates) -> Seconds:
     """Seconds of the gathering, the way back and the sharing between replicas."""
     seconds, needed = {}, cost(work)
-    group = Group("matrices", work.shard * work.context * work.tensor, 1, gpu, rates)
+    group = Group("matrices", work.per_layer, 1, gpu, rates)
     replicas = Group("replicate", work.replicate, group.size, gpu, rates)
     if group.size > 1:
         latency = (needed.rounds - 1) * group.latency

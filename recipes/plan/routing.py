@@ -18,7 +18,7 @@ WAIT = 40e-6
 
 def _rows(work: Work, rates: Rates) -> tuple[float, float, float]:
     """Tokens of this process, their rows, and the rows of its experts, on the fullest process."""
-    return work.tokens / work.tensor, work.expert_rows(), work.expert_rows(rates.imbalance)
+    return work.own_tokens, work.expert_rows(), work.expert_rows(rates.imbalance)
 
 
 def products(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float]:

@@ -16,7 +16,6 @@ from models.activations import norm_per_token
 from parallel.config import MeshDegrees, PipelineConfig
 from recipes.plan import moments as at
 from recipes.plan.sizes import Pieces, Sizes, Unit
-from recipes.recipe.rules_pipeline import stages_in
 from recipes.recipe.schema import Recipe
 
 
@@ -89,9 +88,9 @@ class Part(Sizes):
     @cached_property
     def of_head(self) -> int:
         """Bytes that the last norm keeps of a micro-batch, and the loss before its backward pass."""
-        model, rows = self.recipe.model, -(-self.tokens // self.recipe.batch.loss_chunks)
-        softmax = rows == self.tokens and self.degrees.tensor == 1 and not self.recipe.compile.enabled
-        logits = (4 if softmax else self.element) * (model.vocabulary // self.degrees.tensor)
+        rows = -(-self.tokens // self.recipe.batch.loss_chunks)
+        softmax = rows == self.tokens and not self.cut and not self.recipe.compile.enabled
+        logits = (4 if softmax else self.element) * self.vocabulary
         return round(self.tokens * (logits + norm_per_token(self.widths, self.kept[0])))
 
     def living(self, *, minus: int = 0, blocks: int = 1, tables: int = 0) -> Pieces:
@@ -101,7 +100,7 @@ class Part(Sizes):
         head = (passes - 1) * self.of_head if self.ends and config.schedule == "gpipe" else 0
         edges = self.micro_batches * (2 * len(self.layers) - int(self.begins) - int(self.ends))
         sent = int(config.runs == 1 and not self.begins)  # the last gradient, until the next one
-        embeddings = self.degrees.tensor if self.begins and not self.tied else 0  # if cut, it adds up all parts
+        embeddings = self.table_parts if self.begins and not self.tied else 0  # if cut, it adds up all parts
         whole = count * self.block.whole + (embeddings + int(self.ends)) * self.table.whole + self.norm.whole
         blocks, tables = (count, self.tables) if self.keeps_blocks else (blocks, tables + int(self.tied))
         waiting = self.rank + 1 if config.schedule == "interleaved_zero_bubble" else int(config.splits_backward)
@@ -144,7 +143,7 @@ class Part(Sizes):
 
 def parts(recipe: Recipe, degrees: MeshDegrees, *, imbalance: float = 1.0) -> Iterator[tuple[str, Part]]:
     """(such as "stage 0 of 8", sizes) of each process of a pipeline."""
-    found = stages_in(recipe, degree=degrees.pipeline)
+    found = recipe.pipeline_stages(degrees.pipeline)
     for rank in range(degrees.pipeline):
         numbers, own = found.of(rank), replace(recipe.model, layers=len(found.layers_of(rank)))
         name = f"stage{'s' if len(numbers) > 1 else ''} {'+'.join(map(str, numbers))} of {len(found.layers)}"

@@ -96,7 +96,7 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
     """What this step takes."""
     (forward, backward), (head, loss) = _blocks(work, gpu, rates), _head(work, gpu, rates)
     states = _states(work, gpu, rates)
-    layers = work.layers / work.pipeline
+    layers = work.own_layers
     per_micro_batch = {
         "products": layers * (forward.products + backward.products),
         "output projection": head / work.pipeline,
@@ -126,7 +126,7 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
 
 def host_work(work: Work) -> dict[str, float]:
     """How often a step does each thing that a Host has seconds for."""
-    layers = work.layers / work.pipeline
+    layers = work.own_layers
     blocks, kind = work.micro_batches * layers, "compiled" if work.compiled else "none"
     times = {"none": 0.0, "compiled": 0.0, "selective": 0.0, "full": 0.0}
     times[kind] += (1 - work.recomputed) * blocks
@@ -263,7 +263,7 @@ def _linears(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
     width, query, key, inner = work.width, work.query / work.tensor, work.key / work.tensor, work.inner / work.tensor
     shapes = (query, width), (key, width), (key, width), (width, query), (inner, width), (inner, width), (width, inner)
     linears = tuple(
-        (columns, depth, "none" if name in work.not_float8 else work.float8)
+        (columns, depth, "none" if name in work.plain_linears else work.float8)
         for name, (columns, depth) in zip(LINEARS, shapes, strict=True)
         if (work.gated or name != "gate_proj") and columns * depth
     )
@@ -311,7 +311,7 @@ def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
     rest = work.vocabulary * work.width * (1 if work.tied else 2) / parts
     amounts = _state_bytes(work, in_blocks, rest, rates, shard=work.shard * work.context)
     if work.experts:
-        of_experts = work.layers / work.pipeline * work.expert_params
+        of_experts = work.own_layers * work.expert_params
         amounts = tuple(map(add, amounts, _state_bytes(work, of_experts, 0.0, rates, shard=work.expert_shards)))
     seconds = (moving_seconds(amount, gpu=gpu, rates=rates) for amount in amounts)
     return dict(zip(("weights", "gradients", "optimizer"), seconds, strict=True))
@@ -349,16 +349,18 @@ def _newton_schulz(work: Work, gpu: Gpu, rates: Rates) -> float:
     """Seconds of the products of the owner with most FLOPs, as if all its matrices had the shape that takes most."""
     flops = muon.cost(work).busiest
     short, long = max({*map(flat, muon.shapes_of(work))}, key=lambda shape: newton_schulz_flops(shape, steps=1))
-    shapes = (short, short, long), (short, short, short), (short, long, short)  # rows, columns, inner
-    once = sum(product_seconds(*shape, gpu=gpu, rates=rates, element=work.element) for shape in shapes)
-    seconds = flops / newton_schulz_flops((short, long), steps=1) * once
+    seconds = flops / newton_schulz_flops((short, long), steps=1) * _one_iteration(short, long, work, gpu, rates)
     if work.experts:  # whole on a process, and multiplied there
         short, long = flat((work.experts.width, work.width))
-        count = work.layers / work.pipeline * work.expert_params / (short * long) / work.expert_shards
-        shapes = (short, short, long), (short, short, short), (short, long, short)
-        each = sum(product_seconds(*shape, gpu=gpu, rates=rates, element=work.element) for shape in shapes)
-        seconds += work.newton_schulz * count * each
+        count = work.own_layers * work.expert_params / (short * long) / work.expert_shards
+        seconds += work.newton_schulz * count * _one_iteration(short, long, work, gpu, rates)
     return seconds
+
+
+def _one_iteration(short: int, long: int, work: Work, gpu: Gpu, rates: Rates) -> float:
+    """Seconds of the three products of one step of Newton-Schulz."""
+    shapes = (short, short, long), (short, short, short), (short, long, short)  # rows, columns, inner
+    return sum(product_seconds(*shape, gpu=gpu, rates=rates, element=work.element) for shape in shapes)
 
 
 def update_bytes(moments: int | str, *, compiled: bool = True) -> int:

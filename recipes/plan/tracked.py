@@ -153,7 +153,7 @@ def fullest_moment(recipe: Recipe, degrees: MeshDegrees) -> tuple[str, Pieces]:
 def _micro_batches(recipe: Recipe, degrees: MeshDegrees) -> list[MicroBatch]:
     """The micro-batches of one process, with the longest texts; their values do not matter."""
     batch, data = recipe.batch, recipe.data
-    count = batch.global_batch_size // (degrees.data_parallel * batch.micro_batch_size)
+    count = batch.micro_batches(degrees)
     rows, length = batch.micro_batch_size, batch.sequence_length
     tokens, documents = torch.zeros(rows, length, dtype=torch.int64), None
     inputs: Tensor | EncoderDecoderInputs = tokens

@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 from models.config import LINEARS, ModelConfig
 from parallel.config import ActivationCheckpointingConfig, MeshDegrees
-from recipes.recipe.rules_mesh import not_float8
 from recipes.recipe.schema import Recipe
 
 Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
@@ -78,7 +77,7 @@ class Work:
     element: int = 2
     """Bytes of an element of activations."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    not_float8: frozenset[str] = frozenset()
+    plain_linears: frozenset[str] = frozenset()
     """Names in LINEARS of the linears that are not in float8 all the same."""
     float8_head: bool = False
     float8_weights: bool = False
@@ -128,6 +127,11 @@ class Work:
         return self.micro_batch * self.sequence // self.context
 
     @property
+    def own_tokens(self) -> float:
+        """Tokens of a micro-batch that a process has between the parts of a block."""
+        return self.tokens / self.tensor
+
+    @property
     def attended_by(self) -> dict[Kernel, float]:
         """Kernel -> the part of `attended` that it computes. cuDNN has no kernel for windows."""
         if self.kernel != "cudnn":
@@ -141,7 +145,9 @@ class Work:
             return self.element
         query, key, inner = self.query, self.key, self.inner
         widths = dict(zip(LINEARS, (query, key, key, query, inner, inner, inner), strict=True))
-        return 1 + (self.element - 1) * self.width * sum(widths[name] for name in self.not_float8) / self.block_params
+        return (
+            1 + (self.element - 1) * self.width * sum(widths[name] for name in self.plain_linears) / self.block_params
+        )
 
     @property
     def expert_params(self) -> float:
@@ -153,13 +159,23 @@ class Work:
     def expert_rows(self, imbalance: float = 1.0) -> float:
         """Rows that this process's experts compute in a micro-batch; its own tokens alone, if it has all experts."""
         assert self.experts is not None
-        rows = self.tokens / self.tensor * self.experts.chosen
+        rows = self.own_tokens * self.experts.chosen
         return rows * (imbalance if self.experts.degree > 1 else 1.0)
+
+    @property
+    def per_layer(self) -> int:
+        """Processes that have the parts of one copy of a layer."""
+        return self.shard * self.context * self.tensor
 
     @property
     def expert_shards(self) -> int:
         """Processes that FSDP deals experts out to."""
-        return self.shard * self.context * self.tensor // (self.experts.degree if self.experts else 1)
+        return self.per_layer // (self.experts.degree if self.experts else 1)
+
+    @property
+    def own_layers(self) -> float:
+        """Layers of a process, on average."""
+        return self.layers / self.pipeline
 
     @property
     def block_params(self) -> int:
@@ -197,11 +213,11 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         attended=attended,
         windowed=attended - without_windows if 0 < model.window < batch.sequence_length else 0.0,
         micro_batch=batch.micro_batch_size,
-        micro_batches=max(1, batch.global_batch_size // (degrees.data_parallel * batch.micro_batch_size)),
+        micro_batches=max(1, batch.micro_batches(degrees)),
         context_by=recipe.mesh.context_by,
         element=2 if fsdp.param_dtype == "bfloat16" else 4,
         float8="none" if recipe.float8.emulate else recipe.float8.recipe,
-        not_float8=not_float8(recipe.float8),
+        plain_linears=recipe.float8.plain_linears,
         float8_head=not model.tied_embeddings and "lm_head" not in recipe.float8.exclude,
         float8_weights=recipe.float8.all_gather,
         float8_activations=recipe.float8.gather_activations,
@@ -235,9 +251,7 @@ def _inner(model: ModelConfig) -> int:
 
 def _stages(recipe: Recipe, degrees: MeshDegrees) -> tuple[int, int]:
     """As in Work."""
-    from recipes.recipe.rules_pipeline import stages_in
-
-    stages = stages_in(recipe, degree=degrees.pipeline)
+    stages = recipe.pipeline_stages(degrees.pipeline)
     layers = [len(stages.layers_of(rank)) for rank in range(degrees.pipeline)]
     return max(layers[: stages.ends[1]] + layers[stages.ends[1] + 1 :]), layers[stages.ends[1]]
 

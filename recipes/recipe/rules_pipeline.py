@@ -1,18 +1,12 @@
-"""The stages of a pipeline, and rules about them. Imports no torch."""
+"""Rules about the stages of a pipeline. Imports no torch."""
 
 from collections.abc import Iterator
 
 from parallel.config import PipelineConfig
-from parallel.stages import Stages, stages_of
 from recipes.recipe.fields import Violation
 from recipes.recipe.rules_experts import older_than
 from recipes.recipe.rules_mesh import enough_micro_batches
 from recipes.recipe.schema import Recipe
-
-
-def stages_in(recipe: Recipe, *, degree: int) -> Stages:
-    """The stages of a recipe's model on so many processes."""
-    return stages_of(recipe.model, recipe.pipeline, degree=degree, sequence_length=recipe.batch.sequence_length)
 
 
 def stages_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:

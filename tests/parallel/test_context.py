@@ -22,7 +22,7 @@ from models.decoder import Decoder
 from models.documents import Documents, Lengths, Mask, of_chunk
 from models.loss import IGNORED
 from models.sizes import SIZES
-from parallel.context import split_over
+from parallel.context import cut_rows
 from parallel.dist import start, stop
 from tests.lengths_on_cpu import lengths_on_cpu
 from tests.processes import run_processes
@@ -81,7 +81,7 @@ def difference_from_one_process(config: ModelConfig, axis: DeviceMesh, by: str, 
     torch.manual_seed(0)
     alone = Decoder(config)
     split = deepcopy(alone).to(torch.bfloat16 if "bfloat16" in options else torch.float32)
-    split_over(split, axis, by=by)
+    cut_rows(split, axis, by=by)
     with (
         lengths_on_cpu() if "lengths" in options else nullcontext(),
         # Also rows without documents take that kernel.
@@ -116,7 +116,7 @@ class Pairs(TorchFunctionMode):
 def pairs_of(axis: DeviceMesh) -> int:
     """How many pairs this process computes by gathering."""
     model = Decoder(TINY)
-    split_over(model, axis, by="gather")
+    cut_rows(model, axis, by="gather")
     with Pairs() as pairs, torch.no_grad():
         model(*rows_of(""))
     return pairs.count
@@ -134,7 +134,7 @@ def collectives(axis: DeviceMesh, by: str, *, compiled: bool) -> tuple[Counter[s
     """Of the forward and of the backward pass of one block."""
     torch._dynamo.reset()
     model = Decoder(replace(TINY, layers=1))
-    split_over(model, axis, by=by)
+    cut_rows(model, axis, by=by)
     if compiled:
         model.blocks[0].compile(fullgraph=True, backend="aot_eager")
     tokens, targets = rows_of("")
@@ -150,7 +150,7 @@ def kept_for_backward(axis: DeviceMesh | None, by: str) -> int:
     for layers in (1, 2):
         model = Decoder(replace(TINY, layers=layers, no_rope_every=0))
         if axis is not None:
-            split_over(model, axis, by=by)
+            cut_rows(model, axis, by=by)
         storages = {}
 
         def keep(tensor: Tensor, storages: dict[int, Tensor] = storages) -> Tensor:

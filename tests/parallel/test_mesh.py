@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from models.loss import IGNORED
+from parallel.axes import DATA_AXES
 from parallel.config import MeshConfig, MeshDegrees
 from parallel.dist import start, stop
+from parallel.experts import with_experts
 from parallel.mesh import (
-    DATA_AXES,
     Mesh,
     build_mesh,
     mesh_over,
@@ -30,6 +31,8 @@ from parallel.mesh import (
 )
 from parallel.messages import host_group
 from parallel.passes import gather_loss_and_numbers, sum_over_group
+from parallel.pipeline import group_of_copies
+from parallel.stages import Stages
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.plan.tracked import fake_processes
@@ -111,32 +114,16 @@ def test_data_sums_and_sharding_ignore_an_axis_that_they_do_not_name(corpus: Pat
                 assert with_idle["gradients"][name] == gradient, (rank, name)
 
 
-def data_ranks(degrees: tuple[int, int]) -> tuple[int, int, int]:
-    world = start("cpu", seed=0)
-    mesh = build_mesh(MeshConfig(*degrees).fit(world.size), device_type="cpu")
-    found = world.rank, mesh.data_rank, mesh.data_ranks
-    stop()
-    return found
-
-
-def test_every_process_reads_its_own_share_without_further_axes() -> None:
-    assert run_processes(4, data_ranks, (2, 2)) == [(rank, rank, 4) for rank in range(4)]
-
-
-def neighbours(ranks: list[int]) -> dict[int, dict[str, Any]]:
-    """Who is with each of these ranks of sixteen, on the mesh that docs/parallelism.md draws."""
+def neighbours(ranks: list[int], degrees: MeshDegrees) -> dict[int, dict[str, Any]]:
+    """Who is with each of these ranks of sixteen."""
     found = {}
     for rank in ranks:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)
-        mesh = build_mesh(MeshDegrees(replicate=2, shard=2, context=2, tensor=2), device_type="cpu")
-        assert mesh.tensor is not None and mesh.context is not None
-        groups = {
-            "tensor": mesh.tensor.get_group(),
-            "context": mesh.context.get_group(),
-            "replicate": mesh.replicate_group,
-            "data": mesh.data_group,
-            "loss": mesh.loss_group,
-        }
+        mesh = build_mesh(degrees, device_type="cpu")
+        along = {"pipeline": mesh.pipeline, "context": mesh.context, "tensor": mesh.tensor}
+        groups = {name: axis.get_group() for name, axis in along.items() if axis is not None}
+        groups |= {"replicate": mesh.replicate_group, "data": mesh.data_group, "loss": mesh.loss_group}
+        groups |= {"copy": sharding_group(mesh)} if mesh.pipeline is not None else {}
         found[rank] = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
         found[rank] |= {"fsdp": mesh.fsdp.mesh.tolist(), "reads": (mesh.data_rank, mesh.data_ranks)}
         dist.destroy_process_group()
@@ -144,7 +131,8 @@ def neighbours(ranks: list[int]) -> dict[int, dict[str, Any]]:
 
 
 def test_sixteen_processes_are_laid_out_as_the_page_draws_them() -> None:
-    [found] = run_processes(1, neighbours, [0, 7, 13])
+    degrees = MeshDegrees(replicate=2, shard=2, context=2, tensor=2)
+    [found] = run_processes(1, neighbours, [0, 7, 13], degrees)
     even, odd = [[0, 2, 4, 6], [8, 10, 12, 14]], [[1, 3, 5, 7], [9, 11, 13, 15]]
     assert found == {
         0: {
@@ -177,29 +165,9 @@ def test_sixteen_processes_are_laid_out_as_the_page_draws_them() -> None:
     }
 
 
-def neighbours_in_stages(ranks: list[int]) -> dict[int, dict[str, Any]]:
-    """The same of each of these ranks of sixteen in two stages of a pipeline."""
-    found = {}
-    for rank in ranks:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)
-        mesh = build_mesh(MeshDegrees(pipeline=2, replicate=2, shard=2, tensor=2), device_type="cpu")
-        assert mesh.pipeline is not None and mesh.tensor is not None and mesh.context is None
-        groups = {
-            "pipeline": mesh.pipeline.get_group(),
-            "tensor": mesh.tensor.get_group(),
-            "replicate": mesh.replicate_group,
-            "data": mesh.data_group,
-            "loss": mesh.loss_group,
-            "copy": sharding_group(mesh),
-        }
-        found[rank] = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
-        found[rank] |= {"fsdp": mesh.fsdp.mesh.tolist(), "reads": (mesh.data_rank, mesh.data_ranks)}
-        dist.destroy_process_group()
-    return found
-
-
 def test_processes_of_a_pipeline_are_far_apart_read_the_same_and_shard_their_stage_alone() -> None:
-    [found] = run_processes(1, neighbours_in_stages, [2, 13])
+    degrees = MeshDegrees(pipeline=2, replicate=2, shard=2, tensor=2)
+    [found] = run_processes(1, neighbours, [2, 13], degrees)
     assert found == {
         2: {
             "pipeline": [2, 10],
@@ -235,15 +203,33 @@ GROUPS_OF_STAGES = [
 ]
 
 
-@pytest.mark.parametrize("of_copies", [False, True])
-@pytest.mark.parametrize("degrees", [mesh_degrees(degrees) for degrees in GROUPS + GROUPS_OF_STAGES], ids=str)
-def test_the_plan_knows_every_group_that_a_mesh_makes(degrees: MeshDegrees, of_copies: bool) -> None:
+GROUPS_OF_EXPERTS = [
+    (1, 1, 64, 1, 1, 8),  # as many parts of experts as processes that FSDP shards them over
+    (1, 2, 4, 1, 1, 2),
+    (1, 1, 2, 1, 2, 1),
+    (2, 2, 2, 1, 2, 4),
+    (4, 1, 2, 2, 1, 4),
+    (1, 1, 8, 1, 1, 8),
+    (1, 2, 2, 2, 1, 1),
+]
+
+
+@pytest.mark.parametrize("muon", [False, True])
+@pytest.mark.parametrize(
+    "degrees", [mesh_degrees(degrees) for degrees in GROUPS + GROUPS_OF_STAGES + GROUPS_OF_EXPERTS], ids=str
+)
+def test_the_table_of_axes_knows_every_group_that_a_process_makes(degrees: MeshDegrees, muon: bool) -> None:
+    options = {"muon": muon, "experts": degrees.expert > 1 or muon, "split_ends": not muon and degrees.pipeline > 1}
     with fake_processes(degrees.processes):
         mesh = build_mesh(degrees, device_type="cpu")
-        if of_copies:
+        if options["experts"]:
+            with_experts(mesh)
+        if options["muon"]:
             sharding_group(mesh)
-        made = sorted(group.size() for group in dist.distributed_c10d._world.pg_map)
-    assert made == sorted(degrees.groups(of_copies=of_copies))
+        if options["split_ends"]:
+            group_of_copies(mesh, Stages((), tuple(range(degrees.pipeline))))
+        made = [group.size() for group in dist.distributed_c10d._world.pg_map]
+    assert sorted(made) == sorted(degrees.group_sizes(**options))
 
 
 def timeouts_of_groups(timeout: timedelta) -> dict[str, set[timedelta]]:

@@ -19,10 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from models.decoder import Decoder
 from models.sizes import SIZES
 from parallel.config import MeshDegrees
+from parallel.context import cut_rows
 from parallel.errors import UserError
 from parallel.float8 import convert_linears
 from parallel.mesh import build_mesh
-from parallel.order import split_matrices, split_rows
+from parallel.tensor import cut_matrices
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from tests.recipes.recipe.test_configs import CONFIGS, layout, loaded
@@ -88,8 +89,10 @@ def multiply(recipe: Recipe, degrees: MeshDegrees, *, tokens: int | None = None)
                 setattr(module, name, nn.Parameter(parameter.detach().to(torch.bfloat16)))
         if recipe.float8.recipe != "none":
             convert_linears(model, recipe.float8, device_type="cuda")
-        split_matrices(model, mesh, float8_gathers=recipe.float8.gather_activations, overlapped=False)
-        split_rows(model, mesh, context_by=recipe.mesh.context_by)
+        if mesh.tensor is not None:
+            cut_matrices(model, mesh.tensor, float8_gathers=recipe.float8.gather_activations)
+        if mesh.context is not None:
+            cut_rows(model, mesh.context, by=recipe.mesh.context_by)
         if tokens is not None:
             model(torch.zeros(1, tokens, dtype=torch.int64))
             return

@@ -25,7 +25,7 @@ from parallel.errors import UserError
 from parallel.fsdp import expect_micro_batch, units_of
 from parallel.kernels import compile_blocks, compiled_loss_kernels
 from parallel.order import to_float8
-from parallel.tensor import VocabularyParallelLoss, split_over
+from parallel.tensor import VocabularyParallelLoss, cut_matrices
 from tests.build import build_model
 from tests.compiling import compiling_in_turn
 from tests.processes import run_processes
@@ -49,7 +49,7 @@ def split_model(float8: Float8Config, *, overlapped: bool = False) -> Decoder:
     model = Decoder(MODEL).to(torch.bfloat16)
     to_float8(model, float8, device_type="cpu")
     axis = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
-    split_over(model, axis, float8_gathers=float8.gather_activations, overlapped=overlapped)
+    cut_matrices(model, axis, float8_gathers=float8.gather_activations, overlapped=overlapped)
     return model
 
 
@@ -205,16 +205,16 @@ class LargestOfFloat32(TorchDispatchMode):
         return output
 
 
-class Sums(TorchDispatchMode):
-    """Remembers the types of what is summed over a tensor group."""
+class Sent(TorchDispatchMode):
+    """Counts the messages of a kind, by type."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
-        self.types: set[torch.dtype] = set()
+        self.kind, self.types = kind, Counter[torch.dtype]()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operator is torch.ops._c10d_functional.all_reduce.default:
-            self.types.add(args[0].dtype)
+        if operator is self.kind:
+            self.types[args[0].dtype] += 1
         return operator(*args, **(kwargs or {}))
 
 
@@ -222,12 +222,12 @@ def types_of_sums(micro_batches: int) -> set[torch.dtype]:
     start("cpu", seed=0)
     model, _ = build_model(MODEL, mesh=MeshConfig(tensor=2), fsdp=FSDPConfig(param_dtype="bfloat16"))
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
-    with Sums() as sums:
+    with Sent(torch.ops._c10d_functional.all_reduce.default) as sums:
         for number in range(micro_batches):
             expect_micro_batch(units_of(model), is_last=number == micro_batches - 1, reshards=True)
             model(tokens, tokens).backward()
     stop()
-    return sums.types
+    return {*sums.types}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -236,19 +236,6 @@ def test_gradients_of_norms_are_summed_in_float32(micro_batches: int) -> None:
     rounds = torch.__version__ < "2.15" and micro_batches == 1
     expected = torch.bfloat16 if rounds else torch.float32
     assert run_processes(2, types_of_sums, micro_batches) == [{expected}] * 2
-
-
-class Gathers(TorchDispatchMode):
-    """Counts what is gathered, by type."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[torch.dtype] = Counter()
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operator is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            self.counts[args[0].dtype] += 1
-        return operator(*args, **(kwargs or {}))
 
 
 def loss_in_parts(chunks: int, dtype: torch.dtype, kernels: Kernels) -> dict[str, float]:
@@ -280,7 +267,7 @@ def without_compiling() -> dict[str, Any]:
     equal = {}
     for rows in ROWS:
         expected = gradients_of_a_block(plain.blocks[0], rows)
-        with Gathers() as gathers:
+        with Sent(torch.ops._c10d_functional.all_gather_into_tensor.default) as gathers:
             found = gradients_of_a_block(gathered.blocks[0], rows)
         equal |= {f"{name}, {rows}": torch.equal(found[name], gradient) for name, gradient in expected.items()}
     kernels = {"eager": EAGER, "compiled": compiled_loss_kernels()}
@@ -291,7 +278,7 @@ def without_compiling() -> dict[str, Any]:
     with pytest.raises(UserError) as refusal:
         split_model(excluded)
     stop()
-    return {"equal": equal, "gathers": dict(gathers.counts), "losses": losses, "refusal": str(refusal.value)}
+    return {"equal": equal, "gathers": dict(gathers.types), "losses": losses, "refusal": str(refusal.value)}
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from models.transformers_config import TransformersConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.mesh import build_mesh
-from parallel.tensor import split_over
+from parallel.tensor import cut_matrices
 from recipes.recipe.load import CONFIGS, load
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
@@ -87,7 +87,7 @@ def loss_and_gradients(family: str, axis: Any) -> tuple[float, dict[str, Tensor]
             noise = torch.randn(parameter.shape, generator=random) * 0.1
             parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
     if axis is not None:
-        split_over(model, axis)
+        cut_matrices(model, axis)
     tokens = torch.randint(6, VOCABULARY, (ROWS, LENGTH + 1), generator=random)
     tokens[0, [7, 12]], tokens[0, 3], tokens[1, 5] = END, 5, 50
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()

@@ -16,7 +16,6 @@ from recipes.recipe.rules import blocks_can_recompute, pipeline_fits, violations
 from recipes.recipe.rules_experts import experts_can_run
 from recipes.recipe.rules_mesh import (
     batch_divides,
-    fitted_mesh,
     float8_fits_tensor,
     gather_has_a_kernel,
     mesh_divides_model,
@@ -104,7 +103,7 @@ class Space:
             if refused and not (size_is_free and refused == SEQUENCE):  # more rows may divide
                 yield refused
                 continue
-            degrees = fitted_mesh(mesh, self.processes, self.nodes)
+            degrees = mesh.fit(self.processes, nodes=self.nodes)
             meshed = replace(meshed, mesh=self._as_written(mesh, degrees))
             share = max(1, self.recipe.batch.global_batch_size // degrees.data_parallel)
             sizes = divisors(share)[: None if degrees.pipeline == 1 else 2]  # larger ones leave fewer for the stages
@@ -175,7 +174,7 @@ class Space:
         """The degrees of the recipe's own mesh, if it fits the processes."""
         if any(mesh_fits(self.recipe.mesh, processes=self.processes, nodes=self.nodes)):
             return None
-        return fitted_mesh(self.recipe.mesh, self.processes, self.nodes)
+        return self.recipe.mesh.fit(self.processes, nodes=self.nodes)
 
     @cached_property
     def _checkpointing(self) -> list[list[ActivationCheckpointingConfig]]:
@@ -221,10 +220,10 @@ class Space:
     def _experts(self, mesh: MeshConfig) -> Sequence[int]:
         """Degrees of experts that this mesh can lend processes to."""
         try:
-            stage = fitted_mesh(mesh, self.processes, self.nodes).stage
+            processes = mesh.fit(self.processes, nodes=self.nodes).per_layer
         except UserError:  # which the rules report
             return (self.recipe.mesh.expert,)
-        return self._values("mesh.expert", divisors(gcd(stage, self.recipe.model.experts or 1)))
+        return self._values("mesh.expert", divisors(gcd(processes, self.recipe.model.experts or 1)))
 
     def _pipelines(self) -> Sequence[int]:
         """Degrees of a pipeline: 1 and the recipe's own, and further ones where they can pay."""

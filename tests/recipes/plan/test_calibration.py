@@ -206,11 +206,6 @@ def test_file_that_is_no_record_of_the_gpu_is_refused_in_one_line(tmp_path: Path
     assert "\n" not in str(caught.value) and str(file) in str(caught.value)
 
 
-def test_half_a_record_of_a_cpu_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is damaged"):
-        calibrated(written(tmp_path, {"suite": "calibrate", "processes": {"1": {}}}), None)
-
-
 @pytest.mark.parametrize(
     ("factor", "expected"), [(-1.0, "times of 0 or less"), (0.1, "products beyond what is promised")]
 )
@@ -230,17 +225,13 @@ def test_messages_without_a_time_are_refused(tmp_path: Path) -> None:
         calibrated(written(tmp_path, environment(found)), H100)
 
 
-def test_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
-        calibrated(tmp_path / "missing.json", None)
+def test_what_is_no_record_and_no_folder_of_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="is no text"):
-        calibrated(tmp_path / "a.json", None)
-
-
-def test_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read"):
-        calibrated(tmp_path, None)
+    half = written(tmp_path, {"suite": "calibrate", "processes": {"1": {}}})
+    refused = {tmp_path / "missing.json": "cannot be read", tmp_path / "a.json": "is no text", half: "is damaged"}
+    for path, message in (refused | {tmp_path: "cannot be read"}).items():
+        with pytest.raises(UserError, match=message):
+            calibrated(path, None)
     run_of(tmp_path, [1.0] * 9)
     (tmp_path / ENVIRONMENT).write_text("{")
     with pytest.raises(UserError, match="is damaged"):

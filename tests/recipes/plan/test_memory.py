@@ -48,6 +48,18 @@ DEBUG = ["smollm3_debug.toml", "--batch.micro_batch_size=2"]
 LLAMA_DEBUG = ["llama3_debug.toml", "--batch.micro_batch_size=2", "--batch.sequence_length=256"]
 SHORT = [*LLAMA_DEBUG, "--batch.sequence_length=16"]
 REAL = ["benchmarks/smollm3_3b_8xh100.toml", "--model.layers=2", "--activation_checkpointing.mode=none"]
+WITHOUT_WINDOWS = ("window=0", "full_attention_every=0", "rope_local_theta=0", "rope_scaled_layers=all")
+"""On a CPU, each layer with windows keeps its mask."""
+FILES = {
+    **{"DEBUG": DEBUG, "LLAMA_DEBUG": LLAMA_DEBUG, "SHORT": SHORT, "REAL": REAL},
+    "LLAMA": ["benchmarks/llama3_8b_8xh100.toml", "--model.layers=4"],
+    "PLAIN": [*REAL, "--batch.global_batch_size=8", *(f"--model.{change}" for change in WITHOUT_WINDOWS)],
+}
+SHORTER = {
+    **{"mode": "activation_checkpointing.mode", "blocks": "activation_checkpointing.blocks"},
+    **{"chunks": "batch.loss_chunks", "batch": "batch.global_batch_size", "tokens": "batch.sequence_length"},
+    **{"reshard": "fsdp.reshard_after_forward", "computed": "fsdp.param_dtype", "reduced": "fsdp.reduce_dtype"},
+}
 
 
 def eager(file: str, *changes: str) -> Recipe:
@@ -60,60 +72,63 @@ def assert_as_tracked(recipe: Recipe, processes: int) -> None:
     assert predicted.peak == pytest.approx(live.peak, rel=1e-4), f"{predicted.fullest} here, {live.fullest} there"
 
 
+CASES = """
+8 DEBUG mode=none chunks=1 reshard=true batch=16
+8 DEBUG mode=selective chunks=8 reshard=true batch=16
+8 DEBUG mode=full chunks=8 reshard=false batch=16
+8 DEBUG mode=full chunks=8 reshard=true batch=32
+8 DEBUG mode=none chunks=8 reshard=false batch=32
+8 DEBUG mode=selective chunks=1 reshard=false batch=32
+8 DEBUG mode=selective blocks=2 chunks=8
+8 DEBUG mode=full blocks=2 chunks=8
+8 DEBUG batch=16 mesh.replicate=2 mesh.shard=4 chunks=8
+8 DEBUG batch=16 computed=float32 mode=full
+8 DEBUG batch=16 fsdp.prefetch=3 chunks=8
+8 DEBUG batch=32 reduced=bfloat16
+8 SHORT batch=16 reduced=bfloat16 mesh.replicate=2 mesh.shard=4 chunks=8
+8 SHORT batch=48 reduced=bfloat16
+8 LLAMA_DEBUG batch=32 chunks=8
+8 LLAMA_DEBUG batch=16 chunks=8 reshard=false
+1 DEBUG chunks=8 computed=bfloat16 batch=2
+1 DEBUG chunks=8 computed=float32 batch=4
+
+1 SHORT reduced=bfloat16 computed=bfloat16 mode=full batch=2 chunks=8 mesh.replicate=1 mesh.shard=1
+1 SHORT reduced=bfloat16 computed=float32 mode=full batch=4 chunks=8 mesh.replicate=1 mesh.shard=1
+2 SHORT reduced=bfloat16 computed=bfloat16 mode=full batch=4 chunks=8 mesh.replicate=2 mesh.shard=1
+2 SHORT reduced=bfloat16 computed=float32 mode=full batch=8 chunks=8 mesh.replicate=2 mesh.shard=1
+
+8 DEBUG mesh.tensor=2 mode=selective chunks=8
+8 DEBUG mesh.context=2 mode=none chunks=8
+8 DEBUG mesh.context=2 mode=full chunks=8
+8 LLAMA_DEBUG mesh.tensor=4 model.key_value_heads=4 mode=full
+8 DEBUG mesh.context=2 mesh.context_by=gather mode=selective
+8 LLAMA_DEBUG mesh.tensor=2 tokens=16 batch=16
+
+8 REAL batch=16
+8 REAL batch=16 reshard=false
+8 REAL batch=8 mode=selective chunks=1
+8 LLAMA mode=full
+8 PLAIN model.name=qwen3_0.6b mesh.shard=8 mode=none
+8 PLAIN model.name=qwen3_0.6b mesh.shard=8 mode=selective
+8 PLAIN model.name=gemma3_1b mesh.context=4 mode=none
+8 PLAIN model.name=gemma3_1b mesh.context=4 mode=selective
+8 PLAIN model.name=olmo3_7b mesh.tensor=4 mode=none
+8 PLAIN model.name=olmo3_7b mesh.tensor=4 mode=selective
+"""
+"""Processes, file and changes. In groups: on a mesh that only shards or copies; whole gradients that are summed in
+bfloat16, fullest at the gradient of the embedding, when all others have become float32, and sums over replicas stay,
+too; parts of matrices or rows, the last one fullest at the gradient of the embedding, of all its parts; shapes of real
+models, the last ones with norms of heads and after parts."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "chunks", "reshard", "micro_batches"),
-    [
-        ("none", 1, "true", 1),
-        ("selective", 8, "true", 1),
-        ("full", 8, "false", 1),
-        ("full", 8, "true", 2),
-        ("none", 8, "false", 2),
-        ("selective", 1, "false", 2),
-    ],
-)
-def test_the_predicted_peak_is_that_of_a_step(mode: str, chunks: int, reshard: str, micro_batches: int) -> None:
-    recipe = eager(
-        *DEBUG,
-        f"--activation_checkpointing.mode={mode}",
-        f"--batch.loss_chunks={chunks}",
-        f"--fsdp.reshard_after_forward={reshard}",
-        f"--batch.global_batch_size={16 * micro_batches}",
+@pytest.mark.parametrize("case", filter(None, CASES.splitlines()))
+def test_the_predicted_peak_is_that_of_a_step(case: str) -> None:
+    processes, file, *changes = case.split()
+    words = [change.partition("=") for change in changes]
+    assert_as_tracked(
+        eager(*FILES[file], *(f"--{SHORTER.get(key, key)}={value}" for key, _, value in words)), int(processes)
     )
-    assert_as_tracked(recipe, 8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        [*DEBUG, "--mesh.replicate=2", "--mesh.shard=4", "--batch.loss_chunks=8"],
-        [*DEBUG, "--fsdp.param_dtype=float32", "--activation_checkpointing.mode=full"],
-        [*DEBUG, "--fsdp.prefetch=3", "--batch.loss_chunks=8"],
-        [*DEBUG, "--fsdp.reduce_dtype=bfloat16", "--batch.global_batch_size=32"],
-        [*SHORT, "--fsdp.reduce_dtype=bfloat16", "--mesh.replicate=2", "--mesh.shard=4", "--batch.loss_chunks=8"],
-        [*SHORT, "--fsdp.reduce_dtype=bfloat16", "--batch.global_batch_size=48"],
-        [*LLAMA_DEBUG, "--batch.loss_chunks=8", "--batch.global_batch_size=32"],
-        [*LLAMA_DEBUG, "--batch.loss_chunks=8", "--fsdp.reshard_after_forward=false"],
-    ],
-    ids=lambda changes: " ".join(changes),
-)
-def test_the_predicted_peak_is_that_of_a_step_with(changes: list[str]) -> None:
-    assert_as_tracked(eager(*changes, "--batch.global_batch_size=16", *changes[1:]), 8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("micro_batches", "computed", "replicas"),
-    [(1, "bfloat16", 1), (2, "float32", 1), (1, "bfloat16", 2), (2, "float32", 2)],
-)
-def test_the_predicted_peak_is_that_of_whole_gradients_that_are_summed_in_bf16(
-    micro_batches: int, computed: str, replicas: int
-) -> None:
-    """Fullest at the gradient of the embedding, when all others have become float32; sums over replicas stay, too."""
-    changes = ["--fsdp.reduce_dtype=bfloat16", f"--fsdp.param_dtype={computed}", "--activation_checkpointing.mode=full"]
-    sizes = [f"--batch.global_batch_size={2 * micro_batches * replicas}", "--batch.loss_chunks=8"]
-    assert_as_tracked(eager(*SHORT, *changes, *sizes, f"--mesh.replicate={replicas}", "--mesh.shard=1"), replicas)
 
 
 @pytest.mark.slow
@@ -137,45 +152,6 @@ def test_the_predicted_peak_is_that_of_a_step_without_shards(
     recipe = eager(*file, *sizes, *kinds, f"--mesh.replicate={replicas}", "--mesh.shard=1")
     found = predict(recipe, recipe.mesh.fit(replicas), context=False).peak / tracked_step(recipe, replicas).peak
     assert 1 - 1e-4 <= found <= 1 + 1e-3  # with so few tokens, some of them count
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "mode"), [("tensor=2", "selective"), ("context=2", "none"), ("context=2", "full")])
-def test_the_predicted_peak_is_that_of_a_step_with_parts_of_matrices_or_rows(mesh: str, mode: str) -> None:
-    recipe = eager(*DEBUG, f"--mesh.{mesh}", f"--activation_checkpointing.mode={mode}", "--batch.loss_chunks=8")
-    assert_as_tracked(recipe, 8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        [*LLAMA_DEBUG, "--mesh.tensor=4", "--model.key_value_heads=4", "--activation_checkpointing.mode=full"],
-        [*DEBUG, "--mesh.context=2", "--mesh.context_by=gather", "--activation_checkpointing.mode=selective"],
-        # Fullest at the gradient of the embedding, of all its parts.
-        [*LLAMA_DEBUG, "--mesh.tensor=2", "--batch.sequence_length=16", "--batch.global_batch_size=16"],
-    ],
-    ids=lambda changes: " ".join(changes),
-)
-def test_the_predicted_peak_is_that_of_a_step_with_parts_of_both_or(changes: list[str]) -> None:
-    assert_as_tracked(eager(*changes), 8)
-
-
-WITHOUT_WINDOWS = ("window=0", "full_attention_every=0", "rope_local_theta=0", "rope_scaled_layers=all")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "selective"])
-@pytest.mark.parametrize(
-    ("name", "mesh"), [("qwen3_0.6b", "shard=8"), ("gemma3_1b", "context=4"), ("olmo3_7b", "tensor=4")]
-)
-def test_the_predicted_peak_is_that_of_a_step_with_norms_of_heads_and_after_parts(
-    name: str, mesh: str, mode: str
-) -> None:
-    """Without windows: on a CPU, each of their layers keeps its mask."""
-    plain = [f"--model.{change}" for change in WITHOUT_WINDOWS]
-    changes = [f"--model.name={name}", *plain, f"--mesh.{mesh}", f"--activation_checkpointing.mode={mode}"]
-    assert_as_tracked(eager(*REAL, "--batch.global_batch_size=8", *changes), 8)
 
 
 @pytest.mark.slow
@@ -267,34 +243,12 @@ def test_gathered_keys_need_a_mask_that_is_not_predicted_where_no_kernel_takes_l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "micro_batches"), [("bfloat16", 1), ("float32", 2)])
-def test_the_predicted_peak_is_that_of_a_step_of_one_process(dtype: str, micro_batches: int) -> None:
-    changes = ["--batch.loss_chunks=8", f"--fsdp.param_dtype={dtype}", f"--batch.global_batch_size={2 * micro_batches}"]
-    assert_as_tracked(eager(*DEBUG, *changes), 1)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("file", ["smollm3_debug.toml", "llama3_debug.toml"])
 def test_the_predicted_peak_of_one_process_is_right_where_it_is_at_the_embedding(file: str) -> None:
     short = ["--batch.sequence_length=32", "--batch.global_batch_size=2", "--batch.micro_batch_size=2"]
     recipe = eager(file, *short, "--batch.loss_chunks=8")
     assert "embedding" in predict(recipe, recipe.mesh.fit(1)).fullest
     assert_as_tracked(recipe, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        [*REAL, "--batch.global_batch_size=16"],
-        [*REAL, "--batch.global_batch_size=16", "--fsdp.reshard_after_forward=false"],
-        [*REAL, "--batch.global_batch_size=8", "--activation_checkpointing.mode=selective", "--batch.loss_chunks=1"],
-        ["benchmarks/llama3_8b_8xh100.toml", "--model.layers=4", "--activation_checkpointing.mode=full"],
-    ],
-    ids=lambda changes: " ".join(changes),
-)
-def test_the_predicted_peak_is_that_of_a_step_in_the_shapes_of_real_models(changes: list[str]) -> None:
-    assert_as_tracked(eager(*changes), 8)
 
 
 @pytest.mark.slow
@@ -317,13 +271,6 @@ def test_counted_storages_are_those_of_the_memory_tracker_of_torch() -> None:
                     tracker.reset_mod_stats()
             peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
     assert live.peak == pytest.approx(peak, abs=64)  # the sums of a step: losses, targets, norm
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_the_predicted_peak_is_that_of_a_step_that_recomputes_some_blocks(mode: str) -> None:
-    some = [f"--activation_checkpointing.mode={mode}", "--activation_checkpointing.blocks=2"]
-    assert_as_tracked(eager(*DEBUG, "--batch.loss_chunks=8", *some), 8)
 
 
 def random_recipe(choose: random.Random) -> tuple[Recipe, MeshDegrees]:

@@ -196,7 +196,7 @@ def test_a_recipe_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: 
             converted, all_linears = 7 * recipe.model.layers, 7 * recipe.model.layers + (model.lm_head is not None)
             assert f"{converted} of {all_linears} linears converted" in report[0]
         local = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
-        share = whole / degrees.stage
+        share = whole / degrees.per_layer
         assert local == pytest.approx(share, rel=0.01)  # rank 0 has one row more of uneven shards
     finally:
         dist.destroy_process_group()
@@ -325,7 +325,7 @@ def test_long_recipes_continue_from_weights_with_the_published_stages(
 def test_large_llamas_have_the_published_hyperparameters_and_one_micro_batch(name: str, peak: float) -> None:
     hardware = layout(name)
     recipe = loaded(ROOT / f"configs/{name}.toml", **hardware)
-    degrees = recipe.mesh.fit(**{"world_size": hardware["processes"], "nodes": hardware["nodes"]})
+    degrees = recipe.mesh.fit(hardware["processes"], nodes=hardware["nodes"])
     assert recipe.batch.global_batch_size == recipe.batch.micro_batch_size * degrees.data_parallel
     assert degrees.tensor == 8 and recipe.model.rope_scaling == "none" and recipe.model.rope_theta == 5e5
     assert recipe.optimizer.lr == peak
