@@ -26,7 +26,7 @@ from parallel.errors import UserError
 from recipes.files.markdown import markdown_table
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.recipe.load import CONFIGS, load, read_toml, shown
-from recipes.recipe.rules import blocks_can_recompute, float8_gathers
+from recipes.recipe.rules import conflicts
 from recipes.recipe.rules_mesh import tokens_divide
 from recipes.recipe.schema import Recipe
 
@@ -153,8 +153,8 @@ def _require_countable(path: Path, recipe: Recipe) -> None:
             recipe.attention.backend == "math" and not recipe.data.document_mask
         ),
     }
-    rules = [*blocks_can_recompute(recipe.activation_checkpointing, model=recipe.model)]
-    rules += [*float8_gathers(recipe.float8), *tokens_divide(recipe.batch, mesh=recipe.mesh, float8=recipe.float8)]
+    rules = [*conflicts(recipe, "activation_checkpointing.blocks", "float8.all_gather")]
+    rules += [*tokens_divide(recipe.batch, mesh=recipe.mesh, float8=recipe.float8)]
     wrong = [reason for reason, applies in reasons.items() if applies] + [f"{key} {rule}" for key, rule in rules]
     if wrong:
         raise UserError("\n  ".join([f"{shown(path)} cannot be counted:", *wrong]))

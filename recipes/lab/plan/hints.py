@@ -12,7 +12,7 @@ from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.search_space import CHUNKS, PREFETCH, divisors
 from recipes.lab.plan.world import World
 from recipes.recipe.fields import toml, with_values
-from recipes.recipe.rules import violations_elsewhere
+from recipes.recipe.rules import violations
 from recipes.recipe.rules_mesh import fitted_mesh
 
 WORTH_IT = 0.01
@@ -38,7 +38,7 @@ def _others(found: Plan, world: World) -> Iterator[tuple[str, Plan]]:
     """Plans that fit and differ in one setting, which changes nothing of what is trained."""
     for values in _settings(found):
         recipe = with_values(found.recipe, values)
-        if not any(violations_elsewhere(recipe, processes=world.processes, nodes=world.nodes)):
+        if not any(violations(recipe, None, processes=world.processes, nodes=world.nodes, elsewhere=True)):
             degrees = fitted_mesh(recipe.mesh, world.processes, world.nodes)
             with suppress(UserError):  # of what the model of time does not know
                 other = plan(recipe, degrees, gpu=found.gpu, rates=world.rates)

@@ -7,7 +7,7 @@ from recipes.data.config import BatchConfig
 from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.world import Asked, World, degrees_of, world_of
 from recipes.recipe.fields import Problem, refusal
-from recipes.recipe.rules import violations_elsewhere
+from recipes.recipe.rules import violations
 from recipes.recipe.schema import Recipe
 
 
@@ -27,8 +27,8 @@ def sizes(recipe: Recipe, asked: Asked, *, processes: Sequence[int]) -> list[Siz
         world = world_of(recipe, asked, processes=number)
         degrees = degrees_of(recipe, world)
         fitting = replace(recipe, batch=nearest_batch(recipe.batch, shares=degrees.data_parallel))
-        violations = violations_elsewhere(fitting, processes=number, nodes=world.nodes)
-        if problems := [Problem(key, message) for key, message in violations]:
+        broken = violations(fitting, None, processes=number, nodes=world.nodes, elsewhere=True)
+        if problems := [Problem(key, message) for key, message in broken]:
             raise refusal(problems, where=f"the recipe on {number} processes")
         found.append(Size(world, plan(fitting, degrees, gpu=world.gpu, rates=world.rates)))
     return found
