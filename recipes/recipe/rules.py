@@ -70,7 +70,7 @@ def _guarded(section: Any, wrong: Collection[str]) -> Any:
             raise Unreadable(name)
         return object.__getattribute__(self, name)
 
-    guarded = object.__new__(type(type(section).__name__, (type(section),), {"__getattribute__": read}))
+    guarded: Any = object.__new__(type(type(section).__name__, (type(section),), {"__getattribute__": read}))
     guarded.__dict__.update(section.__dict__)
     return guarded
 

@@ -124,8 +124,8 @@ def _prepared_fits(source: str, index: "Index", data: DataConfig, *, length: int
     if (tokens := sum(shard.train for shard in index.shards)) <= length and not data.has_pairs:
         rule = f"'{source}' has {tokens:,} tokens, but a sequence and its last target need {length + 1:,}"
         yield "batch.sequence_length", f"{rule}; give more text, or shorter sequences"
-    file = user_path(data.tokenizer)
-    other = str(file.parent if file.name == TOKENIZER_FILE else file)
+    path = user_path(data.tokenizer)
+    other = str(path.parent if path.name == TOKENIZER_FILE else path)
     with suppress(UserError):  # of another folder, whose tokenizer is read all the same
         its = open_index(other) if is_prepared(other) and Path(other) != Path(source) else index
         if its.tokenizer_fingerprint != index.tokenizer_fingerprint:

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.recipe.fields import Problem, field_types, refusal, sections, toml, unknown_key, unknown_section, value_of
+from recipes.recipe.fields import (
+    Problem,
+    field_types,
+    refusal,
+    sections,
+    toml,
+    unknown_key,
+    unknown_section,
+    value_of,
+    with_values,
+)
 from recipes.recipe.load import CONFIGS, Layer, load, read_toml, shown, to_toml
 from recipes.recipe.rules import conflicts
 from recipes.recipe.schema import Recipe, RunConfig
@@ -337,7 +347,7 @@ def _require_device(recipe: Recipe, device: str | None) -> None:
     if recipe.run.device == "auto" and device is not None:
         found = [
             Problem(key, "must be true on this machine, which has no GPU; write emulate = true", "false")
-            for key, _ in conflicts(replace(recipe, run=replace(recipe.run, device=device)), "float8.emulate")
+            for key, _ in conflicts(with_values(recipe, {"run.device": device}), "float8.emulate")
         ]
         if found:
             raise refusal(found, where="float8")
