@@ -1,11 +1,14 @@
 """The sections of a recipe that parallel/ reads. Imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
 
+from models.config import LINEARS, LINEARS_IN
+from parallel.axes import DATA_AXES, EXPERT, FSDP_AXES, LAYER_AXES, LOSS_AXES, NAMES, ROW_AXES, TOKEN_AXES
 from parallel.errors import UserError
 
 
@@ -21,48 +24,85 @@ class MeshDegrees:
     expert: int = 1
     """Borrowed from the three axes before it: no factor of the number of processes."""
 
+    def size(self, axes: Sequence[str]) -> int:
+        """Number of processes along these axes together."""
+        return prod(getattr(self, axis) for axis in axes)
+
     @property
     def data_parallel(self) -> int:
         """Number of shares of a global batch: processes that share a sequence or a matrix count as one."""
-        return self.replicate * self.shard
+        return self.size(DATA_AXES)
 
     @property
-    def stage(self) -> int:
-        """Number of processes that hold the blocks of one copy of the model together, or those of some stages of it."""
-        return self.shard * self.context * self.tensor
+    def shards(self) -> int:
+        """Number of processes that FSDP deals parameters out to."""
+        return self.size(FSDP_AXES)
+
+    @property
+    def per_layer(self) -> int:
+        """Number of processes that hold the parts of one copy of a layer."""
+        return self.size(LAYER_AXES)
 
     @property
     def copy(self) -> int:
         """Number of processes that hold one copy of the model together."""
-        return self.pipeline * self.stage
+        return self.pipeline * self.per_layer
 
     @property
     def processes(self) -> int:
         """Number of all processes."""
-        return self.replicate * self.copy
+        return self.size(NAMES)
 
     def have_copies(self, *, tied: bool) -> bool:
         """Whether processes hold the same tensors: replicas all, a tensor group norms, two stages a tied embedding."""
         return self.replicate > 1 or self.tensor > 1 or (tied and self.pipeline > 1)
 
-    def groups(self, *, of_copies: bool = False) -> tuple[int, ...]:
-        """The sizes of the process groups that parallel/mesh.py makes: of all processes first, then of some axes.
+    def wide(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of the axes along which there are several processes."""
+        return tuple(axis for axis in axes if getattr(self, axis) > 1)
 
-        of_copies: with the one of a whole copy of the model, for Muon. A group of all processes is the first one.
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """The dimensions of the DeviceMesh, outermost first.
+
+        Of the others than DATA_AXES, one of a single process would cost process groups, and 2D parameters for nothing.
         """
-        wide = {axis: degree for axis, degree in vars(self).items() if degree > 1 and axis != "expert"}
-        alone = {(axis,) for axis in ("replicate", "shard", *wide)}
-        together = [("shard", "context"), ("replicate", "shard"), ("pipeline", "replicate", "shard", "context")]
-        together += [("shard", "context", "tensor")] if of_copies else []
-        groups = alone | {tuple(axis for axis in axes if axis in wide) for axes in together}
-        sizes = (prod(getattr(self, axis) for axis in axes) for axes in groups if axes)
-        return self.processes, *sorted(size for size in sizes if size < self.processes)
+        return {axis: getattr(self, axis) for axis in NAMES if axis in (*DATA_AXES, *self.wide(NAMES))}
+
+    @property
+    def dimensions_of_experts(self) -> dict[str, int]:
+        """The dimensions of the DeviceMesh over which experts are divided and sharded; none where one is enough.
+
+        Tensor groups have all of a row's tokens, but at routers only parts of them: they need it, too.
+        """
+        if self.expert == self.tensor == 1:
+            return {}
+        sizes = {axis: getattr(self, axis) for axis in self.wide(NAMES) if axis not in LAYER_AXES}
+        sizes["shard"] = self.per_layer // self.expert
+        return sizes | ({EXPERT: self.expert} if self.expert > 1 else {})
+
+    def group_sizes(self, *, experts: bool = False, muon: bool = False, split_ends: bool = False) -> list[int]:
+        """The sizes of the process groups that each process is in, that of all processes first.
+
+        torch makes one for each dimension of a DeviceMesh; parallel/mesh.py makes those over several together. A group
+        of all processes is always the first one.
+
+        Args:
+            experts: with those of a model with experts.
+            muon: with that of the parts of a matrix.
+            split_ends: with that of a tied embedding, where two processes of a pipeline have the first and last stage.
+        """
+        together = [DATA_AXES, LOSS_AXES, FSDP_AXES, *([LAYER_AXES] if muon else [])]
+        together += [TOKEN_AXES, ROW_AXES] if experts else []
+        groups = {(axis,) for axis in self.dimensions} | {self.wide(axes) for axes in together} - {()}
+        sizes = [self.size(axes) for axes in groups]
+        sizes += self.dimensions_of_experts.values() if experts else ()
+        sizes += [2] if split_ends and self.pipeline > 2 else []  # of two, the pipeline group has both
+        return [self.processes, *sorted(size for size in sizes if size < self.processes)]
 
     def __str__(self) -> str:
         """Text such as "replicate 2 x shard 4 x tensor 8"."""
-        always = ("replicate", "shard")
-        axes = {axis: degree for axis, degree in vars(self).items() if axis != "expert"}
-        text = " x ".join(f"{axis} {degree}" for axis, degree in axes.items() if degree > 1 or axis in always)
+        text = " x ".join(f"{axis} {degree}" for axis, degree in self.dimensions.items())
         return f"{text}, of which expert {self.expert}" if self.expert > 1 else text
 
 
@@ -92,27 +132,35 @@ class MeshConfig:
         """Whether a part of the tokens attends to gathered keys."""
         return self.context > 1 and self.context_by == "gather"
 
-    def fit(self, world_size: int, *, nodes: int | None = None) -> MeshDegrees:
-        """The degrees with -1 and "node" replaced, so that their product, without `expert`, is `world_size`.
+    def fit(self, processes: int | None, *, nodes: int | None = None) -> MeshDegrees:
+        """The degrees with -1 and "node" replaced, so that their product, without `expert`, is the number of processes.
 
-        nodes: the number of nodes, required for shard = "node". Raises UserError, with the arithmetic and one line for
+        processes, nodes: None = as few as the degrees allow. Raises UserError, with the arithmetic and one line for
         each problem, if the processes cannot be laid out like that.
         """
-        degrees = self._fit(world_size, nodes)
-        if degrees.stage % self.expert:
+        inner = self.context * self.tensor
+        rest = self.expert // gcd(self.expert, inner)  # of shard, from which experts are borrowed, too
+        if self.shard == "node":
+            nodes = nodes or max(1, self.replicate) * self.pipeline
+            degrees = self._fit(processes or nodes * inner * rest, nodes)
+        else:
+            data = abs(self.replicate) * rest if self.shard == -1 else max(1, abs(self.replicate * self.shard))
+            degrees = self._fit(processes or data * inner * self.pipeline, nodes)
+        if degrees.per_layer % self.expert:
+            lent = " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in LAYER_AXES)
             raise UserError(
-                f"mesh.expert = {self.expert}: must divide shard {degrees.shard} x context {self.context} x tensor"
-                f" {self.tensor} = {degrees.stage}, from which it is borrowed; write one of its divisors"
+                f"mesh.expert = {self.expert}: must divide {lent} = {degrees.per_layer}, from which it is borrowed;"
+                " write one of its divisors"
             )
         return replace(degrees, expert=self.expert)
 
     def _fit(self, world_size: int, nodes: int | None) -> MeshDegrees:
-        inner = {"pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
-        asked = f"replicate {self.replicate} x shard {self.shard} x context {self.context} x tensor {self.tensor}"
-        asked = f"pipeline {self.pipeline} x {asked}" if self.pipeline > 1 else asked
+        inner = {axis: getattr(self, axis) for axis in NAMES if axis not in DATA_AXES}
+        shown = [axis for axis in NAMES if axis != "pipeline" or self.pipeline > 1]
+        asked = " x ".join(f"{axis} {getattr(self, axis)}" for axis in shown)
         problems = [
             f"mesh.{axis} = 0: a degree must be at least 1; write 1, or -1 for the rest"
-            for axis in ("replicate", "shard")
+            for axis in DATA_AXES
             if getattr(self, axis) == 0
         ]
         if problems:
@@ -170,8 +218,9 @@ class MeshConfig:
                 f'mesh.shard = "node": the {inside} processes of a node cannot be divided by context {self.context} x'
                 f" tensor {self.tensor} = {inner}; start a multiple of {inner} on each (NPROC), or change the degrees"
             )
-        axes = {"pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
-        return MeshDegrees(replicate=replicas, shard=inside // inner, **axes)
+        return MeshDegrees(
+            pipeline=self.pipeline, replicate=replicas, shard=inside // inner, context=self.context, tensor=self.tensor
+        )
 
 
 @dataclass(frozen=True)
@@ -212,6 +261,11 @@ class Float8Config:
     """Compute in bf16 or fp32 with float8 rounding, for devices without float8 matrix units. Slow; for tests."""
     sample_every: Annotated[int, Ge(0)] = 0
     """Every this many steps, write overflow and underflow of every cast to float8.jsonl; 0 = off. Not with compile."""
+
+    @property
+    def plain_linears(self) -> frozenset[str]:
+        """The linears that are excluded in every block; those excluded in single blocks, by number, are left out."""
+        return frozenset(name for part in self.exclude for name in LINEARS_IN.get(part, (part,)) if name in LINEARS)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, library, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from models.experts import Compute, Routers, inverted, permuted
 from models.interface import blocks_of, has_part, interface_of
+from parallel.axes import EXPERT, ROW_AXES, TOKEN_AXES, axis_of_experts
 from parallel.errors import UserError
-from parallel.mesh import ExpertMesh, Mesh, group_of, share_timeout, without_noise_of_splits
+from parallel.mesh import ExpertMesh, Mesh, device_mesh, group_of
 
 GROUPS: dict[str, ProcessGroup] = {}
 """By name: operators of torch.compile take names only."""
@@ -28,23 +29,15 @@ GROUPS: dict[str, ProcessGroup] = {}
 
 def with_experts(mesh: Mesh) -> Mesh:
     """The mesh, with the groups of processes that a model with experts needs."""
-    degrees, names = mesh.degrees, mesh.devices.mesh_dim_names or ()
-    tokens = group_of(mesh.devices, tuple(name for name in names if name != "pipeline"))
-    cut = tuple(axis for axis in ("context", "tensor") if getattr(degrees, axis) > 1)
-    rows = [group_of(mesh.devices, cut)] if cut else []
-    axis = fsdp = None
-    if degrees.expert > 1 or degrees.tensor > 1:  # tensor groups have all of a row's tokens, but at routers only parts
-        shape = (degrees.pipeline, degrees.replicate, degrees.stage // degrees.expert, degrees.expert)
-        others = without_noise_of_splits(
-            lambda: init_device_mesh(
-                mesh.devices.device_type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "expert")
-            )
-        )
+    degrees, devices = mesh.degrees, mesh.devices
+    rows = group_of(devices, ROW_AXES) if degrees.wide(ROW_AXES) else None
+    experts = ExpertMesh(None, None, group_of(devices, TOKEN_AXES), rows)
+    if dimensions := degrees.dimensions_of_experts:
+        others = device_mesh(dimensions, device_type=devices.device_type)
         fsdp = others["replicate", "shard"] if degrees.replicate > 1 else others["shard"]
-        axis = others["expert"] if degrees.expert > 1 else None
-        share_timeout(others.get_all_groups())
-    share_timeout([tokens, *rows])
-    return replace(mesh, experts=ExpertMesh(axis, fsdp, tokens, rows[0] if rows else None))
+        axis = others[EXPERT] if degrees.expert > 1 else None
+        experts = replace(experts, axis=axis, fsdp=fsdp)
+    return replace(mesh, experts=experts)
 
 
 def split_over(model: nn.Module, mesh: ExpertMesh) -> str:
@@ -88,8 +81,7 @@ def shards_of_experts(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], 
         if parameter not in experts:
             return None
         count, rows, _ = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
-        # Fewer experts than processes would leave some of them padding only: then each process has parts of all.
-        return cut(1 if count % over.size(-1) and not rows % over.size(-1) else 0)
+        return cut(axis_of_experts(count, rows, shards=over.size(-1)))
 
     return place
 

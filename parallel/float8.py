@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from models.interface import ModelInterface, interface_of
 from parallel.config import Float8Config
 from parallel.errors import UserError
+from parallel.float8_limits import UNIT, fit, why_not_shared
 from parallel.fsdp import plain_name
 
 
@@ -43,27 +44,25 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str,
     uneven = {
         name: f"{name} ({module.in_features} -> {module.out_features})"
         for name, module in chosen.items()
-        if module.in_features % 16 or module.out_features % 16
+        if not fit([module.in_features, module.out_features])
     }
     if interface.skips_uneven:
         chosen = {name: module for name, module in chosen.items() if name not in uneven}
     elif uneven:
         raise UserError(
-            f"float8: widths must be multiples of 16, but {next(iter(uneven.values()))} and {len(uneven) - 1} more are"
-            " not; add their names to float8.exclude or change the model's widths"
+            f"float8: widths must be multiples of {UNIT}, but {next(iter(uneven.values()))} and {len(uneven) - 1} more"
+            " are not; add their names to float8.exclude or change the model's widths"
         )
     if not chosen:
         raise UserError(
             f"float8.recipe = {config.recipe!r} would convert none of the {len(linears)} linears: float8.exclude ="
-            f" {list(config.exclude)} leaves nothing{' whose widths are multiples of 16' if uneven else ''}"
+            f" {list(config.exclude)} leaves nothing{f' whose widths are multiples of {UNIT}' if uneven else ''}"
             '; exclude less, or write recipe = "none"'
         )
-    cut = {name: rows for name, module in chosen.items() if (rows := module.out_features) % shards}
-    if config.all_gather and cut:
-        name, rows = next(iter(cut.items()))
+    uncut = why_not_shared({name: module.out_features for name, module in chosen.items()}, shards)
+    if config.all_gather and uncut:
         raise UserError(
-            f"float8.all_gather: {shards} processes cannot share the {rows} rows of {name} equally; write all_gather ="
-            " false, add it to float8.exclude, or change mesh.shard"
+            f"float8.all_gather: {uncut}; write all_gather = false, add it to float8.exclude, or change mesh.shard"
         )
     torchao_float8 = _torchao_float8()
     preset = torchao_float8.Float8LinearConfig.from_recipe_name(config.recipe)
@@ -74,7 +73,7 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str,
         model.get_submodule(name).__class__ = _linear_of_rows()
     gathered = ", float8 all-gather" if config.all_gather else ""
     emulated = ", emulated" if config.emulate else ""
-    skipped = f", {len(uneven)} not because of widths that are no multiples of 16" if uneven else ""
+    skipped = f", {len(uneven)} not because of widths that are no multiples of {UNIT}" if uneven else ""
     return f"float8: {config.recipe}, {len(chosen)} of {len(linears)} linears converted{skipped}{gathered}{emulated}"
 
 

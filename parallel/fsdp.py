@@ -69,7 +69,7 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
             if config.prefetch > 1:  # one block ahead FSDP2 looks by itself in the backward pass
                 unit.set_modules_to_backward_prefetch(units[max(0, index - config.prefetch) : index][::-1])
 
-    shard, replicate = shards_of(mesh), mesh.degrees.replicate
+    shard, replicate = mesh.degrees.shards, mesh.degrees.replicate
     stage = "ZeRO-3" if reshard else "ZeRO-2"
     layout = f"{stage} over {shard}" if shard > 1 else "no sharding"
     copies = f" x {replicate} replicas" if replicate > 1 else ""
@@ -86,7 +86,7 @@ def _require_symmetric_memory(mesh: Mesh) -> None:
         raise UserError(f"fsdp.symmetric_memory needs torch 2.12 or later, and this is {torch.__version__}; {remedy}")
     if mesh.devices.device_type != "cuda":
         raise UserError(f"fsdp.symmetric_memory needs GPUs, and the device is a {mesh.devices.device_type}; {remedy}")
-    if shards_of(mesh) == 1:
+    if mesh.degrees.shards == 1:
         raise UserError(f"fsdp.symmetric_memory: each process has whole parameters and gathers none; {remedy}")
 
 
@@ -187,11 +187,6 @@ def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, count in uses.items() if count > 1}
 
 
-def shards_of(mesh: Mesh) -> int:
-    """Number of parts into which FSDP cuts each parameter."""
-    return mesh.degrees.shard * mesh.degrees.context
-
-
 def expect_micro_batch(units: Sequence[FSDPModule], *, is_last: bool, reshards: bool) -> None:
     """Prepare the units for a micro-batch of a step.
 
@@ -225,7 +220,7 @@ def units_of(model: nn.Module) -> tuple[FSDPModule, ...]:
 
 def _shards_are_whole(mesh: Mesh, config: FSDPConfig) -> bool:
     # Offloading reads FSDP's extensions from a copy on the device, and tensor parallelism wraps what they return.
-    return shards_of(mesh) == 1 and mesh.tensor is None and not config.cpu_offload
+    return mesh.degrees.shards == 1 and mesh.tensor is None and not config.cpu_offload
 
 
 def compute_with_whole_shards(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> None:

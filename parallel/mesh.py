@@ -1,11 +1,7 @@
-"""The mesh of processes, and what each of its axes is for.
-
-Processes along an axis that neither reads other data, nor sums losses, nor shards hold the same sequences, the same
-loss and the same shards. **Every reduction names its axes; nothing sums over the world by default.**
-"""
+"""The mesh of processes, with the process groups over its axes. parallel/axes.py says what each axis is for."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,36 +10,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parallel.axes import DATA_AXES, FSDP_AXES, LAYER_AXES, LOSS_AXES, NAMES
 from parallel.config import MeshDegrees
 
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True)
-class Axis:
-    """An axis of the mesh."""
-
-    name: str
-    reads_data: bool = False
-    """Whether processes along it read different sequences."""
-    sums_loss: bool = False
-    """Whether losses are summed over it: each process has that of other tokens, or has none, before the last stage."""
-    shards: bool = False
-    """Whether FSDP shards parameters, gradients and optimizer states along it."""
-
-
-AXES = (
-    Axis("pipeline", sums_loss=True),  # parts of the model, one after the other
-    Axis("replicate", reads_data=True, sums_loss=True),  # copies of the sharded model
-    Axis("shard", reads_data=True, sums_loss=True, shards=True),
-    Axis("context", sums_loss=True, shards=True),  # parts of every row of tokens
-    Axis("tensor"),  # parts of every matrix
-)
-"""The axes, outermost first."""
-NAMES = tuple(axis.name for axis in AXES)
-DATA_AXES = tuple(axis.name for axis in AXES if axis.reads_data)
-LOSS_AXES = tuple(axis.name for axis in AXES if axis.sums_loss)
-FSDP_AXES = tuple(axis.name for axis in AXES if axis.shards)
 
 
 @dataclass(frozen=True)
@@ -90,43 +60,42 @@ class Mesh:
 
 
 def build_mesh(degrees: MeshDegrees, *, device_type: str) -> Mesh:
-    """The mesh of these degrees over all processes. Neighbouring ranks are in the same tensor group.
+    """The mesh of these degrees over all processes."""
+    return replace(mesh_over(device_mesh(degrees.dimensions, device_type=device_type)), degrees=degrees)
 
-    A pipeline, context or tensor axis of one is left out: it would cost process groups, and 2D parameters for nothing.
-    """
-    sizes = {axis: getattr(degrees, axis) for axis in NAMES}
-    axes = tuple(axis for axis, size in sizes.items() if size > 1 or axis in DATA_AXES)
-    shape = tuple(sizes[axis] for axis in axes)
-    mesh = without_noise_of_splits(lambda: mesh_over(init_device_mesh(device_type, shape, mesh_dim_names=axes)))
-    return replace(mesh, degrees=degrees)
+
+def device_mesh(dimensions: Mapping[str, int], *, device_type: str) -> DeviceMesh:
+    """The DeviceMesh of all processes with these dimensions, outermost first."""
+    sizes, names = tuple(dimensions.values()), tuple(dimensions)
+    devices = without_noise_of_splits(lambda: init_device_mesh(device_type, sizes, mesh_dim_names=names))
+    share_timeout(devices.get_all_groups())
+    return devices
 
 
 def mesh_over(devices: DeviceMesh) -> Mesh:
-    """The mesh over a DeviceMesh that has at least the axes replicate and shard.
-
-    Its process groups get the time-out of the default group.
-    """
+    """The mesh over a DeviceMesh that has at least the axes replicate and shard."""
     names = devices.mesh_dim_names or ()
-    size = {axis: devices[axis].size() if axis in names else 1 for axis in NAMES}
-    data_rank, data_ranks = 0, 1
+    degrees = MeshDegrees(**{axis: devices[axis].size() if axis in names else 1 for axis in NAMES})
+    data_rank = 0
     for axis in DATA_AXES:
-        data_rank = data_rank * size[axis] + devices[axis].get_local_rank()
-        data_ranks *= size[axis]
-    mesh = Mesh(
+        data_rank = data_rank * devices[axis].size() + devices[axis].get_local_rank()
+
+    def along(axis: str) -> DeviceMesh | None:
+        return devices[axis] if degrees.wide([axis]) else None
+
+    return Mesh(
         devices,
-        MeshDegrees(**size),
-        fsdp=_fsdp_mesh(devices, size),
+        degrees,
+        fsdp=_fsdp_mesh(devices, degrees),
         data_rank=data_rank,
-        data_ranks=data_ranks,
+        data_ranks=degrees.data_parallel,
         data_group=group_of(devices, DATA_AXES),
-        loss_group=group_of(devices, tuple(axis for axis in LOSS_AXES if axis in names)),
+        loss_group=group_of(devices, LOSS_AXES),
         replicate_group=devices.get_group("replicate"),
-        pipeline=devices["pipeline"] if size["pipeline"] > 1 else None,
-        context=devices["context"] if size["context"] > 1 else None,
-        tensor=devices["tensor"] if size["tensor"] > 1 else None,
+        pipeline=along("pipeline"),
+        context=along("context"),
+        tensor=along("tensor"),
     )
-    share_timeout([*devices.get_all_groups(), *mesh.fsdp.get_all_groups(), mesh.data_group, mesh.loss_group])
-    return mesh
 
 
 def without_noise_of_splits(make: Callable[[], Made]) -> Made:
@@ -163,34 +132,38 @@ def share_timeout(groups: Iterable[ProcessGroup]) -> None:
         group.set_timeout(options._timeout)
 
 
-def _fsdp_mesh(devices: DeviceMesh, size: Mapping[str, int]) -> DeviceMesh:
+def _fsdp_mesh(devices: DeviceMesh, degrees: MeshDegrees) -> DeviceMesh:
     """The axes that FSDP shards over as one, and before it the replicate axis where there are several copies."""
-    wide = [axis for axis in FSDP_AXES if size[axis] > 1] or ["shard"]
-    sharding = wide[0]
+    wide = degrees.wide(FSDP_AXES) or ("shard",)
     if len(wide) > 1:
-        sharding = "_".join(wide)
-        devices[tuple(wide)]._flatten(sharding)
+        _flattened(devices, wide)
+    sharding = "_".join(wide)
     with warnings.catch_warnings():
         # torch warns of slicing a flattened axis; 2.11 to 2.13 have no other way to put it beside replicate.
         warnings.filterwarnings("ignore", "Slicing a flattened dim")
         # A replicate axis of one would cost an all-reduce among one process for every block.
-        return devices["replicate", sharding] if size["replicate"] > 1 else devices[sharding]
+        return devices["replicate", sharding] if degrees.replicate > 1 else devices[sharding]
 
 
-def sharding_group(mesh: Mesh) -> ProcessGroup:
-    """The processes that hold the parts of one copy of the model, cut by FSDP and by tensor parallelism."""
-    names = mesh.devices.mesh_dim_names or ()
-    group = group_of(mesh.devices, tuple(axis for axis in (*FSDP_AXES, "tensor") if axis in names))
+def group_of(devices: DeviceMesh, axes: Sequence[str]) -> ProcessGroup:
+    """The process group over several axes; one that exists already where there is one, so no communicator is added."""
+    names = [axis for axis in axes if axis in (devices.mesh_dim_names or ())]
+    wide = tuple(axis for axis in names if devices[axis].size() > 1)
+    if len(wide) <= 1:
+        return devices.get_group(wide[0] if wide else names[0])
+    # Not an axis of one, which would make another group of the same processes.
+    if devices[wide].size() == dist.get_world_size() and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    return _flattened(devices, wide)
+
+
+def _flattened(devices: DeviceMesh, axes: tuple[str, ...]) -> ProcessGroup:
+    """The process group over axes that devices[] knows as one from now on, by their names joined by "_"."""
+    group = without_noise_of_splits(lambda: devices[axes]._flatten("_".join(axes)).get_group())
     share_timeout([group])
     return group
 
 
-def group_of(devices: DeviceMesh, axes: tuple[str, ...]) -> ProcessGroup:
-    """The process group over several axes; one that exists already where there is one, so no communicator is added."""
-    wide = [axis for axis in axes if devices[axis].size() > 1]
-    if len(wide) <= 1:
-        return devices.get_group(wide[0] if wide else axes[0])
-    selected = devices[tuple(wide)]  # not an axis of one, which would make another group of the same processes
-    if selected.size() == dist.get_world_size() and dist.group.WORLD is not None:
-        return dist.group.WORLD
-    return selected._flatten().get_group()
+def sharding_group(mesh: Mesh) -> ProcessGroup:
+    """The processes that hold the parts of one copy of a layer, cut by FSDP and by tensor parallelism."""
+    return group_of(mesh.devices, LAYER_AXES)

@@ -77,8 +77,8 @@ def placement(degrees: MeshDegrees, nodes: Sequence[Node]) -> list[str]:
     sizes = sorted({len(node.ranks) for node in nodes})
     processes = " or ".join(map(str, sizes)) + (" process" if sizes == [1] else " processes")
     where = ["nothing is sharded"]
-    if degrees.stage > degrees.tensor:  # tensor groups, which are neighbours, are inside nodes
-        where = [_spans("shard", degrees.stage, nodes)]
+    if degrees.per_layer > degrees.tensor:  # tensor groups, which are neighbours, are inside nodes
+        where = [_spans("shard", degrees.per_layer, nodes)]
     elif degrees.tensor > 1:
         where = ["each copy of the model is inside one node"]
     if degrees.context > 1:

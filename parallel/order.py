@@ -6,7 +6,7 @@ from torch import nn
 
 from parallel.activation_checkpoint import checkpoint_blocks
 from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
-from parallel.fsdp import shard_blocks_and_root, shards_of
+from parallel.fsdp import shard_blocks_and_root
 from parallel.kernels import compile_blocks
 from parallel.mesh import Mesh
 
@@ -70,7 +70,7 @@ def parallelize(
     outside = mesh.tensor is not None and compile.enabled and activation_checkpointing.mode == "full"
     return [
         # First, while the linears are plain nn.Linear: torchao swaps them by type.
-        to_float8(model, float8, device_type=mesh.devices.device_type, shards=shards_of(mesh)),
+        to_float8(model, float8, device_type=mesh.devices.device_type, shards=mesh.degrees.shards),
         # On the (float8) linears: it replaces their parameters by parts, and hooks their inputs and outputs.
         *split_matrices(model, mesh, float8_gathers=float8.gather_activations, overlapped=layout.overlap_tensor),
         # After it, on the heads that it has left each process.

@@ -244,15 +244,14 @@ class _PlannedStage(PipelineStage):
 
 def group_of_copies(mesh: Mesh, stages: Stages) -> ProcessGroup | None:
     """The processes of a pipeline group that have the first and the last stage, if these are two; None on others."""
-    first, last = stages.ends
-    if first == last:
+    if not stages.splits_ends:
         return None
     assert mesh.pipeline is not None
     group = mesh.pipeline.get_group()
     if group.size() == 2:
         return group
     whole = mesh.devices.mesh.flatten(1)  # the pipeline axis is the first: (stages, groups)
-    pairs = whole[[first, last]].t().tolist()
+    pairs = whole[list(stages.ends)].t().tolist()
     own, _ = dist.new_subgroups_by_enumeration(pairs)
     share_timeout([own] if own is not None else [])
     return own

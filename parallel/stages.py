@@ -29,6 +29,11 @@ class Stages:
         """The processes with the first and the last stage, in "zbv" the same one."""
         return self.owners[0], self.owners[-1]
 
+    @property
+    def splits_ends(self) -> bool:
+        """Whether the first and the last stage, which both have a tied embedding, are on two processes."""
+        return self.owners[0] != self.owners[-1]
+
     def __str__(self) -> str:
         """The blocks of each process, as in "0-3 | 4-7", joined by "+" where it has several stages."""
         spans = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in self.layers]

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval, MinLen
 
+from parallel.config import MeshDegrees
+
 HELD_OUT = ""
 """The validation source that is the held-out documents of the training sources."""
 
@@ -79,3 +81,13 @@ class BatchConfig:
     """Sequences per process in one forward and backward pass; with context or tensor, per group that shares them."""
     loss_chunks: Annotated[int, Ge(1)] = 1
     """Compute the loss in this many chunks of tokens, to hold the float32 logits of only one (compiled, of none)."""
+
+    def micro_batches(self, degrees: MeshDegrees) -> int:
+        """Micro-batches of a step, on each process."""
+        return self.global_batch_size // (degrees.data_parallel * self.micro_batch_size)
+
+    def divided(self, degrees: MeshDegrees) -> str:
+        """How a global batch is divided, as in "2 x 4 micro-batches of 1, each shared by 8 processes"."""
+        shares, inner = degrees.data_parallel, degrees.processes // degrees.data_parallel
+        shared = f", each shared by {inner} processes" if inner > 1 else ""
+        return f"{shares} x {self.micro_batches(degrees)} micro-batches of {self.micro_batch_size}{shared}"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from models.activations import Kept, Widths, saved_per_token
+from parallel.axes import axis_of_experts
 from recipes.plan.sizes import Pieces, Sizes, Unit
 
 
@@ -23,12 +24,12 @@ class SparseSizes(Sizes):
 
     @cached_property
     def experts(self) -> Unit:
-        """The experts of one layer. See shards_of_experts() of parallel/experts.py."""
+        """The experts of one layer."""
         model, degrees = self.recipe.model, self.degrees
-        shards, own = degrees.stage // degrees.expert, model.experts // degrees.expert
+        shards, own = degrees.per_layer // degrees.expert, model.experts // degrees.expert
         size = own * model.expert_width * model.width
         rows = (model.expert_width, model.expert_width, model.width)
-        parts = [own if own % shards == 0 or count % shards else count for count in rows]
+        parts = [(own, count)[axis_of_experts(own, count, shards=shards)] for count in rows]
         return Unit.of(*((count, size // count) for count in parts), shards=shards)
 
     @cached_property

@@ -90,12 +90,10 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True, imbal
 
 def outside_of_torch(recipe: Recipe, degrees: MeshDegrees) -> Pieces:
     """Bytes that torch's allocator does not know of."""
-    groups = degrees.groups(of_copies=recipe.optimizer.name == "muon") if degrees.processes > 1 else ()
-    if degrees.pipeline > 2 and recipe.model.tied_embeddings and recipe.pipeline.schedule != "zbv":
-        groups = *groups, 2  # the first stage and the last one, which both have the embedding
-    if recipe.model.experts and (degrees.expert > 1 or degrees.tensor > 1):
-        shards = degrees.stage // degrees.expert
-        groups = *groups, *(size for size in {degrees.expert, shards} if 1 < size < degrees.processes)
+    split_ends = recipe.model.tied_embeddings and degrees.pipeline > 1
+    split_ends = split_ends and recipe.pipeline_stages(degrees.pipeline).splits_ends
+    muon, experts = recipe.optimizer.name == "muon", recipe.model.experts > 0
+    groups = degrees.group_sizes(experts=experts, muon=muon, split_ends=split_ends) if degrees.processes > 1 else []
     return {"CUDA context": CUDA, "buffers of NCCL": sum(NCCL if size > 2 else NCCL_PAIR for size in groups)}
 
 

@@ -147,7 +147,7 @@ def small_sums(work: Work) -> float:
     if work.tensor == 1:
         return 0.0
     layers = work.layers / work.pipeline
-    linears = 6 + work.gated - len(work.not_float8) if work.float8 == "tensorwise" else 0
+    linears = 6 + work.gated - len(work.plain_linears) if work.float8 == "tensorwise" else 0
     reductions = work.micro_batches if work.reduces_each else 1
     return reductions * (2 * layers + 1) + work.micro_batches * layers * 4 * linears
 

@@ -7,7 +7,6 @@ from math import gcd
 
 from models.activations import Kept, Widths, at_swiglu_per_token, saved_per_token
 from parallel.config import MeshDegrees
-from recipes.recipe.rules_mesh import not_float8
 from recipes.recipe.schema import Recipe
 
 Pieces = dict[str, int]
@@ -41,7 +40,7 @@ class Sizes:
     @cached_property
     def shards(self) -> int:
         """Processes that FSDP deals parameters out to."""
-        return self.degrees.shard * self.degrees.context
+        return self.degrees.shards
 
     @cached_property
     def tokens(self) -> int:
@@ -62,8 +61,7 @@ class Sizes:
     @cached_property
     def micro_batches(self) -> int:
         """Micro-batches of a step, on each process."""
-        batch = self.recipe.batch
-        return batch.global_batch_size // (batch.micro_batch_size * self.degrees.data_parallel)
+        return self.recipe.batch.micro_batches(self.degrees)
 
     @cached_property
     def accumulates(self) -> bool:
@@ -135,7 +133,7 @@ class Sizes:
     @cached_property
     def gathered_block(self) -> int:
         """Bytes of a block's weights as they arrive."""
-        if self.recipe.float8.all_gather and not not_float8(self.recipe.float8):  # else at most as without
+        if self.recipe.float8.all_gather and not self.recipe.float8.plain_linears:  # else at most as without
             norms = sum(self.norms_of_block)
             return self.block.whole - norms + self.gathered * norms
         return self.gathered * self.block.whole
@@ -162,7 +160,7 @@ class Sizes:
         """How a block runs that does not recompute, and one that does."""
         recipe = self.recipe
         plain = Kept(
-            float8=recipe.float8.recipe != "none" and not not_float8(recipe.float8),  # else at most as without
+            float8=recipe.float8.recipe != "none" and not recipe.float8.plain_linears,  # else at most as without
             compiled=recipe.compile.enabled,
             exchanged=self.degrees.context > 1,
             element=self.element,

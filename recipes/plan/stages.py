@@ -16,7 +16,6 @@ from models.activations import norm_per_token
 from parallel.config import MeshDegrees, PipelineConfig
 from recipes.plan import moments as at
 from recipes.plan.sizes import Pieces, Sizes, Unit
-from recipes.recipe.rules_pipeline import stages_in
 from recipes.recipe.schema import Recipe
 
 
@@ -144,7 +143,7 @@ class Part(Sizes):
 
 def parts(recipe: Recipe, degrees: MeshDegrees, *, imbalance: float = 1.0) -> Iterator[tuple[str, Part]]:
     """(such as "stage 0 of 8", sizes) of each process of a pipeline."""
-    found = stages_in(recipe, degree=degrees.pipeline)
+    found = recipe.pipeline_stages(degrees.pipeline)
     for rank in range(degrees.pipeline):
         numbers, own = found.of(rank), replace(recipe.model, layers=len(found.layers_of(rank)))
         name = f"stage{'s' if len(numbers) > 1 else ''} {'+'.join(map(str, numbers))} of {len(found.layers)}"

@@ -263,7 +263,7 @@ def _linears(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
     width, query, key, inner = work.width, work.query / work.tensor, work.key / work.tensor, work.inner / work.tensor
     shapes = (query, width), (key, width), (key, width), (width, query), (inner, width), (inner, width), (width, inner)
     linears = tuple(
-        (columns, depth, "none" if name in work.not_float8 else work.float8)
+        (columns, depth, "none" if name in work.plain_linears else work.float8)
         for name, (columns, depth) in zip(LINEARS, shapes, strict=True)
         if (work.gated or name != "gate_proj") and columns * depth
     )

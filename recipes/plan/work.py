@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 from models.config import LINEARS, ModelConfig
 from parallel.config import ActivationCheckpointingConfig, MeshDegrees
-from recipes.recipe.rules_mesh import not_float8
 from recipes.recipe.schema import Recipe
 
 Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
@@ -78,7 +77,7 @@ class Work:
     element: int = 2
     """Bytes of an element of activations."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    not_float8: frozenset[str] = frozenset()
+    plain_linears: frozenset[str] = frozenset()
     """Names in LINEARS of the linears that are not in float8 all the same."""
     float8_head: bool = False
     float8_weights: bool = False
@@ -141,7 +140,9 @@ class Work:
             return self.element
         query, key, inner = self.query, self.key, self.inner
         widths = dict(zip(LINEARS, (query, key, key, query, inner, inner, inner), strict=True))
-        return 1 + (self.element - 1) * self.width * sum(widths[name] for name in self.not_float8) / self.block_params
+        return (
+            1 + (self.element - 1) * self.width * sum(widths[name] for name in self.plain_linears) / self.block_params
+        )
 
     @property
     def expert_params(self) -> float:
@@ -196,11 +197,11 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         attended=attended,
         windowed=attended - without_windows if 0 < model.window < batch.sequence_length else 0.0,
         micro_batch=batch.micro_batch_size,
-        micro_batches=max(1, batch.global_batch_size // (degrees.data_parallel * batch.micro_batch_size)),
+        micro_batches=max(1, batch.micro_batches(degrees)),
         context_by=recipe.mesh.context_by,
         element=2 if fsdp.param_dtype == "bfloat16" else 4,
         float8="none" if recipe.float8.emulate else recipe.float8.recipe,
-        not_float8=not_float8(recipe.float8),
+        plain_linears=recipe.float8.plain_linears,
         float8_head=not model.tied_embeddings and "lm_head" not in recipe.float8.exclude,
         float8_weights=recipe.float8.all_gather,
         float8_activations=recipe.float8.gather_activations,
@@ -234,9 +235,7 @@ def _inner(model: ModelConfig) -> int:
 
 def _stages(recipe: Recipe, degrees: MeshDegrees) -> tuple[int, int]:
     """As in Work."""
-    from recipes.recipe.rules_pipeline import stages_in
-
-    stages = stages_in(recipe, degree=degrees.pipeline)
+    stages = recipe.pipeline_stages(degrees.pipeline)
     layers = [len(stages.layers_of(rank)) for rank in range(degrees.pipeline)]
     return max(layers[: stages.ends[1]] + layers[stages.ends[1] + 1 :]), layers[stages.ends[1]]
 

@@ -23,6 +23,15 @@ def _computes_in_16_bits(r: Recipe) -> bool:
     return (backend == "cudnn" and device != "cpu") or (backend == "flash" and device == "cuda")
 
 
+def _splits_backward(r: Recipe) -> bool:
+    """Whether stages compute gradients of weights later, for which they need the weights and the graph then.
+
+    With resharding, torch 2.11 to 2.13 has lost gradients in silence; with selective checkpointing it fails in the
+    first step. Its schedules do not support compiled modules, and do not see that blocks are.
+    """
+    return r.mesh.pipeline > 1 and r.pipeline.splits_backward
+
+
 def _averages_unsaved(r: Recipe) -> bool:
     """Whether a validation averages checkpoints of which one was not saved."""
     every, validated, count = r.checkpoint.every, r.validation.every, r.validation.average
@@ -88,6 +97,11 @@ CONFLICTS: tuple[Conflict, ...] = (
         "batch.sequence_length",
         lambda r: 0 < getattr(r.model, "positions", 0) < r.batch.sequence_length,
         "exceeds the {model.positions} positions of the model; write at most that",
+    ),
+    (
+        "mesh.overlap_tensor",
+        lambda r: r.mesh.overlap_tensor and r.mesh.tensor > 1 and r.model.by_transformers,
+        "was not tried with models of transformers; write false",
     ),
     # Kernels of attention: parallel/kernels.py chooses among them.
     (
@@ -234,6 +248,72 @@ CONFLICTS: tuple[Conflict, ...] = (
         "float8.sample_every",
         lambda r: r.float8.recipe != "none" and not r.compile.enabled and r.float8.sample_every > r.run.steps,
         "exceeds run.steps = {run.steps}, so no step would be sampled; write at most {run.steps}",
+    ),
+    # Stages of a pipeline.
+    (
+        "pipeline.stages_per_rank",
+        lambda r: r.mesh.pipeline > 1 and r.pipeline.schedule in ("1f1b", "gpipe") and r.pipeline.runs != 1,
+        '"{pipeline.schedule}" has one stage on each process; write 1, or schedule = "interleaved"',
+    ),
+    (
+        "pipeline.stages_per_rank",
+        lambda r: r.mesh.pipeline > 1 and r.pipeline.schedule == "zbv" and r.pipeline.runs != 2,
+        '"zbv" has two stages on each process; write 2',
+    ),
+    (
+        "pipeline.stages_per_rank",
+        lambda r: r.mesh.pipeline > 1 and r.pipeline.schedule.startswith("interleaved") and r.pipeline.runs == 1,
+        '"{pipeline.schedule}" needs several stages on each process; write 2 or more, or schedule = "1f1b"',
+    ),
+    (
+        "fsdp.reshard_after_forward",
+        lambda r: r.fsdp.reshard_after_forward and _splits_backward(r),
+        'frees weights that pipeline.schedule = "{pipeline.schedule}" still needs for their gradients; write false, or'
+        ' schedule = "interleaved"',
+    ),
+    (
+        "compile.enabled",
+        lambda r: r.compile.enabled and _splits_backward(r),
+        'pipeline.schedule = "{pipeline.schedule}" cannot split the backward pass of compiled blocks; write false, or'
+        ' schedule = "interleaved"',
+    ),
+    (
+        "activation_checkpointing.mode",
+        lambda r: r.activation_checkpointing.mode == "selective" and _splits_backward(r),
+        '"selective" recomputes blocks once, but pipeline.schedule = "{pipeline.schedule}" needs that twice; write'
+        ' "none" or "full", or schedule = "interleaved"',
+    ),
+    (
+        "float8.sample_every",
+        lambda r: r.float8.sample_every and r.mesh.pipeline > 1,
+        "does not work with mesh.pipeline > 1 yet; write 0",
+    ),
+    # Experts.
+    (
+        "mesh.expert",
+        lambda r: r.mesh.expert > 1 and not r.model.experts,
+        "divides routed experts, but the model has none (model.experts = 0); write 1",
+    ),
+    (
+        "experts.balance",
+        lambda r: r.experts.balance == "bias" and r.model.experts and not r.model.router_bias,
+        '"bias" moves biases of routers, but model.router_bias = false; write router_bias = true, or balance = "loss"',
+    ),
+    (
+        "float8.exclude",
+        lambda r: r.model.experts and r.float8.recipe != "none" and "experts" not in r.float8.exclude,
+        "torchao (0.18) multiplies experts by multiples of 16 rows only, and tokens are not padded here;"
+        ' add "experts", so that all other linears are converted',
+    ),
+    (
+        "float8.all_gather",
+        lambda r: r.float8.all_gather and r.model.experts,
+        "was not tried with experts; write false",
+    ),
+    (
+        "mesh.overlap_tensor",
+        lambda r: r.mesh.overlap_tensor and r.model.experts,
+        "was not tried with experts; write false",
     ),
     # Numbers that repeat to the bit; parallel/determinism.py does the rest.
     (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from models.config import OF_EXPERTS, ModelConfig
 from parallel.config import Float8Config
 from parallel.errors import listed
+from parallel.float8_limits import UNIT, fit
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.metrics.config import ProfileConfig
 from recipes.recipe.conflicts import CONFLICTS
@@ -287,6 +288,6 @@ def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violati
     if not model.tied_embeddings and "lm_head" not in float8.exclude:
         widths["vocabulary"] = ("vocabulary, the width of lm_head,", model.vocabulary)
     for field, (words, width) in widths.items():
-        if width % 16:
-            remedy = f'change it to {width + -width % 16}, or write float8.recipe = "none"'
-            yield f"model.{field}", f"float8 needs {words} = {width} to be a multiple of 16; {remedy}"
+        if not fit([width]):
+            remedy = f'change it to {width + -width % UNIT}, or write float8.recipe = "none"'
+            yield f"model.{field}", f"float8 needs {words} = {width} to be a multiple of {UNIT}; {remedy}"

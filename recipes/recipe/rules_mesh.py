@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from models.config import LINEARS, LINEARS_IN, ModelConfig
-from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees, PipelineConfig
+from models.config import LINEARS, ModelConfig
+from parallel.config import Float8Config, MeshConfig, PipelineConfig
 from parallel.errors import UserError, listed
+from parallel.float8_limits import UNIT, fit, why_not_shared
 from parallel.nodes import Node, require_like_nodes, require_neighbours
 from recipes.data.config import BatchConfig
 from recipes.recipe.fields import Problem, Violation, refusal
@@ -29,6 +30,8 @@ def require_fits_world(
         *batch_divides(batch, mesh=mesh, processes=processes, nodes=len(nodes)),
     ]
     if mesh.pipeline > 1:
+        from recipes.recipe.rules_pipeline import enough_micro_batches
+
         found += enough_micro_batches(pipeline, mesh=mesh, batch=batch, processes=processes, nodes=len(nodes))
     if found:
         problems = [Problem(key, message) for key, message in found]
@@ -38,7 +41,7 @@ def require_fits_world(
 def mesh_fits(mesh: MeshConfig, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
     """The product of the degrees is the number of processes."""
     try:
-        fitted_mesh(mesh, processes, nodes)
+        mesh.fit(processes, nodes=nodes)
     except UserError as error:
         for line in str(error).splitlines():  # "mesh.tensor = 2: what is wrong" or "mesh: what is wrong"
             place, _, message = line.partition(": ")
@@ -73,7 +76,7 @@ def mesh_divides_model(
             and not any(mesh_fits(other, processes=processes, nodes=nodes))
         ]
         remedy = f"write {listed([other.tensor for other in best or possible], last='or')}"
-        unit = 16 * tensor  # float8 needs that of a head
+        unit = UNIT * tensor  # float8 needs that of a head
         if "model.vocabulary" in rule and not model.weights:
             key = "vocab_size in config.json" if model.by_transformers else "model.vocabulary"
             padded = model.vocabulary + -model.vocabulary % unit
@@ -103,8 +106,6 @@ def transformers_refuse(mesh: MeshConfig, *, model: ModelConfig) -> Iterator[Vio
     if mesh.context > 1:
         reason = f"{name_of(model.settings)} of transformers sees whole rows only"
         yield "mesh.context", f"{reason}; write 1"
-    if mesh.tensor > 1 and mesh.overlap_tensor:
-        yield "mesh.overlap_tensor", "was not tried with models of transformers; write false"
 
 
 def why_not_cut(tensor: int, *, model: ModelConfig, float8: Float8Config) -> str | None:
@@ -120,8 +121,8 @@ def why_not_cut(tensor: int, *, model: ModelConfig, float8: Float8Config) -> str
     if not model.tied_embeddings and "lm_head" not in float8.exclude:
         widths["model.vocabulary"] = model.vocabulary
     for name, width in widths.items() if float8.recipe != "none" else ():
-        if width % 16 == 0 and width // tensor % 16:  # float8_fits reports widths that are none themselves
-            return f"float8 needs parts that are multiples of 16, but {name} {width} / {tensor} is not"
+        if fit([width]) and not fit([width // tensor]):  # float8_fits reports the others
+            return f"float8 needs parts that are multiples of {UNIT}, but {name} {width} / {tensor} is not"
     return None
 
 
@@ -159,29 +160,14 @@ def tokens_divide(batch: BatchConfig, *, mesh: MeshConfig, float8: Float8Config)
     if context > 1 and mesh.context_by == "gather":  # each process has two chunks of a row
         unit, factors = 2 * unit, f"2 x {factors}"
     in_float8 = float8.recipe != "none" and not float8.emulate
-    best = math.lcm(unit, 16 * context // math.gcd(16, micro)) if in_float8 else unit
+    best = math.lcm(unit, UNIT * context // math.gcd(UNIT, micro)) if in_float8 else unit
     if length % unit:
         rule = f"must be a multiple of {factors} = {unit}"
         yield "batch.sequence_length", f"{rule}; write {length + -length % best}"
     elif length % best:
         own = f"sequence_length {length}" + (f" / mesh.context {context}" if context > 1 else "")
-        rule = f"float8 needs a multiple of 16 tokens per micro-batch, but micro_batch_size {micro} x {own} is not"
+        rule = f"float8 needs a multiple of {UNIT} tokens per micro-batch, but micro_batch_size {micro} x {own} is not"
         yield "batch.sequence_length", f'{rule}; write {length + -length % best}, or float8.recipe = "none"'
-
-
-def float8_fits_tensor(mesh: MeshConfig, *, float8: Float8Config) -> Iterator[Violation]:
-    """Some of float8 knows whole matrices only."""
-    if float8.gather_activations and float8.recipe != "tensorwise":  # else scales are not known before
-        remedy = 'write gather_activations = false or recipe = "tensorwise"'
-        yield "float8.gather_activations", f'needs recipe = "tensorwise", not "{float8.recipe}"; {remedy}'
-    elif float8.gather_activations and mesh.tensor == 1:
-        yield "float8.gather_activations", "has no effect with mesh.tensor = 1, which gathers none; write false"
-    if mesh.tensor == 1:
-        return
-    if float8.all_gather:
-        yield "float8.all_gather", "would train to other numbers with mesh.tensor > 1; write all_gather = false"
-    if float8.sample_every:
-        yield "float8.sample_every", "does not work with mesh.tensor > 1 yet; write 0"
 
 
 def float8_rows_divide(
@@ -193,69 +179,19 @@ def float8_rows_divide(
     """
     if not float8.all_gather or model.by_transformers or any(mesh_fits(mesh, processes=processes, nodes=nodes)):
         return
-    degrees = fitted_mesh(mesh, processes, nodes)
-    shards, excluded = degrees.shard * degrees.context, not_float8(float8)
+    degrees = mesh.fit(processes, nodes=nodes)
     query, key = model.heads * model.head_width, model.key_value_heads * model.head_width
     inner = model.feed_forward_width
     every = dict(zip(LINEARS, (query, key, key, model.width, inner, inner, model.width), strict=True))
-    rows = {name: count for name, count in every.items() if name not in excluded}
+    rows = {name: count for name, count in every.items() if name not in float8.plain_linears}
     if not model.tied_embeddings and "lm_head" not in float8.exclude:
         rows["lm_head"] = model.vocabulary
-    uneven = next((name for name, count in rows.items() if count % shards), None)
-    if uneven is None:
+    if not (rule := why_not_shared(rows, degrees.shards)):
         return
     possible = [degree for degree in range(2, degrees.shard) if degrees.shard % degree == 0]
-    fitting = [degree for degree in possible if not any(count % (degree * degrees.context) for count in rows.values())]
+    fitting = [degree for degree in possible if not why_not_shared(rows, degree * degrees.context)]
     larger = f"mesh.shard = {fitting[-1]} with mesh.replicate = -1, or " if fitting and processes else ""
-    rule = f"{shards} processes cannot share the {rows[uneven]} rows of {uneven} equally"
     yield "float8.all_gather", f"{rule}; write {larger}all_gather = false"
-
-
-def not_float8(config: Float8Config) -> frozenset[str]:
-    """The linears that are excluded in every block; those excluded in single blocks, by number, are left out."""
-    return frozenset(name for part in config.exclude for name in LINEARS_IN.get(part, (part,)) if name in LINEARS)
-
-
-def tensor_can_overlap(mesh: MeshConfig, *, compile: CompileConfig, device: str) -> Iterator[Violation]:
-    """torch.compile fuses messages of tensor groups with products, on GPUs that read each other's memory."""
-    if not mesh.overlap_tensor:
-        return
-    if mesh.tensor == 1:
-        yield "mesh.overlap_tensor", "has no effect with mesh.tensor = 1, which sends no activations; write false"
-    elif device == "cpu":
-        yield "mesh.overlap_tensor", 'needs CUDA, but run.device = "cpu"; write false'
-    elif not compile.enabled:
-        rule = "is the work of torch.compile, but compile.enabled = false"
-        yield "mesh.overlap_tensor", f"{rule}; write false, or compile.enabled = true"
-
-
-def advice(mesh: MeshConfig, *, float8: Float8Config, degrees: MeshDegrees | None = None) -> list[str]:
-    """Warnings about a layout that works, but that was slower than another one where it was measured, or does not do
-    what its name says. degrees: those of the mesh, once the number of processes is known."""
-    found = []
-    if mesh.tensor > 1 and float8.recipe in ("rowwise", "rowwise_with_gw_hp"):
-        found.append(
-            f'warning: float8.recipe = "{float8.recipe}" with tensor parallelism was slower than bfloat16 at 8B'
-            ' and than "tensorwise" at 70B (published runs on H100); measure it, or write recipe = "tensorwise"'
-        )
-    if float8.all_gather and degrees is not None and degrees.shard * degrees.context == 1:
-        found.append(
-            "note: float8.all_gather = true gathers nothing here, because every process holds whole matrices: it only"
-            " casts them outside of the compiled blocks, with scales from the end of the step before"
-        )
-    return found
-
-
-def gather_has_a_kernel(mesh: MeshConfig, *, attention: AttentionConfig, model: ModelConfig) -> Iterator[Violation]:
-    """The last queries of a row attend to all keys: cuDNN would align the first of them with the first key.
-
-    Nor has it windows.
-    """
-    if model.window and attention.backend == "cudnn":
-        yield "attention.backend", f'"cudnn" has no kernel for model.window = {model.window}; write "auto"'
-    if mesh.gathers_tokens and attention.backend == "cudnn":
-        rule = 'cannot attend from a part of the tokens to all, which mesh.context_by = "gather" needs'
-        yield "attention.backend", f'{rule}; write "auto" or "flash"'
 
 
 def batch_divides(
@@ -263,7 +199,7 @@ def batch_divides(
 ) -> Iterator[Violation]:
     """Every process runs the same number of full micro-batches in every step."""
     try:
-        data_parallel = fitted_mesh(mesh, processes, nodes).data_parallel
+        data_parallel = mesh.fit(processes, nodes=nodes).data_parallel
     except UserError:  # mesh_fits reports it
         data_parallel = 1
     batch_size, micro = batch.global_batch_size, batch.micro_batch_size
@@ -283,43 +219,3 @@ def batch_divides(
         nearest = sorted(sorted(divisors, key=lambda size: abs(size - micro))[:4])
         message += f", or a micro_batch_size of {listed(nearest, last='or')}"
     yield "batch.global_batch_size", message
-
-
-def enough_micro_batches(
-    pipeline: PipelineConfig, *, mesh: MeshConfig, batch: BatchConfig, processes: int | None, nodes: int | None
-) -> Iterator[Violation]:
-    """Every stage has something to do, and interleaved schedules have equal rounds of micro-batches."""
-    degree, schedule = mesh.pipeline, pipeline.schedule
-    try:
-        share = fitted_mesh(mesh, processes, nodes).data_parallel * batch.micro_batch_size
-    except UserError:  # mesh_fits reports it
-        return
-    if batch.global_batch_size % share:  # batch_divides reports it
-        return
-    count = batch.global_batch_size // share
-    key, has = "batch.global_batch_size", f"is {count} micro-batches for each data-parallel process"
-    if count < degree:
-        yield key, f"{has}, but mesh.pipeline {degree} needs {degree} or more; write {degree * share} or more"
-    elif schedule.startswith("interleaved") and count % (count // degree):
-        sizes = [number * share for number in (count // degree * degree, (count // degree + 1) * degree)]
-        rule = f'{has}, which "{schedule}" cannot divide into {count // degree} equal rounds'
-        yield key, f"{rule}; write {listed(sizes, last='or')}"
-
-
-def fitted_mesh(mesh: MeshConfig, processes: int | None, nodes: int | None) -> MeshDegrees:
-    """The mesh with -1 and "node" replaced; if the numbers are unknown, as small as its degrees allow."""
-    inner = mesh.context * mesh.tensor
-    rest = mesh.expert // math.gcd(mesh.expert, inner)  # of shard, from which experts are borrowed, too
-    if mesh.shard == "node":
-        nodes = nodes or max(1, mesh.replicate) * mesh.pipeline
-        return mesh.fit(processes or nodes * inner * rest, nodes=nodes)
-    data = abs(mesh.replicate) * rest if mesh.shard == -1 else max(1, abs(mesh.replicate * mesh.shard))
-    return mesh.fit(processes or data * inner * mesh.pipeline)
-
-
-def micro_batches(batch: BatchConfig, degrees: MeshDegrees) -> str:
-    """How a global batch is divided, as in "2 x 4 micro-batches of 1, each shared by 8 processes"."""
-    shares, inner = degrees.data_parallel, degrees.processes // degrees.data_parallel
-    each = batch.global_batch_size // shares // batch.micro_batch_size
-    shared = f", each shared by {inner} processes" if inner > 1 else ""
-    return f"{shares} x {each} micro-batches of {batch.micro_batch_size}{shared}"

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Interval, MinLen
 
@@ -26,6 +26,9 @@ from recipes.evaluation.config import ValidationConfig
 from recipes.files.reading import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import ExpertsConfig, OptimizerConfig, ScheduleConfig
+
+if TYPE_CHECKING:
+    from parallel.stages import Stages
 
 ONE_OR_SEVERAL = (("data.source", "data.mixture"), ("validation.source", "validation.sources"))
 """Fields that exclude each other: one source, and several."""
@@ -106,3 +109,9 @@ class Recipe:
     def compiles_updates(self) -> bool:
         """Whether AdamW's kernels are compiled on GPUs. Offloaded states are updated on the CPU, by torch's kernel."""
         return self.compile.enabled and self.run.device != "cpu" and not self.fsdp.cpu_offload
+
+    def pipeline_stages(self, degree: int) -> "Stages":
+        """The stages of the model on so many processes of a pipeline."""
+        from parallel.stages import stages_of
+
+        return stages_of(self.model, self.pipeline, degree=degree, sequence_length=self.batch.sequence_length)

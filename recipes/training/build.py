@@ -14,6 +14,7 @@ from models.decoder import build_model
 from models.interface import interface_of
 from parallel.dist import World, allocator_settings, communication_backend, on_all
 from parallel.errors import UserError
+from parallel.float8_limits import advice
 from parallel.fsdp import compute_with_whole_shards, materialize, without_idle_resharding
 from parallel.kernels import choose_attention, kernel_of_auto
 from parallel.mesh import Mesh, build_mesh
@@ -21,7 +22,6 @@ from parallel.nodes import placement
 from parallel.order import parallelize
 from parallel.passes import Passes
 from recipes.optimization.optimizer import build_optimizer, matrices_of
-from recipes.recipe.rules_mesh import advice
 from recipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -64,9 +64,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
     stages = own = None
     if mesh.pipeline is not None:
-        from recipes.recipe.rules_pipeline import stages_in
-
-        stages = stages_in(recipe, degree=mesh.pipeline.size())
+        stages = recipe.pipeline_stages(mesh.pipeline.size())
         own = stages.layers_of(mesh.pipeline.get_local_rank())
     model = _plain_model(recipe, own, device_type=world.device.type)
     report = [f"blocks: {model.about}"] if recipe.model.by_transformers else []

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from parallel.config import MeshDegrees
 from parallel.errors import TemporaryError, UserError, listed
+from parallel.float8_limits import advice
 from recipes.data.text.pair_format import PairFormat
 from recipes.data.text.rows import first_problem
 from recipes.data.text.sources import is_hub, is_prepared
@@ -23,8 +24,7 @@ from recipes.plan.muon import matrix_params
 from recipes.plan.stages import parts
 from recipes.recipe.fields import Problem, refusal, toml
 from recipes.recipe.load import LoadedRecipe, load_run, to_toml
-from recipes.recipe.rules_mesh import advice, batch_divides, fitted_mesh, micro_batches
-from recipes.recipe.rules_pipeline import stages_in
+from recipes.recipe.rules_mesh import batch_divides
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage, stages_of, tokens_of
 from recipes.training.run_folder import check_output_folder
@@ -144,8 +144,8 @@ def _degrees(recipe: Recipe, processes: int | None, nodes: int | None, hardware:
         numbers = {"processes": hardware.processes, "nodes": hardware.nodes}
         with suppress(UserError):
             if not any(batch_divides(recipe.batch, mesh=recipe.mesh, **numbers)):
-                return fitted_mesh(recipe.mesh, **numbers)
-    return fitted_mesh(recipe.mesh, processes, nodes)
+                return recipe.mesh.fit(hardware.processes, nodes=hardware.nodes)
+    return recipe.mesh.fit(processes, nodes=nodes)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Facts:
     def pipeline(self) -> list[str]:
         """A line about the stages of a pipeline; none without."""
         recipe, degree = self.recipe, self.degrees.pipeline
-        return [f"pipeline: {recipe.pipeline.schedule}, {stages_in(recipe, degree=degree)}"] if degree > 1 else []
+        return [f"pipeline: {recipe.pipeline.schedule}, {recipe.pipeline_stages(degree)}"] if degree > 1 else []
 
     @property
     def memory(self) -> list[str]:
@@ -214,7 +214,7 @@ def _lines_of_stages(stages: Sequence[Facts], other: str) -> list[str]:
             f"on {facts.on}: {facts.degrees}; {states}{other}",
             *facts.memory,
             *facts.pipeline,
-            f"batch: {batch.global_batch_size:,} sequences = {micro_batches(batch, facts.degrees)}",
+            f"batch: {batch.global_batch_size:,} sequences = {batch.divided(facts.degrees)}",
             *_parts(facts.recipe),
         ]
         indent = "  " if facts.stage.name else ""

@@ -16,7 +16,6 @@ from recipes.files.interpreter import ROOT
 from recipes.files.layout import CHECKPOINTS
 from recipes.files.screen import Screen
 from recipes.metrics.throughput import Throughput
-from recipes.recipe.rules_mesh import micro_batches
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage
 
@@ -107,7 +106,7 @@ def run_header(stage: Stage, degrees: MeshDegrees, throughput: Throughput, parts
         *parts,
         f"batch: {batch.global_batch_size}"
         f" {sequences if encoder_decoder else f'sequences of {batch.sequence_length} tokens'}"
-        f" = {micro_batches(batch, degrees)}",
+        f" = {batch.divided(degrees)}",
         *([f"attention: inside {inside}, with positions from 0 in each"] if masked and not encoder_decoder else []),
         f"flops: {_flops(model, throughput, masked=masked)}, peak of the device {peak}",
     ]

@@ -37,7 +37,7 @@ def test_the_stages_of_a_pipeline_are_outside_the_rest() -> None:
     assert MeshConfig(2, -1, pipeline=2).fit(16) == MeshDegrees(pipeline=2, replicate=2, shard=4)
     degrees = MeshConfig(-1, 2, pipeline=4, tensor=2).fit(32)
     assert degrees == MeshDegrees(pipeline=4, replicate=2, shard=2, tensor=2)
-    assert (degrees.data_parallel, degrees.stage, degrees.copy, degrees.processes) == (4, 4, 16, 32)
+    assert (degrees.data_parallel, degrees.per_layer, degrees.copy, degrees.processes) == (4, 4, 16, 32)
     assert str(degrees) == "pipeline 4 x replicate 2 x shard 2 x tensor 2"
 
 

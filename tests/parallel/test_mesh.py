@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from models.loss import IGNORED
+from parallel.axes import DATA_AXES
 from parallel.config import MeshConfig, MeshDegrees
 from parallel.dist import start, stop
+from parallel.experts import with_experts
 from parallel.mesh import (
-    DATA_AXES,
     Mesh,
     build_mesh,
     mesh_over,
@@ -30,6 +31,8 @@ from parallel.mesh import (
 )
 from parallel.messages import host_group
 from parallel.passes import gather_loss_and_numbers, sum_over_group
+from parallel.pipeline import group_of_copies
+from parallel.stages import Stages
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.plan.tracked import fake_processes
@@ -235,15 +238,33 @@ GROUPS_OF_STAGES = [
 ]
 
 
-@pytest.mark.parametrize("of_copies", [False, True])
-@pytest.mark.parametrize("degrees", [mesh_degrees(degrees) for degrees in GROUPS + GROUPS_OF_STAGES], ids=str)
-def test_the_plan_knows_every_group_that_a_mesh_makes(degrees: MeshDegrees, of_copies: bool) -> None:
+GROUPS_OF_EXPERTS = [
+    (1, 1, 64, 1, 1, 8),  # as many parts of experts as processes that FSDP shards them over
+    (1, 2, 4, 1, 1, 2),
+    (1, 1, 2, 1, 2, 1),
+    (2, 2, 2, 1, 2, 4),
+    (4, 1, 2, 2, 1, 4),
+    (1, 1, 8, 1, 1, 8),
+    (1, 2, 2, 2, 1, 1),
+]
+
+
+@pytest.mark.parametrize("muon", [False, True])
+@pytest.mark.parametrize(
+    "degrees", [mesh_degrees(degrees) for degrees in GROUPS + GROUPS_OF_STAGES + GROUPS_OF_EXPERTS], ids=str
+)
+def test_the_table_of_axes_knows_every_group_that_a_process_makes(degrees: MeshDegrees, muon: bool) -> None:
+    options = {"muon": muon, "experts": degrees.expert > 1 or muon, "split_ends": not muon and degrees.pipeline > 1}
     with fake_processes(degrees.processes):
         mesh = build_mesh(degrees, device_type="cpu")
-        if of_copies:
+        if options["experts"]:
+            with_experts(mesh)
+        if options["muon"]:
             sharding_group(mesh)
-        made = sorted(group.size() for group in dist.distributed_c10d._world.pg_map)
-    assert made == sorted(degrees.groups(of_copies=of_copies))
+        if options["split_ends"]:
+            group_of_copies(mesh, Stages((), tuple(range(degrees.pipeline))))
+        made = [group.size() for group in dist.distributed_c10d._world.pg_map]
+    assert sorted(made) == sorted(degrees.group_sizes(**options))
 
 
 def timeouts_of_groups(timeout: timedelta) -> dict[str, set[timedelta]]:

@@ -15,7 +15,6 @@ from recipes.lab.plan.options import Options
 from recipes.lab.plan.screen import COLUMNS, ROWS, about, memory_line, memory_table, number, seconds
 from recipes.lab.plan.world import World
 from recipes.plan.memory import FULL, Prediction, predict
-from recipes.recipe.rules_mesh import micro_batches
 from recipes.recipe.schema import Recipe
 
 NOT_TIMED = "is not predicted for models of transformers, whose kernels the plan does not know"
@@ -65,7 +64,7 @@ class Counted:
         lines = [
             f"model   {model.computed_by}",
             f"mesh    {self.degrees}",
-            f"batch   {_batch(recipe)} = {micro_batches(recipe.batch, self.degrees)}",
+            f"batch   {_batch(recipe)} = {recipe.batch.divided(self.degrees)}",
             memory_line(self.memory, self.world.gpu),
             f"        not counted: {self.memory.not_counted}",
             f"flops   {upper}{causal} per step (causal attention), {full} (full)",

@@ -13,7 +13,6 @@ from recipes.lab.plan.search_space import CHUNKS, PREFETCH, divisors
 from recipes.lab.plan.world import World
 from recipes.recipe.fields import toml, with_values
 from recipes.recipe.rules import violations
-from recipes.recipe.rules_mesh import fitted_mesh
 
 WORTH_IT = 0.01
 """Less of a gain is not worth a line."""
@@ -39,7 +38,7 @@ def _others(found: Plan, world: World) -> Iterator[tuple[str, Plan]]:
     for values in _settings(found):
         recipe = with_values(found.recipe, values)
         if not any(violations(recipe, None, processes=world.processes, nodes=world.nodes, elsewhere=True)):
-            degrees = fitted_mesh(recipe.mesh, world.processes, world.nodes)
+            degrees = recipe.mesh.fit(world.processes, nodes=world.nodes)
             with suppress(UserError):  # of what the model of time does not know
                 other = plan(recipe, degrees, gpu=found.gpu, rates=world.rates)
                 if other.fits:

@@ -14,7 +14,6 @@ from recipes.lab.plan.world import World
 from recipes.metrics.ladder import Ladder
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, Prediction
-from recipes.recipe.rules_mesh import micro_batches
 from recipes.recipe.schema import Recipe
 
 IMBALANCE = 1.5
@@ -101,8 +100,7 @@ def layout(plan: Plan) -> list[str]:
     batch = plan.recipe.batch
     return [
         f"mesh    {plan.degrees}",
-        f"batch   {batch.global_batch_size:,} x {batch.sequence_length:,} tokens ="
-        f" {micro_batches(batch, plan.degrees)}",
+        f"batch   {batch.global_batch_size:,} x {batch.sequence_length:,} tokens = {batch.divided(plan.degrees)}",
     ]
 
 

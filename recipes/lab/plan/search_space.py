@@ -12,7 +12,7 @@ from parallel.errors import UserError
 from recipes.plan.hardware import Gpu
 from recipes.recipe.fields import sections
 from recipes.recipe.rules import violations
-from recipes.recipe.rules_mesh import fitted_mesh, mesh_fits
+from recipes.recipe.rules_mesh import mesh_fits
 from recipes.recipe.schema import Recipe
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, "all")
@@ -95,7 +95,7 @@ class Space:
             if refused and not (size_is_free and refused == SEQUENCE):  # more rows may divide
                 yield refused
                 continue
-            degrees = fitted_mesh(mesh, self.processes, self.nodes)
+            degrees = mesh.fit(self.processes, nodes=self.nodes)
             one = replace(one, mesh=self._as_written(mesh, degrees))
             share = max(1, self.recipe.batch.global_batch_size // degrees.data_parallel)
             sizes = divisors(share)[: None if degrees.pipeline == 1 else 2]  # larger ones leave fewer for the stages
@@ -154,7 +154,7 @@ class Space:
         """The degrees of the recipe's own mesh, if it fits the processes."""
         if any(mesh_fits(self.recipe.mesh, processes=self.processes, nodes=self.nodes)):
             return None
-        return fitted_mesh(self.recipe.mesh, self.processes, self.nodes)
+        return self.recipe.mesh.fit(self.processes, nodes=self.nodes)
 
     @cached_property
     def _checkpointing(self) -> list[list[ActivationCheckpointingConfig]]:
@@ -199,10 +199,10 @@ class Space:
     def _experts(self, mesh: MeshConfig) -> Sequence[int]:
         """Degrees of experts that this mesh can lend processes to."""
         try:
-            stage = fitted_mesh(mesh, self.processes, self.nodes).stage
+            processes = mesh.fit(self.processes, nodes=self.nodes).per_layer
         except UserError:  # which the rules report
             return (self.recipe.mesh.expert,)
-        return self._values("mesh.expert", divisors(gcd(stage, self.recipe.model.experts or 1)))
+        return self._values("mesh.expert", divisors(gcd(processes, self.recipe.model.experts or 1)))
 
     def _pipelines(self) -> Sequence[int]:
         """Degrees of a pipeline: 1 and the recipe's own, and further ones where they can pay."""

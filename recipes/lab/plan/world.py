@@ -12,7 +12,6 @@ from recipes.metrics.hardware import Hardware, hardware_of
 from recipes.plan.hardware import GPUS, Gpu, devices, gpu_of
 from recipes.plan.rates import RATES, Rates
 from recipes.recipe.fields import one_line
-from recipes.recipe.rules_mesh import fitted_mesh
 from recipes.recipe.schema import Recipe
 
 ASSUMED = "H100"
@@ -64,7 +63,7 @@ def world_of(recipe: Recipe, asked: Asked, *, processes: int | None = None, node
     elif named:
         processes, nodes, number_from = named.processes, named.nodes, named_by
     else:
-        processes, number_from = fitted_mesh(recipe.mesh, None, None).processes, "the fewest that the mesh allows"
+        processes, number_from = recipe.mesh.fit(None).processes, "the fewest that the mesh allows"
     gpu, rates, kind_from = _device(recipe, asked, processes=processes)
     nodes = nodes or -(-processes // gpu.per_node)
     if processes % nodes:
@@ -80,7 +79,7 @@ def world_of(recipe: Recipe, asked: Asked, *, processes: int | None = None, node
 def degrees_of(recipe: Recipe, world: World) -> MeshDegrees:
     """The mesh of the recipe in this world. Raises UserError, in one line, if it does not fit."""
     try:
-        return fitted_mesh(recipe.mesh, world.processes, world.nodes)
+        return recipe.mesh.fit(world.processes, nodes=world.nodes)
     except UserError as error:
         raise UserError(f"{world.processes:,} {world.gpu.name}: {one_line(error)}") from None
 

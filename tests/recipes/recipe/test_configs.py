@@ -196,7 +196,7 @@ def test_a_recipe_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: 
             converted, all_linears = 7 * recipe.model.layers, 7 * recipe.model.layers + (model.lm_head is not None)
             assert f"{converted} of {all_linears} linears converted" in report[0]
         local = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
-        share = whole / degrees.stage
+        share = whole / degrees.per_layer
         assert local == pytest.approx(share, rel=0.01)  # rank 0 has one row more of uneven shards
     finally:
         dist.destroy_process_group()

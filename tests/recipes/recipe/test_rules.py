@@ -23,6 +23,7 @@ from parallel.config import (
     MeshDegrees,
 )
 from parallel.errors import UserError
+from parallel.float8_limits import advice
 from parallel.nodes import arrange
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import BatchConfig, DataConfig
@@ -32,7 +33,7 @@ from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.rules import violations
-from recipes.recipe.rules_mesh import Violation, advice, require_fits_world
+from recipes.recipe.rules_mesh import Violation, require_fits_world
 from recipes.recipe.schema import Recipe, RunConfig
 from recipes.training.run_folder import (
     check_output_folder,

@@ -19,7 +19,6 @@ from parallel.config import (
 from recipes.data.config import BatchConfig
 from recipes.recipe.load import load
 from recipes.recipe.rules import violations
-from recipes.recipe.rules_mesh import micro_batches
 from recipes.recipe.rules_pipeline import backward_can_split
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stages_of
@@ -189,7 +188,7 @@ def test_a_mesh_that_does_not_fit_the_processes_is_refused() -> None:
 def test_a_micro_batch_is_shared_by_all_stages() -> None:
     degrees = MeshConfig(pipeline=2, shard=2, tensor=2).fit(8)
     batch = BatchConfig(global_batch_size=16, micro_batch_size=1)
-    assert micro_batches(batch, degrees) == "2 x 8 micro-batches of 1, each shared by 4 processes"
+    assert batch.divided(degrees) == "2 x 8 micro-batches of 1, each shared by 4 processes"
 
 
 def test_without_a_pipeline_its_section_is_not_judged() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from parallel.config import MeshDegrees
 from recipes.data.config import BatchConfig
-from recipes.recipe.rules_mesh import micro_batches
 from recipes.training.console import Console
 from tests.processes import untimed
 
@@ -241,9 +240,9 @@ def test_training_goes_on_when_the_screen_lacks_a_character(tmp_path: Path) -> N
 
 def test_a_batch_is_divided_among_data_ranks_and_shared_by_tensor_and_context_ranks() -> None:
     batch = BatchConfig(global_batch_size=16, micro_batch_size=2)
-    assert micro_batches(batch, MeshDegrees(replicate=2, shard=2)) == "4 x 2 micro-batches of 2"
+    assert batch.divided(MeshDegrees(replicate=2, shard=2)) == "4 x 2 micro-batches of 2"
     shared = "2 x 4 micro-batches of 2, each shared by 4 processes"
-    assert micro_batches(batch, MeshDegrees(replicate=1, shard=2, context=2, tensor=2)) == shared
+    assert batch.divided(MeshDegrees(replicate=1, shard=2, context=2, tensor=2)) == shared
 
 
 @pytest.mark.slow
