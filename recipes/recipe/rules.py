@@ -54,12 +54,12 @@ class Unreadable(Exception):
 
 
 def readable(recipe: Recipe, broken: Collection[str]) -> Recipe:
-    """The recipe, in which reading one of these fields, or any field of one of these sections, raises Unreadable."""
+    """The recipe, in which reading one of these fields, or anything of one of these sections, raises Unreadable."""
     wrong: dict[str, set[str]] = {}
     for key in broken:
         section, _, name = key.partition(".")
-        every = {field.name for field in fields(getattr(recipe, section))}
-        wrong.setdefault(section, set()).update([name] if name else every)
+        known = [name] if name else dir(getattr(recipe, section))
+        wrong.setdefault(section, set()).update(name for name in known if not name.startswith("_"))
     return replace(recipe, **{section: _guarded(getattr(recipe, section), names) for section, names in wrong.items()})
 
 
@@ -148,7 +148,9 @@ def broken_rules(recipe: Recipe, written: Written, weights: "InitialWeights | No
     for stage in stages_of(recipe):
         changes = recipe.stages[stage.number].changes if recipe.stages else {}
         wrong = {key.removeprefix(f"stages.{stage.name}.") for key in written.wrong}
-        wrong = {key if key in field_types() else key.partition(".")[0] for key in wrong}
+        # An unknown key may mean any field of its section, and these say what the others of the model are.
+        whole = {"model.name", "model.weights", "model.config"}
+        wrong = {key if key in field_types() and key not in whole else key.partition(".")[0] for key in wrong}
         for violation in violations(
             stage.recipe,
             weights,
