@@ -6,7 +6,7 @@ a value that is wrong itself raises, and then it is skipped. Imports no torch.
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from models.config import OF_EXPERTS, ModelConfig
