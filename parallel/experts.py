@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from models.experts import Compute, inverted, permuted
 from models.interface import blocks_of, has_part, interface_of
 from parallel.axes import EXPERT, ROW_AXES, TOKEN_AXES, axis_of_experts
-from parallel.errors import UserError
 from parallel.mesh import ExpertMesh, Mesh, device_mesh, group_of
 
 messages = torch.ops._c10d_functional  # which take names of groups, as our operators must for torch.compile
@@ -66,7 +65,6 @@ def shards_of_experts(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], 
     """What fully_shard asks for each parameter of a block: along which axis it is cut, and over which mesh.
 
     Experts are no unit of their own: FSDP's hooks inside a block can neither be compiled nor recomputed (torch 2.13).
-    Raises UserError for torch 2.11, which has no mesh for each parameter.
     """
     assert mesh.experts is not None
     over = mesh.experts.fsdp or mesh.fsdp
@@ -87,14 +85,9 @@ def shards_of_experts(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], 
 
 def _cut_over(mesh: DeviceMesh) -> Callable[[int], Any]:
     """Axis -> what tells FSDP to cut a parameter along it over another mesh than the rest of its unit."""
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
-        from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
-    except ImportError as error:
-        raise UserError(
-            "mesh.expert and mesh.tensor of a model with experts need torch 2.12 or later, and this is"
-            f" {torch.__version__}; write 1 for both"
-        ) from error
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult  # torch 2.12: rules_experts.py
+    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+
     info: Any = _get_mesh_info(mesh)
     return lambda axis: ShardPlacementResult(Shard(axis), info)
 

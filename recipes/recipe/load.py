@@ -14,7 +14,6 @@ from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.files.reading import SHOWN, fault, read_whole, user_path
 from recipes.recipe.fields import (
-    MOST_PROBLEMS,
     Problem,
     accept,
     choose_source,
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BENCHMARKS = CONFIGS / "benchmarks"
-LARGEST_RECIPE = 100_000_000
-"""Bytes of the largest file of a recipe."""
+LARGEST_RECIPE = 1_000_000
+"""Bytes of the largest file of a recipe. Looking for what was meant by each wrong key of a larger one takes hours."""
 
 NO_SHAPE = ("name", "weights", "config", "dropout")
 """The fields of [model] that say where its shape comes from, or what else is done with it."""
@@ -112,7 +111,7 @@ def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[
     given = {key: (value, origins[key]) for key, value in settled.items()}
     weights = _initial_weights(given)
     if not any(problem.key == "model.name" for problem in problems):
-        problems += _check_size(given, weights)
+        problems += _size(given, weights)[1]
     stages = _stages(written, of_stages, given, weights)
     problems += stages.problems if stages else ()
     recipe = replace(_assemble(given, weights), stages=stages.configs if stages else ())
@@ -196,23 +195,16 @@ def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
     problems: list[Problem] = []
     written: dict[str, Any] = {}
     for section, table in tables.items():
-        if section not in sections() and len(problems) >= MOST_PROBLEMS:
-            problems.append(Problem(section, ""))  # only counted
-        elif section in sections() and not isinstance(table, dict):
-            message = f"is a section; write [{section}] on a separate line and its keys below"
-            problems.append(Problem(section, message, toml(table), origin))
-        elif section not in sections() and isinstance(table, dict):
+        if section not in sections() and isinstance(table, dict):
             problems.append(Problem(f"[{section}]", unknown_section(section), "", origin))
         elif section not in sections():
             problems.append(Problem(section, unknown_key(section), toml(table), origin))
+        elif not isinstance(table, dict):
+            message = f"is a section; write [{section}] on a separate line and its keys below"
+            problems.append(Problem(section, message, toml(table), origin))
         else:
-            for name, value in table.items():
-                key = f"{section}.{name}"
-                if key not in field_types() and len(problems) >= MOST_PROBLEMS:
-                    problems.append(Problem(key, ""))
-                    continue
-                wrong = complaint(key, value) if key in field_types() else unknown_key(key)
-                if wrong:
+            for key, value in ((f"{section}.{name}", value) for name, value in table.items()):
+                if wrong := complaint(key, value) if key in field_types() else unknown_key(key):
                     problems.append(Problem(key, wrong, toml(value), origin))
                 else:
                     written[key] = accept(field_types()[key], value)
@@ -226,68 +218,58 @@ def _assemble(given: Given, weights: "InitialWeights | None") -> Recipe:
     for key, (value, _) in given.items():
         section, _, name = key.partition(".")
         values[section][name] = value
-    size, fields_of_model = _size(given, weights), values.pop("model")
-    if size.by_transformers:  # _check_size refuses the other fields
+    size, fields_of_model = _size(given, weights)[0], values.pop("model")
+    if size.by_transformers:  # _size refuses the other fields
         fields_of_model = {name: value for name, value in fields_of_model.items() if name in NO_SHAPE}
     model = replace(size, **fields_of_model)
     return Recipe(model=model, **{section: sections()[section](**given) for section, given in values.items()})
 
 
-def _size(given: Given, weights: "InitialWeights | None") -> ModelConfig:
-    """The model that provides the [model] fields these values omit; the schema's default where there is none."""
-    name = given.get("model.name", ("", ""))[0]
-    if name in SIZES:
-        return SIZES[name]
-    if name == CUSTOM:  # _check_size reports what is missing; what has a default is not that of another size
-        return ModelConfig(name=CUSTOM, **{field: getattr(Recipe().model, field) for field in SHAPE})
-    if name in (FROM_WEIGHTS, FROM_CONFIG) and weights is not None and not _shape_is_given(given):
-        try:
-            return weights.model()
-        except UserError:  # _check_size reports it
-            pass
-    return Recipe().model
-
-
-def _shape_is_given(given: Given) -> bool:
-    """Whether these values omit no field of the model's shape, as in a resolved recipe."""
-    known = (*NO_SHAPE, "upcycle", "logit_softcap")  # older versions did not write it
-    return all(f"model.{field.name}" in given for field in fields(ModelConfig) if field.name not in known)
-
-
-def _check_size(given: Given, weights: "InitialWeights | None") -> list[Problem]:
-    """model.name selects the values of all other [model] fields, so it must be present and known."""
+def _size(given: Given, weights: "InitialWeights | None") -> tuple[ModelConfig, list[Problem]]:
+    """The model that provides the [model] fields these values omit, and what is wrong with its name; the schema's
+    default where there is none."""
+    default = Recipe().model
     known = (
         f"the sizes in models/sizes.py are {', '.join(SIZES)}; {FROM_WEIGHTS} takes the model of model.weights,"
         f" {FROM_CONFIG} that of model.config, and {CUSTOM} the fields that you write"
     )
     if "model.name" not in given:
-        return [Problem("model.name", f'is missing; write name = "smollm3_debug" below [model]; {known}')]
+        missing = f'is missing; write name = "smollm3_debug" below [model]; {known}'
+        return default, [Problem("model.name", missing)]
     name, origin = given["model.name"]
     if name in SIZES:
-        return []
-    if name == CUSTOM:
-        missing = [field for field in SHAPE if f"model.{field}" not in given]
+        return SIZES[name], []
+    if name == CUSTOM:  # what has a default is not that of another size
         rule = 'is missing; name = "custom" takes nothing from a size; write it below [model]'
-        return [Problem(f"model.{field}", rule, "", origin) for field in missing]
+        missing_fields = [field for field in SHAPE if f"model.{field}" not in given]
+        size = ModelConfig(name=CUSTOM, **{field: getattr(default, field) for field in SHAPE})
+        return size, [Problem(f"model.{field}", rule, "", origin) for field in missing_fields]
     if name in (FROM_WEIGHTS, FROM_CONFIG):
-        key = "model.weights" if name == FROM_WEIGHTS else "model.config"
-        path, origin = given.get(key, ("", origin))
-        if not path:
-            return [Problem(key, f'is missing; name = "{name}" takes its model', "", origin)]
-        if weights is None or _shape_is_given(given):
-            return []
-        if refused := refusal_of(weights.model):
-            return [Problem(key, refused, toml(path), origin)]
-        if not weights.model().by_transformers:
-            return []
-        return [
+        return _size_of(name, given, weights)
+    close = get_close_matches(name, [*SIZES, FROM_WEIGHTS, FROM_CONFIG, CUSTOM], n=1)
+    hint = f"did you mean {toml(close[0])}? " if close else ""
+    return default, [Problem("model.name", f"unknown size; {hint}{known}", toml(name), origin)]
+
+
+def _size_of(name: str, given: Given, weights: "InitialWeights | None") -> tuple[ModelConfig, list[Problem]]:
+    """As _size(), of weights or a config."""
+    default, key = Recipe().model, "model.weights" if name == FROM_WEIGHTS else "model.config"
+    path, origin = given.get(key, ("", given["model.name"][1]))
+    problems = [] if path else [Problem(key, f'is missing; name = "{name}" takes its model', "", origin)]
+    # In a resolved recipe no field of the shape is missing; older versions did not write two of them.
+    shape = {f"model.{field.name}" for field in fields(ModelConfig)}
+    shape -= {f"model.{field}" for field in (*NO_SHAPE, "upcycle", "logit_softcap")}
+    if weights is None or shape <= given.keys():
+        return default, problems
+    if refused := refusal_of(weights.model):
+        return default, problems or [Problem(key, refused, toml(path), origin)]
+    if weights.model().by_transformers and path:
+        problems = [
             Problem(key, "belongs to config.json for a model of transformers; remove it here", toml(value), where)
             for key, (value, where) in given.items()
             if key.startswith("model.") and key.partition(".")[2] not in NO_SHAPE
         ]
-    close = get_close_matches(name, [*SIZES, FROM_WEIGHTS, FROM_CONFIG, CUSTOM], n=1)
-    hint = f"did you mean {toml(close[0])}? " if close else ""
-    return [Problem("model.name", f"unknown size; {hint}{known}", toml(name), origin)]
+    return weights.model(), problems
 
 
 def _read_chain(path: Path) -> list[Layer]:
@@ -334,7 +316,7 @@ def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:
             f"{file} is not TOML: line {error.lineno}, column {error.colno}: {error.msg}{hint}\n"
             f"  {line_text[first : first + SHOWN]}\n  {' ' * (error.colno - 1 - first)}^"
         ) from None
-    except (ValueError, RecursionError) as error:  # such as numbers with thousands of digits, or very deep lists
+    except ValueError as error:  # such as numbers with thousands of digits
         raise UserError(f"{file} cannot be read: {error}") from None
 
 

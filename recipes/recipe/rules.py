@@ -1,32 +1,31 @@
 """Rules that span several fields of a recipe, or check what it names on the disk, applied to it and to each stage.
 
-Imports no torch.
+The plain ones are rows of conflicts.py. What a rule reads is written down nowhere: it runs on a recipe in which reading
+a value that is wrong itself raises, and then it is skipped. Imports no torch.
 """
 
-import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from models.config import OF_EXPERTS, ModelConfig
-from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, FSDPConfig
+from parallel.config import Float8Config
 from parallel.errors import listed
 from parallel.float8_limits import UNIT, fit
 from recipes.checkpoint.config import CheckpointConfig
-from recipes.evaluation.config import ValidationConfig
 from recipes.metrics.config import ProfileConfig
+from recipes.recipe.conflicts import CONFLICTS
 from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
-from recipes.recipe.rules_data import data_is_there, needs_are_met, validation_is_possible
-from recipes.recipe.rules_mesh import (
-    batch_divides,
-    float8_fits_tensor,
-    gather_has_a_kernel,
-    mesh_divides_model,
-    mesh_fits,
-    tensor_can_overlap,
+from recipes.recipe.rules_data import (
+    data_is_there,
+    needs_are_met,
+    text_can_be_cut,
+    tokenizer_fits,
+    validation_is_there,
 )
+from recipes.recipe.rules_mesh import batch_divides, mesh_divides_model, mesh_fits
 from recipes.recipe.rules_optimizer import moments_can_move, optimizer_fits, schedule_fits
-from recipes.recipe.rules_weights import weights_fit
 from recipes.recipe.schema import Recipe, RunConfig
 from recipes.recipe.stages import Stage, stages_of
 
@@ -50,35 +49,119 @@ class Written:
     """Keys with other problems, which no rule reads."""
 
 
-def broken_rules(
+class Unreadable(Exception):
+    """A rule has read a field whose value is wrong: what it found before is true, and the rest cannot be known."""
+
+
+def readable(recipe: Recipe, broken: Collection[str]) -> Recipe:
+    """The recipe, in which reading one of these fields, or anything of one of these sections, raises Unreadable."""
+    wrong: dict[str, set[str]] = {}
+    for key in broken:
+        section, _, name = key.partition(".")
+        known = [name] if name else dir(getattr(recipe, section))
+        wrong.setdefault(section, set()).update(name for name in known if not name.startswith("_"))
+    return replace(recipe, **{section: _guarded(getattr(recipe, section), names) for section, names in wrong.items()})
+
+
+def _guarded(section: Any, wrong: Collection[str]) -> Any:
+    """The section, of a class below its own, so that its methods and properties read through the guard as well."""
+
+    def read(self: Any, name: str) -> Any:
+        if name in wrong:
+            raise Unreadable(name)
+        return object.__getattribute__(self, name)
+
+    guarded: Any = object.__new__(type(type(section).__name__, (type(section),), {"__getattribute__": read}))
+    guarded.__dict__.update(section.__dict__)
+    return guarded
+
+
+def violations(
     recipe: Recipe,
-    written: Written,
     weights: "InitialWeights | None",
     *,
-    elsewhere: bool,
-    processes: int | None,
-    nodes: int | None,
-) -> list[Problem]:
-    """The rules that the recipe of any stage breaks, as problems. The keyword arguments are as in load_run()."""
+    processes: int | None = None,
+    nodes: int | None = None,
+    broken: Collection[str] = (),
+    written: Collection[str] = (),
+    schedule_steps: int | None = None,
+    elsewhere: bool = False,
+) -> Iterator[Violation]:
+    """Every rule the recipe breaks.
+
+    Args:
+        recipe, weights: all of it, and what it starts from; None if it names no weights and no config.
+        processes, nodes: their numbers, where they are known.
+        broken: fields with invalid values, and sections with unknown keys; rules that read them are skipped.
+        written: fields with values of their own, not those of the model size or the schema.
+        schedule_steps: those of the schedule, if a stage has its own; None = run.steps.
+        elsewhere: whether the recipe is for another machine, so that nothing that it names is looked at.
+    """
+    recipe = readable(recipe, broken)
+    model, mesh, float8, world = recipe.model, recipe.mesh, recipe.float8, {"processes": processes, "nodes": nodes}
+    # Rules are generators: nothing runs, and no field is read, before one is iterated.
+    rules = [
+        hardware_is_known(recipe.run),
+        model_is_consistent(model),
+        mesh_fits(mesh, **world),
+        mesh_divides_model(mesh, model=model, batch=recipe.batch, float8=float8, **world),
+        conflicts(recipe),
+        pipeline_fits(recipe, **world),
+        experts_fit(recipe, written=written, **world),
+        batch_divides(recipe.batch, mesh=mesh, **world),
+        float8_fits(float8, model=model),
+        export_is_possible(recipe.checkpoint, model=model),
+        best_is_saved(recipe),
+        phases_fit(recipe, steps=schedule_steps),
+        moments_can_move(recipe.optimizer),
+        optimizer_fits(recipe.optimizer, fsdp=recipe.fsdp),
+        profile_fits(recipe.profile, run=recipe.run),
+    ]
+    if not elsewhere:
+        rules += [
+            weights_fit(model, weights, written=written),
+            text_can_be_cut(recipe.data),
+            data_is_there(recipe.data, batch=recipe.batch),
+            tokenizer_fits(recipe, weights),
+            validation_is_there(recipe.validation),
+            ladder_is_comparable(recipe),
+            needs_are_met(recipe),
+        ]
+    for rule in rules:
+        with suppress(Unreadable):
+            yield from rule
+
+
+def conflicts(recipe: Recipe, *keys: str) -> Iterator[Violation]:
+    """The plain rules that the recipe breaks: all, or those that refuse one of these fields."""
+    for key, applies, says in CONFLICTS:
+        if not keys or key in keys:
+            with suppress(Unreadable):
+                if applies(recipe):
+                    yield key, says.format_map(vars(recipe))
+
+
+def broken_rules(recipe: Recipe, written: Written, weights: "InitialWeights | None", **options: Any) -> list[Problem]:
+    """The rules that the recipe of any stage breaks, as problems. options: of violations()."""
     given = written.given
-    found: dict[Violation, list[Stage]] = {}
+    broken_in: dict[Violation, list[Stage]] = {}
     for stage in stages_of(recipe):
         changes = recipe.stages[stage.number].changes if recipe.stages else {}
         wrong = {key.removeprefix(f"stages.{stage.name}.") for key in written.wrong}
-        wrong = {key if key in field_types() else key.partition(".")[0] for key in wrong}
-        options: dict[str, Any] = {
-            "processes": processes,
-            "nodes": nodes,
-            "broken": wrong & {*field_types(), *sections()},
-            "schedule_steps": stage.schedule_span[1],
-            "written": given.keys() | changes.keys(),
-        }
-        one = stage.recipe
-        broken = violations_elsewhere(one, **options) if elsewhere else violations(one, weights, **options)
-        for violation in broken:
-            found.setdefault(violation, []).append(stage)
+        # An unknown key may mean any field of its section, and these say what the others of the model are.
+        whole = {"model.name", "model.weights", "model.config"}
+        wrong = {key if key in field_types() and key not in whole else key.partition(".")[0] for key in wrong}
+        for violation in violations(
+            stage.recipe,
+            weights,
+            broken=wrong & {*field_types(), *sections()},
+            written=given.keys() | changes.keys(),
+            schedule_steps=stage.schedule_span[1],
+            **options,
+        ):
+            broken_in.setdefault(violation, []).append(stage)
     problems: dict[Problem, None] = {}
-    for (key, message), (stage, *others) in found.items():
+    for (key, message), (stage, *others) in broken_in.items():
         located = _located(key, message, stage.recipe, given)
         if recipe.stages and (len(others) + 1 < len(recipe.stages) or key in recipe.stages[stage.number].changes):
             also = f"; also in stage {listed(other.name for other in others)}" if others else ""
@@ -94,15 +177,6 @@ def broken_rules(
     return list(problems)
 
 
-def violations_elsewhere(recipe: Recipe, *, broken: Collection[str] = (), **options: Any) -> Iterator[Violation]:
-    """The rules that a recipe for another machine breaks: without a look at its data, its weights and other files.
-
-    broken, options: as in violations().
-    """
-    model = replace(recipe.model, weights="", config="", upcycle=recipe.model.upcycle and not recipe.model.weights)
-    return violations(replace(recipe, model=model), None, broken={*broken, "data.source", "metrics"}, **options)
-
-
 def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:
     """A broken rule as a Problem, with the value and where it was written."""
     if key not in field_types():  # a section
@@ -112,79 +186,34 @@ def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:
     return Problem(key, message, toml(value_of(recipe, key)), given[key][1] if key in given else unwritten)
 
 
-def violations(
-    recipe: Recipe,
-    weights: "InitialWeights | None",
-    *,
-    processes: int | None = None,
-    nodes: int | None = None,
-    broken: Collection[str] = frozenset(),
-    written: Collection[str] = frozenset(),
-    schedule_steps: int | None = None,
+# Rules that most recipes do not meet import what they need only for those.
+
+
+def hardware_is_known(run: RunConfig) -> Iterator[Violation]:
+    """--check and --plan know the memory of some GPUs."""
+    if run.hardware:
+        from recipes.metrics.hardware import MEMORY, hardware_of
+
+        if hardware_of("", written=run.hardware) is None:
+            known = listed((name.lower() for name in MEMORY), last="or")
+            rule = 'names no number of known GPUs; write one such as "8xh100" or "48x8h100"'
+            yield "run.hardware", f"{rule}, with {known}"
+
+
+def model_is_consistent(model: ModelConfig) -> Iterator[Violation]:
+    """The fields of the model are consistent with each other."""
+    yield from ((f"model.{field}", message) for field, message in model.problems())
+
+
+def weights_fit(
+    model: ModelConfig, initial: "InitialWeights | None", *, written: Collection[str]
 ) -> Iterator[Violation]:
-    """Every rule the recipe breaks.
+    """What holds for models that weights or a config.json define."""
+    if initial is not None and (model.weights or model.config):
+        from recipes.recipe import rules_weights
 
-    Args:
-        recipe, weights: all of it, and what it starts from; None if it names no weights and no config.
-        processes, nodes: their numbers, where they are known.
-        broken: fields with invalid values, and sections with unknown keys; rules that read them are skipped.
-        written: fields with values of their own, not those of the model size or the schema.
-        schedule_steps: those of the schedule, if a stage has its own; None = run.steps.
-    """
-    run, model, data, mesh, float8 = recipe.run, recipe.model, recipe.data, recipe.mesh, recipe.float8
-    world = {"processes": processes, "nodes": nodes}
-    # (the sections and fields that a rule reads, the rule); a rule is a generator: nothing runs before it is iterated.
-    rules = (
-        ("run.name run.hardware", name_and_hardware_are_usable(run)),
-        ("model", model_is_consistent(model)),
-        ("model", weights_fit(model, weights, written=written)),
-        ("model data attention batch", from_elsewhere(recipe, weights, written=written)),
-        ("data model batch", data_is_there(data, length=recipe.batch.sequence_length, model=model, weights=weights)),
-        ("data validation model", validation_is_possible(recipe.validation, data=data, model=model)),
-        ("data validation model batch", ladder_is_comparable(recipe)),
-        ("mesh", mesh_fits(mesh, **world)),
-        ("mesh model float8 batch", mesh_divides_model(mesh, model=model, batch=recipe.batch, float8=float8, **world)),
-        ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
-        ("mesh compile.enabled run.device", tensor_can_overlap(mesh, compile=recipe.compile, device=run.device)),
-        ("mesh pipeline model batch fsdp compile activation_checkpointing float8", pipeline_fits(recipe, **world)),
-        ("mesh model fsdp float8 experts", experts_fit(recipe, written=written, **world)),
-        ("mesh attention.backend model", gather_has_a_kernel(mesh, attention=recipe.attention, model=recipe.model)),
-        ("batch.global_batch_size batch.micro_batch_size mesh", batch_divides(recipe.batch, mesh=mesh, **world)),
-        ("attention data.document_mask run.device", attention_has_a_kernel(recipe)),
-        ("attention fsdp.param_dtype model", flash3_fits(recipe.attention, recipe.fsdp, model=model)),
-        ("fsdp run.device", memory_is_symmetric(recipe.fsdp, device=run.device)),
-        ("attention fsdp.param_dtype run.device", attention_has_16_bits(recipe)),
-        ("activation_checkpointing model", blocks_can_recompute(recipe.activation_checkpointing, model=model)),
-        ("float8.all_gather float8.recipe", float8_gathers(float8)),
-        ("float8.recipe float8.emulate run.device", float8_has_a_device(float8, device=run.device)),
-        ("compile", autotune_has_a_compiler(recipe.compile)),
-        ("run.deterministic attention compile fsdp mesh", bits_can_repeat(recipe)),
-        ("float8 compile.enabled run.steps", float8_can_be_sampled(recipe)),
-        ("float8.recipe float8.exclude model", float8_fits(float8, model=model)),
-        ("checkpoint.export_hf checkpoint.every model", export_is_possible(recipe.checkpoint, model=model)),
-        ("checkpoint validation", kept_checkpoints_are_saved(recipe.checkpoint, recipe.validation)),
-        ("schedule run.steps", schedule_fits(recipe.schedule, steps=schedule_steps or run.steps)),
-        ("optimizer", moments_can_move(recipe.optimizer)),
-        ("optimizer fsdp.cpu_offload", optimizer_fits(recipe.optimizer, fsdp=recipe.fsdp)),
-        ("metrics data validation float8 model.weights checkpoint", needs_are_met(recipe)),
-        ("profile run.steps", profile_fits(recipe.profile, steps=run.steps)),
-    )
-    for read, found in rules:
-        if not any(_overlap(place, key) for place in read.split() for key in broken):
-            yield from found
-
-
-def _overlap(one: str, other: str) -> bool:
-    """Whether one of two dotted keys is the other, or a section that holds it."""
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
-
-
-def bits_can_repeat(recipe: Recipe) -> Iterator[Violation]:
-    """Loads its rules only where a recipe asks for equal bits."""
-    if recipe.run.deterministic:
-        from recipes.recipe.rules_determinism import what_repeats_no_bits
-
-        yield from what_repeats_no_bits(recipe)
+        yield from rules_weights.weights_fit(model, initial, written=written)
+        yield from rules_weights.config_fits(model, initial, written=written)
 
 
 def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
@@ -212,168 +241,37 @@ def ladder_is_comparable(recipe: Recipe) -> Iterator[Violation]:
 
         if refused := refusal_of(lambda: ladder_for(recipe, path)):
             yield "validation.ladder", f'{refused}; write the ladder.json of a ladder of this recipe, or ""'
-        elif not recipe.validation.every:
-            yield "validation.ladder", 'is compared at each validation; write every = 1000, for example, or ladder = ""'
-
-
-def name_and_hardware_are_usable(run: RunConfig) -> Iterator[Violation]:
-    """A run has one folder directly below `output`; --check and --plan know the memory of some GPUs."""
-    if "/" in run.name or run.name in (".", ".."):
-        yield "run.name", 'is the name of the run folder inside run.output; write a name without "/"'
-    if run.hardware:
-        from recipes.metrics.hardware import MEMORY, hardware_of
-
-        if hardware_of("", written=run.hardware) is None:
-            known = listed((name.lower() for name in MEMORY), last="or")
-            rule = 'names no number of known GPUs; write one such as "8xh100" or "48x8h100"'
-            yield "run.hardware", f"{rule}, with {known}"
-
-
-def model_is_consistent(model: ModelConfig) -> Iterator[Violation]:
-    """The fields of the model are consistent with each other."""
-    for field, message in model.problems():
-        yield f"model.{field}", message
-
-
-def from_elsewhere(
-    recipe: Recipe, initial: "InitialWeights | None", *, written: Collection[str]
-) -> Iterator[Violation]:
-    """What holds for models that a config.json defines."""
-    model = recipe.model
-    if model.config or model.dropout or model.by_transformers:
-        from recipes.recipe.rules_transformers import config_fits, transformers_fits
-
-        yield from config_fits(model, initial, written=written)
-        yield from transformers_fits(recipe)
 
 
 def export_is_possible(checkpoint: CheckpointConfig, *, model: ModelConfig) -> Iterator[Violation]:
-    """A failed export, for example on a full disk, must not lose the run; nor may it be of another model."""
+    """Hugging Face's formats have everything of the model."""
     if checkpoint.export_hf and not model.by_transformers:
         from models.hf import beyond_hf
 
         if problem := beyond_hf(model):
             yield "checkpoint.export_hf", f"cannot export model.{problem}; write export_hf = false"
-    if checkpoint.export_hf and checkpoint.every == 0:
-        yield "checkpoint.export_hf", "needs checkpoints, or a failed export loses the run; write every = run.steps"
 
 
-def kept_checkpoints_are_saved(checkpoint: CheckpointConfig, validation: ValidationConfig) -> Iterator[Violation]:
-    """Checkpoints kept forever are among those that are saved, the best is known, and copies go to a server."""
-    if checkpoint.keep_best:
+def best_is_saved(recipe: Recipe) -> Iterator[Violation]:
+    """What the best checkpoint is chosen by is known when it is saved."""
+    if recipe.checkpoint.keep_best:
         from recipes.recipe.rules_tasks import best_problems
 
-        for message in best_problems(checkpoint, validation):
+        for message in best_problems(recipe.checkpoint, recipe.validation):
             yield "checkpoint.keep_best", message
-    every, keep_every, place = checkpoint.every, checkpoint.keep_every, checkpoint.remote
-    validated, count = validation.every, validation.average
-    if count == 1 or (count and not (every and validated and validated % every == 0)):
-        problem = f"needs 2 or more, and a checkpoint of every validated step (checkpoint.every = {every});"
-        remedy = f"write a multiple of that as validation.every, instead of {validated}, or average = 0"
-        yield "validation.average", f"{problem} {remedy}"
-    if count > checkpoint.keep and keep_every != every:
-        yield "checkpoint.keep", f"validation.average = {count} needs as many checkpoints; write keep = {count} or more"
-    if place and not re.match(r"(s3|gs)://[^/]", place):
-        problem = "is not an address at a server; write one such as"
-        yield "checkpoint.remote", f'{problem} "s3://bucket/runs", or "" (run.output names the folder on this disk)'
-    elif place and every == 0:
-        yield "checkpoint.remote", "needs checkpoints to copy; write checkpoint.every = run.steps or less"
-    if keep_every and (every == 0 or keep_every % every):
-        yield "checkpoint.keep_every", f"must be a multiple of checkpoint.every = {every}, or 0 to keep none forever"
 
 
-def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:
+def phases_fit(recipe: Recipe, *, steps: int | None) -> Iterator[Violation]:
+    """Warm-up and decay fit into so many steps; None = those of the run."""
+    yield from schedule_fits(recipe.schedule, steps=steps or recipe.run.steps)
+
+
+def profile_fits(profile: ProfileConfig, *, run: RunConfig) -> Iterator[Violation]:
     """The run reaches the steps to trace."""
     last = profile.after + profile.trace_steps
-    if profile.trace_steps and last > steps:
-        rule = f"after {profile.after} + trace_steps {profile.trace_steps} = {last} is beyond run.steps = {steps}"
+    if profile.trace_steps and last > run.steps:
+        rule = f"after {profile.after} + trace_steps {profile.trace_steps} = {last} is beyond run.steps = {run.steps}"
         yield "profile.after", f"{rule}; write run.steps = {last} or more, or trace earlier"
-
-
-def attention_has_a_kernel(recipe: Recipe) -> Iterator[Violation]:
-    """Document masks use their own kernels, and some backends need CUDA (see parallel/kernels.py)."""
-    attention, data, device = recipe.attention, recipe.data, recipe.run.device
-    packs_pairs = data.has_pairs and not recipe.model.by_transformers
-    if (data.document_mask or packs_pairs) and attention.backend not in ("auto", "flash3"):
-        where = "on pairs, which use their" if packs_pairs else "with document_mask = true, which uses its"
-        rule = f"has no effect {where} own kernels"
-        yield "attention.backend", f'{rule}; write "auto", or "flash3" for GPUs that have it'
-    elif device == "cpu" and attention.backend in ("cudnn", "flash3"):
-        other = '"auto"' if data.document_mask or packs_pairs else '"auto", "flash" or "math"'
-        yield "attention.backend", f'needs CUDA, but run.device = "cpu"; write {other}'
-
-
-def flash3_fits(attention: AttentionConfig, fsdp: FSDPConfig, *, model: ModelConfig) -> Iterator[Violation]:
-    """What FlashAttention 3 can compute, forward and backward (hopper/flash_api.cpp in its sources)."""
-    if attention.backend != "flash3" or model.by_transformers:
-        return
-    if fsdp.param_dtype != "bfloat16":
-        rule = 'attention.backend = "flash3" computes in 16 bits'
-        yield "fsdp.param_dtype", f'{rule}; write param_dtype = "bfloat16", or backend = "auto"'
-    if model.head_width % 8 or model.head_width > 256:
-        yield "model.head_width", 'attention.backend = "flash3" needs a multiple of 8 up to 256; write backend = "auto"'
-
-
-def memory_is_symmetric(fsdp: FSDPConfig, *, device: str) -> Iterator[Violation]:
-    """Symmetric memory is NCCL's, and torch has no room beside it for messages of its own kind."""
-    if fsdp.symmetric_memory and device == "cpu":
-        yield "fsdp.symmetric_memory", 'needs GPUs, but run.device = "cpu"; write false'
-    elif fsdp.symmetric_memory and fsdp.reduce_dtype == "bfloat16":
-        yield "fsdp.symmetric_memory", 'sums in float32; write reduce_dtype = "float32", or false'
-
-
-def attention_has_16_bits(recipe: Recipe) -> Iterator[Violation]:
-    """On GPUs, flash and cuDNN kernels take no float32; on a CPU, flash does. The start knows what "auto" is."""
-    backend, device = recipe.attention.backend, recipe.run.device
-    on_gpu = backend == "cudnn" or (backend == "flash" and device == "cuda")
-    if on_gpu and device != "cpu" and recipe.fsdp.param_dtype == "float32":
-        rule = f'attention.backend = "{backend}" computes in 16 bits on a GPU'
-        yield "fsdp.param_dtype", f'{rule}; write param_dtype = "bfloat16", or backend = "auto"'
-
-
-def blocks_can_recompute(checkpointing: ActivationCheckpointingConfig, *, model: ModelConfig) -> Iterator[Violation]:
-    """A number of blocks says what recomputes, and the model has as many."""
-    blocks, layers = checkpointing.blocks, model.layers
-    if checkpointing.mode == "none" and blocks != "all":
-        remedy = 'write mode = "selective" or "full", or blocks = "all"'
-        yield "activation_checkpointing.blocks", f'has no effect with mode = "none"; {remedy}'
-    elif isinstance(blocks, int) and blocks > layers:
-        rule = f"exceeds the {layers} blocks of the model"
-        yield "activation_checkpointing.blocks", f'{rule}; write at most {layers}, a share such as 0.5, or "all"'
-
-
-def float8_gathers(float8: Float8Config) -> Iterator[Violation]:
-    """Row-wise scales are unknown before the all-gather."""
-    if float8.all_gather and float8.recipe != "tensorwise":
-        remedy = 'write all_gather = false or recipe = "tensorwise"'
-        yield "float8.all_gather", f'needs recipe = "tensorwise", not "{float8.recipe}"; {remedy}'
-
-
-def float8_has_a_device(float8: Float8Config, *, device: str) -> Iterator[Violation]:
-    """CPUs have no float8 matrix units. (The kind of GPU is known only when the run starts.)"""
-    if float8.recipe != "none" and not float8.emulate and device == "cpu":
-        reason = "CPUs have no float8 matrix units"
-        yield "float8.emulate", f'must be true with run.device = "cpu": {reason}; write emulate = true'
-
-
-def autotune_has_a_compiler(compile: CompileConfig) -> Iterator[Violation]:
-    """Only compiled code chooses between kernels."""
-    if compile.autotune and not compile.enabled:
-        yield "compile.autotune", "times kernels while compiling, but enabled = false; write false, or enabled = true"
-
-
-def float8_can_be_sampled(recipe: Recipe) -> Iterator[Violation]:
-    """Hooks on the linears count the casts, and a block compiled as one graph runs no hooks."""
-    float8, steps = recipe.float8, recipe.run.steps
-    if float8.sample_every == 0:
-        return
-    if float8.recipe == "none":
-        yield "float8.sample_every", 'samples casts, but recipe = "none" makes none; write 0, or a recipe'
-    elif recipe.compile.enabled:
-        message = "needs hooks in the blocks, which compile.enabled = true rules out; write 0, or enabled = false"
-        yield "float8.sample_every", message
-    elif float8.sample_every > steps:
-        yield "float8.sample_every", f"exceeds run.steps = {steps}, so no step would be sampled; write at most {steps}"
 
 
 def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violation]:

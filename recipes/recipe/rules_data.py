@@ -1,4 +1,4 @@
-"""Rules of the sections [data] and [validation], which look at what they name on the disk. Imports no torch."""
+"""Rules about what [data] and [validation] name on the disk, and about installed packages. Imports no torch."""
 
 import os
 import re
@@ -11,25 +11,20 @@ from typing import TYPE_CHECKING
 
 from models.config import FROM_WEIGHTS, ModelConfig
 from parallel.errors import TemporaryError, UserError
-from recipes.data.config import HELD_OUT, DataConfig
+from recipes.data.config import HELD_OUT, BatchConfig, DataConfig
 from recipes.evaluation.config import ValidationConfig
 from recipes.files.layout import TOKENIZER
 from recipes.files.reading import path_problem, user_path
 from recipes.recipe.fields import Violation, one_line, refusal_of, toml
 from recipes.recipe.paths import WRITTEN
+from recipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from recipes.recipe.schema import Recipe
+    from recipes.data.tokens.shards import Index
     from recipes.weights.locate import InitialWeights
 
 
-MOST_SOURCES = 10_000
-"""Of a mixture: none may have less than this part of the tokens."""
-WRONG_SOURCES = 10
-"""Sources that are named in one refusal."""
-
-
-def needs_are_met(recipe: "Recipe") -> Iterator[Violation]:
+def needs_are_met(recipe: Recipe) -> Iterator[Violation]:
     """Packages that only some recipes import, which scripts/setup.sh lets PYTHON lack; a calibration."""
     texts = (*recipe.data.sources, *recipe.validation.texts.values())
     asked = {
@@ -48,29 +43,14 @@ def needs_are_met(recipe: "Recipe") -> Iterator[Violation]:
         yield "metrics.calibrated_by", 'there is no such file; write one of --plan --calibrated-by, or ""'
 
 
-def data_is_there(
-    data: DataConfig, *, length: int, model: ModelConfig, weights: "InitialWeights | None"
-) -> Iterator[Violation]:
-    """The sources can be read and fill a sequence of this length, and the tokenizer fits the model."""
-    from recipes.data.text.plain_text import text_documents_problem
-    from recipes.data.text.sources import is_prepared
-
-    if unusable := path_problem(data.cache, inside=WRITTEN["data.cache"]):
-        yield "data.cache", unusable
-    if message := text_documents_problem(data.text_documents):
-        yield "data.text_documents", message
-    if len(data.mixture) > MOST_SOURCES:
-        yield "data.mixture", f"names {len(data.mixture):,} sources, more than {MOST_SOURCES:,}; join some by globs"
-        return
-    wrong = 0
+def data_is_there(data: DataConfig, *, batch: BatchConfig) -> Iterator[Violation]:
+    """The sources can be read, each is there once, and those that are prepared fit the recipe."""
     for source in data.sources:
-        if wrong >= WRONG_SOURCES:
-            break
-        if is_prepared(source):
-            yield from prepared_fits(source, data, length=length)
-        elif message := _source_problem(source):
-            yield "data.mixture" if data.mixture else "data.source", message
-            wrong += 1
+        index, problem = _look_at(source)
+        if problem:
+            yield "data.mixture" if data.mixture else "data.source", problem
+        elif index is not None:
+            yield from _prepared_fits(source, index, data, length=batch.sequence_length)
     if len({user_path(source).resolve() for source in data.mixture}) < len(data.mixture):
         yield "data.mixture", "names the same source twice; give each source one share"
     if len(data.mixture) > 1:
@@ -78,7 +58,22 @@ def data_is_there(
 
         if message := mixture_problem(data.mixture):
             yield "data.mixture", message
-    yield from tokenizer_fits(data.tokenizer, model=model, initial=weights)
+
+
+def text_can_be_cut(data: DataConfig) -> Iterator[Violation]:
+    """There is a folder for the tokens, and a text file is divided as the recipe says."""
+    from recipes.data.text.plain_text import text_documents_problem
+
+    if message := text_documents_problem(data.text_documents):
+        yield "data.text_documents", message
+    if unusable := path_problem(data.cache, inside=WRITTEN["data.cache"]):
+        yield "data.cache", unusable
+
+
+def tokenizer_fits(recipe: Recipe, initial: "InitialWeights | None") -> Iterator[Violation]:
+    """The model has a row for every token of the tokenizer, which begins documents and forms pairs as is asked."""
+    data, model = recipe.data, recipe.model
+    yield from _rows_suffice(data.tokenizer, model=model, initial=initial)
     if data.bos and data.tokenizer != FROM_WEIGHTS:
         from recipes.data.text.beginning import beginning_problem
 
@@ -87,10 +82,10 @@ def data_is_there(
     if data.has_pairs or model.is_encoder_decoder:
         from recipes.weights.pairing import pairing_problems
 
-        yield from ((f"data.{field}", message) for field, message in pairing_problems(data, model, weights))
+        yield from ((f"data.{field}", message) for field, message in pairing_problems(data, model, initial))
 
 
-def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: "InitialWeights | None") -> Iterator[Violation]:
+def _rows_suffice(tokenizer: str, *, model: ModelConfig, initial: "InitialWeights | None") -> Iterator[Violation]:
     """The model has a row for every token, and its weights were trained with this tokenizer."""
     from recipes.data.text.tokenizer import tokenizer_problem
 
@@ -114,19 +109,12 @@ def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: "InitialWeigh
         yield "data.tokenizer", message
 
 
-def prepared_fits(source: str, data: DataConfig, *, length: int) -> Iterator[Violation]:
+def _prepared_fits(source: str, index: "Index", data: DataConfig, *, length: int) -> Iterator[Violation]:
     """Prepared tokens were made with this tokenizer and validation fraction, and fill a sequence of this length."""
     from recipes.data.text.sources import is_prepared
     from recipes.data.tokens.shards import TOKENIZER as TOKENIZER_FILE
     from recipes.data.tokens.shards import open_index
 
-    try:
-        index = open_index(source)
-    except TemporaryError:
-        raise
-    except UserError as error:
-        yield "data.source", one_line(error).removeprefix("data.source: ")
-        return
     if data.tokenizer.startswith("train:"):
         file = toml(f"{source}/{TOKENIZER_FILE}")
         yield "data.tokenizer", f"'{source}' is tokenized already; write tokenizer = {file}"
@@ -136,56 +124,43 @@ def prepared_fits(source: str, data: DataConfig, *, length: int) -> Iterator[Vio
     if (tokens := sum(shard.train for shard in index.shards)) <= length and not data.has_pairs:
         rule = f"'{source}' has {tokens:,} tokens, but a sequence and its last target need {length + 1:,}"
         yield "batch.sequence_length", f"{rule}; give more text, or shorter sequences"
-    place = user_path(data.tokenizer)
-    other = str(place.parent if place.name == TOKENIZER_FILE else place)
+    path = user_path(data.tokenizer)
+    other = str(path.parent if path.name == TOKENIZER_FILE else path)
     with suppress(UserError):  # of another folder, whose tokenizer is read all the same
         its = open_index(other) if is_prepared(other) and Path(other) != Path(source) else index
         if its.tokenizer_fingerprint != index.tokenizer_fingerprint:
             yield "data.tokenizer", f"'{source}' holds tokens of another tokenizer; prepare it again with this one"
 
 
-def validation_is_possible(
-    validation: ValidationConfig, *, data: DataConfig, model: ModelConfig
-) -> Iterator[Violation]:
-    """There is text to validate on, its sources can be read, and the model can be asked the tasks."""
-    from recipes.data.text.sources import is_prepared
-    from recipes.data.tokens.shards import open_index
-
-    if validation.tasks or validation.task_limit:
-        from recipes.recipe.rules_tasks import task_problems
-
-        for name, problem in task_problems(validation, encoder_decoder=model.is_encoder_decoder):
-            yield f"validation.{name}", problem
-    if data.validation_fraction == 0 and HELD_OUT in validation.texts.values():
-        remedy = "write 0, or give a text that is not trained on: [validation] source"
-        for field in ("every", "sample_tokens"):
-            if getattr(validation, field):
-                problem = "needs text, but data.validation_fraction = 0 holds none out"
-                yield f"validation.{field}", f"{problem}; {remedy}"
+def validation_is_there(validation: ValidationConfig) -> Iterator[Violation]:
+    """The texts to validate on and the files of tasks can be read."""
+    for task in validation.tasks:
+        if (task.endswith((".yaml", ".yml")) or "/" in task) and not Path(task).exists():
+            message = f"{task!r} does not exist; write the path of a YAML file or folder, or the name of a task"
+            yield "validation.tasks", message
     field = "validation.sources" if validation.sources else "validation.source"
     for name, source in validation.texts.items():
         if name and not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
             yield field, f"{toml(name)} names a column of metrics.jsonl; write letters, digits, and any of _ . - only"
-        if source == HELD_OUT:
-            continue
-        try:
-            message = None if is_prepared(source) and open_index(source) else _source_problem(source)
-        except TemporaryError:
-            raise
-        except UserError as error:
-            message = one_line(error).removeprefix("data.source: ")
-        if message:
-            yield field, message
+        if source != HELD_OUT and (problem := _look_at(source)[1]):
+            yield field, problem
 
 
-def _source_problem(source: str) -> str | None:
-    """What is wrong with a source, and what to write instead, or None."""
-    from recipes.data.text.sources import source_problem
-    from recipes.data.tokens.shards import PARTS
+def _look_at(source: str) -> tuple["Index | None", str]:
+    """The index of a prepared source, and what is wrong with a source and what to write instead; "" if nothing is."""
+    from recipes.data.text.sources import is_prepared, source_problem
+    from recipes.data.tokens.shards import PARTS, open_index
 
+    try:
+        if is_prepared(source):
+            return open_index(source), ""
+    except TemporaryError:
+        raise
+    except UserError as error:
+        return None, one_line(error).removeprefix("data.source: ")
     problem = source_problem(source)
     if problem and (user_path(source) / PARTS).is_file():
         from recipes.data.tokens.parts import unfinished_problem
 
         problem = unfinished_problem(source) or problem
-    return problem
+    return None, problem or ""

@@ -15,8 +15,6 @@ def experts_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None)
     """What holds for a model with experts, and for a mesh that divides them."""
     model, mesh = recipe.model, recipe.mesh
     if not model.experts:
-        if mesh.expert > 1:
-            yield "mesh.expert", "divides routed experts, but the model has none (model.experts = 0); write 1"
         return
     if model.experts % mesh.expert:
         possible = [
@@ -29,16 +27,8 @@ def experts_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None)
         yield "mesh.expert", f"{rule}; write {listed(possible or [1], last='or')}"
     for field, rule, width in model.uneven_rows(recipe.fsdp.param_dtype):
         yield f"model.{field}", f"{rule}; write {width}"
-    if recipe.experts.balance == "bias" and not model.router_bias:
-        rule = '"bias" moves biases of routers, but model.router_bias = false'
-        yield "experts.balance", f'{rule}; write router_bias = true, or balance = "loss"'
     if mesh.expert > 1 or mesh.tensor > 1:
         yield from fsdp_has_several_meshes(recipe, "mesh.expert" if mesh.expert > 1 else "mesh.tensor")
-    if recipe.float8.recipe != "none" and "experts" not in recipe.float8.exclude:
-        rule = "torchao (0.18) multiplies experts by multiples of 16 rows only, and tokens are not padded here"
-        yield "float8.exclude", f'{rule}; add "experts", so that all other linears are converted'
-    untried = {"float8.all_gather": recipe.float8.all_gather, "mesh.overlap_tensor": mesh.overlap_tensor}
-    yield from ((key, "was not tried with experts; write false") for key, is_on in untried.items() if is_on)
 
 
 def fields_of_experts_have_an_effect(model: ModelConfig, *, written: Collection[str]) -> Iterator[Violation]:

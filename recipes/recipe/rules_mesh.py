@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from models.config import LINEARS, ModelConfig
-from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, PipelineConfig
+from parallel.config import Float8Config, MeshConfig, PipelineConfig
 from parallel.errors import UserError, listed
 from parallel.float8_limits import UNIT, fit, why_not_shared
 from parallel.nodes import Node, require_like_nodes, require_neighbours
@@ -30,6 +30,8 @@ def require_fits_world(
         *batch_divides(batch, mesh=mesh, processes=processes, nodes=len(nodes)),
     ]
     if mesh.pipeline > 1:
+        from recipes.recipe.rules_pipeline import enough_micro_batches
+
         found += enough_micro_batches(pipeline, mesh=mesh, batch=batch, processes=processes, nodes=len(nodes))
     if found:
         problems = [Problem(key, message) for key, message in found]
@@ -104,8 +106,6 @@ def transformers_refuse(mesh: MeshConfig, *, model: ModelConfig) -> Iterator[Vio
     if mesh.context > 1:
         reason = f"{name_of(model.settings)} of transformers sees whole rows only"
         yield "mesh.context", f"{reason}; write 1"
-    if mesh.tensor > 1 and mesh.overlap_tensor:
-        yield "mesh.overlap_tensor", "was not tried with models of transformers; write false"
 
 
 def why_not_cut(tensor: int, *, model: ModelConfig, float8: Float8Config) -> str | None:
@@ -170,21 +170,6 @@ def tokens_divide(batch: BatchConfig, *, mesh: MeshConfig, float8: Float8Config)
         yield "batch.sequence_length", f'{rule}; write {length + -length % best}, or float8.recipe = "none"'
 
 
-def float8_fits_tensor(mesh: MeshConfig, *, float8: Float8Config) -> Iterator[Violation]:
-    """Some of float8 knows whole matrices only."""
-    if float8.gather_activations and float8.recipe != "tensorwise":  # else scales are not known before
-        remedy = 'write gather_activations = false or recipe = "tensorwise"'
-        yield "float8.gather_activations", f'needs recipe = "tensorwise", not "{float8.recipe}"; {remedy}'
-    elif float8.gather_activations and mesh.tensor == 1:
-        yield "float8.gather_activations", "has no effect with mesh.tensor = 1, which gathers none; write false"
-    if mesh.tensor == 1:
-        return
-    if float8.all_gather:
-        yield "float8.all_gather", "would train to other numbers with mesh.tensor > 1; write all_gather = false"
-    if float8.sample_every:
-        yield "float8.sample_every", "does not work with mesh.tensor > 1 yet; write 0"
-
-
 def float8_rows_divide(
     mesh: MeshConfig, *, float8: Float8Config, model: ModelConfig, processes: int | None, nodes: int | None
 ) -> Iterator[Violation]:
@@ -207,31 +192,6 @@ def float8_rows_divide(
     fitting = [degree for degree in possible if not why_not_shared(rows, degree * degrees.context)]
     larger = f"mesh.shard = {fitting[-1]} with mesh.replicate = -1, or " if fitting and processes else ""
     yield "float8.all_gather", f"{rule}; write {larger}all_gather = false"
-
-
-def tensor_can_overlap(mesh: MeshConfig, *, compile: CompileConfig, device: str) -> Iterator[Violation]:
-    """torch.compile fuses messages of tensor groups with products, on GPUs that read each other's memory."""
-    if not mesh.overlap_tensor:
-        return
-    if mesh.tensor == 1:
-        yield "mesh.overlap_tensor", "has no effect with mesh.tensor = 1, which sends no activations; write false"
-    elif device == "cpu":
-        yield "mesh.overlap_tensor", 'needs CUDA, but run.device = "cpu"; write false'
-    elif not compile.enabled:
-        rule = "is the work of torch.compile, but compile.enabled = false"
-        yield "mesh.overlap_tensor", f"{rule}; write false, or compile.enabled = true"
-
-
-def gather_has_a_kernel(mesh: MeshConfig, *, attention: AttentionConfig, model: ModelConfig) -> Iterator[Violation]:
-    """The last queries of a row attend to all keys: cuDNN would align the first of them with the first key.
-
-    Nor has it windows.
-    """
-    if model.window and attention.backend == "cudnn":
-        yield "attention.backend", f'"cudnn" has no kernel for model.window = {model.window}; write "auto"'
-    if mesh.gathers_tokens and attention.backend == "cudnn":
-        rule = 'cannot attend from a part of the tokens to all, which mesh.context_by = "gather" needs'
-        yield "attention.backend", f'{rule}; write "auto" or "flash"'
 
 
 def batch_divides(
@@ -259,24 +219,3 @@ def batch_divides(
         nearest = sorted(sorted(divisors, key=lambda size: abs(size - micro))[:4])
         message += f", or a micro_batch_size of {listed(nearest, last='or')}"
     yield "batch.global_batch_size", message
-
-
-def enough_micro_batches(
-    pipeline: PipelineConfig, *, mesh: MeshConfig, batch: BatchConfig, processes: int | None, nodes: int | None
-) -> Iterator[Violation]:
-    """Every stage has something to do, and interleaved schedules have equal rounds of micro-batches."""
-    degree, schedule = mesh.pipeline, pipeline.schedule
-    try:
-        share = mesh.fit(processes, nodes=nodes).data_parallel * batch.micro_batch_size
-    except UserError:  # mesh_fits reports it
-        return
-    if batch.global_batch_size % share:  # batch_divides reports it
-        return
-    count = batch.global_batch_size // share
-    key, has = "batch.global_batch_size", f"is {count} micro-batches for each data-parallel process"
-    if count < degree:
-        yield key, f"{has}, but mesh.pipeline {degree} needs {degree} or more; write {degree * share} or more"
-    elif schedule.startswith("interleaved") and count % (count // degree):
-        sizes = [number * share for number in (count // degree * degree, (count // degree + 1) * degree)]
-        rule = f'{has}, which "{schedule}" cannot divide into {count // degree} equal rounds'
-        yield key, f"{rule}; write {listed(sizes, last='or')}"

@@ -1,27 +1,10 @@
-"""What is wrong with validation.tasks and checkpoint.keep_best, and what to write instead. Imports no torch."""
+"""What is wrong with checkpoint.keep_best, and what to write instead. Imports no torch."""
 
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 
 from parallel.errors import UserError, listed
 from recipes.checkpoint.config import AVERAGE_LOSS, Best, CheckpointConfig
 from recipes.evaluation.config import TASK, ValidationConfig
-
-
-def task_problems(validation: ValidationConfig, *, encoder_decoder: bool) -> Iterator[tuple[str, str]]:
-    """(field of [validation], message) of each problem. encoder_decoder: whether the model is one."""
-    tasks = validation.tasks
-    if not tasks:
-        if validation.task_limit:
-            yield "task_limit", 'is for tasks; write tasks = ["NAME"], or 0'
-        return
-    if not validation.every:
-        yield "tasks", "are evaluated at each validation, and there is none; write validation.every = 1000, for example"
-    if encoder_decoder:
-        yield "tasks", "are for models that continue a text, not for encoder-decoder models; omit them"
-    for name in tasks:
-        if (name.endswith((".yaml", ".yml")) or "/" in name) and not Path(name).exists():
-            yield "tasks", f"{name!r} does not exist; write the path of a YAML file or folder, or the name of a task"
 
 
 def best_problems(checkpoint: CheckpointConfig, validation: ValidationConfig) -> Iterator[str]:

@@ -1,29 +1,21 @@
-"""Rules of weights to start from. Imports no torch."""
+"""Rules of weights to start from, and of a config.json that defines the model. Imports no torch."""
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
 
-from models.config import FROM_WEIGHTS, ModelConfig
+from models.config import FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from recipes.files.layout import CHECKPOINTS
 from recipes.recipe.fields import Violation, refusal_of, toml
+from recipes.weights.description import differences, upcycling_problems
+from recipes.weights.locate import InitialWeights
 
-if TYPE_CHECKING:
-    from recipes.weights.locate import InitialWeights
 
-
-def weights_fit(
-    model: ModelConfig, initial: "InitialWeights | None", *, written: Collection[str]
-) -> Iterator[Violation]:
+def weights_fit(model: ModelConfig, initial: InitialWeights, *, written: Collection[str]) -> Iterator[Violation]:
     """The weights to start from are intact and have the shape of this model.
 
     Only rope_theta may differ, if the recipe writes a larger one itself: that is how a context is extended.
     """
-    if model.upcycle and not model.weights:
-        yield "model.upcycle", "needs the weights of a dense model; write model.weights, or false"
-    if not model.weights or initial is None:
+    if not model.weights:
         return
-    from recipes.weights.description import differences, upcycling_problems
-
     if refused := refusal_of(lambda: initial.find().is_checkpoint or initial.find().stored_tensors):
         yield "model.weights", refused
         return
@@ -44,3 +36,19 @@ def weights_fit(
         elif field == "experts" and not theirs and not is_own:
             remedy += ", or upcycle = true, which starts each expert as the dense feed-forward"
         yield f"model.{field}", f"is {toml(theirs)} in the weights of {weights.path}; {remedy}"
+
+
+def config_fits(model: ModelConfig, initial: InitialWeights, *, written: Collection[str]) -> Iterator[Violation]:
+    """model.config is read, and is still what the run's checkpoints were trained with."""
+    if not model.config or model.name != FROM_CONFIG or model.weights:
+        return
+    if refusal_of(initial.configured) or refusal_of(initial.model):
+        return  # a resumed run needs it no more; otherwise loading has reported it
+    now, trained = initial.configured(), initial.model()
+    if type(now) is not type(trained):
+        yield "model.config", "is another model than that of the run's checkpoints; restore it, or change run.name"
+        return
+    changed = [(key, theirs) for key, theirs in differences(now, trained) if f"model.{key}" not in written]
+    if changed:
+        then = ", ".join(f"{key} = {theirs!r}" for key, theirs in changed)
+        yield "model.config", f"the run's checkpoints were trained with {then}; restore that, or change run.name"

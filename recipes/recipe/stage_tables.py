@@ -53,7 +53,6 @@ FIELDS = (
     "checkpoint.asynchronous",
 )
 """Fields of other sections that a stage may change."""
-MOST_STAGES = 1000
 REASONS = {
     "data.tokenizer": "the model knows the tokens of one tokenizer",
     "data.bos": "the model knows documents with or without it",
@@ -99,8 +98,6 @@ def _tables(tables: Any, origin: str) -> tuple[list[StageTable], list[Problem]]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         example = 'is a list of tables; write [[stages]], and below it name = "first", until = 1000 and what changes'
         return [], [Problem("stages", example, toml(tables), origin)]
-    if len(tables) > MOST_STAGES:
-        return [], [Problem("stages", f"are {len(tables):,}, more than {MOST_STAGES}; write fewer", "", origin)]
     found: list[StageTable] = []
     problems: list[Problem] = []
     for number, table in enumerate(tables, start=1):

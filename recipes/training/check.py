@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -60,8 +60,10 @@ def check(path: str, arguments: Sequence[str], *, processes: int | None, nodes: 
 def look_at_first_rows(loaded: LoadedRecipe) -> str:
     """The verdict on a recipe whose sources can be read, with what was not looked at. Raises UserError for others."""
     opened, unread, problems = set(), set(), set()
+    unseen: dict[str, None] = {}
     for stage in stages_of(loaded.recipe):
         data = stage.recipe.data
+        unseen |= dict.fromkeys(_of_the_built_model(stage.recipe))
         fields: str | PairFormat = data.text_field
         if data.has_pairs:
             from recipes.weights.pairing import pairing_of
@@ -83,7 +85,21 @@ def look_at_first_rows(loaded: LoadedRecipe) -> str:
     if problems:
         raise refusal(sorted(problems, key=str), where="the first rows")
     others = [*sorted(unread)[:NAMED], *([f"{len(unread) - NAMED:,} other sources"] if len(unread) > NAMED else [])]
-    return f"ok: sources whose first row was read: {len(opened):,}; not looked at: {listed([*others, *UNSEEN])}"
+    return (
+        f"ok: sources whose first row was read: {len(opened):,}; not looked at: {listed([*others, *unseen, *UNSEEN])}"
+    )
+
+
+def _of_the_built_model(recipe: Recipe) -> Iterator[str]:
+    """What only a built model of transformers tells: the run refuses it before its first step (training/build.py)."""
+    if not recipe.model.by_transformers:
+        return
+    if recipe.data.document_mask or (recipe.data.has_pairs and not recipe.model.is_encoder_decoder):
+        yield "whether the model keeps documents apart"
+    if recipe.attention.backend != "auto":
+        yield "whether the model has this attention"
+    if recipe.compile.enabled and recipe.activation_checkpointing.mode != "none" and recipe.run.device != "cuda":
+        yield "whether its compiled blocks recompute the same numbers"
 
 
 def _print(recipe: Recipe, processes: int | None, nodes: int | None, origins: Mapping[str, str] | None) -> None:

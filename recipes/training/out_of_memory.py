@@ -5,7 +5,6 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 
@@ -20,8 +19,8 @@ from recipes.metrics.clock import START, RunClock
 from recipes.plan.memory import predict
 from recipes.plan.sizes import Sizes
 from recipes.recipe.fields import toml, with_values
-from recipes.recipe.rules_mesh import float8_fits_tensor, gather_has_a_kernel, mesh_divides_model, require_fits_world
-from recipes.recipe.rules_optimizer import moments_can_move
+from recipes.recipe.rules import violations
+from recipes.recipe.rules_mesh import require_fits_world
 from recipes.recipe.schema import Recipe
 
 SAYS_SO = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|_ALLOC_FAILED|bad_alloc", re.I)
@@ -130,64 +129,55 @@ def _changed(recipe: Recipe, key: str, value: object) -> Recipe:
 
 def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
     """What saves memory of a device and is not at its end in this recipe; first what costs least."""
-    batch, fsdp = recipe.batch, recipe.fsdp
-    micro = batch.micro_batch_size
-    smaller = (size for size in range(micro // 2, 0, -1) if micro % size == 0)
-    fitting = (size for size in smaller if _fits(_changed(recipe, "batch.micro_batch_size", size), world))
-    if size := next(fitting, None):
-        yield "batch.micro_batch_size", size, f"instead of {micro}: less at a time, in the same global batch"
+    for key, values, effect in _ways(recipe, world):
+        for value in values:
+            if _is_accepted(_changed(recipe, key, value), world):
+                yield key, value, effect.format(value=value)
+                break
+
+
+def _ways(recipe: Recipe, world: World) -> Iterator[tuple[str, Sequence[object], str]]:
+    """Fields, the values to try in this order, and what they do, of which the rules may refuse some."""
+    batch, fsdp, mesh = recipe.batch, recipe.fsdp, recipe.mesh
+    micro, degrees = batch.micro_batch_size, mesh.fit(world.size, nodes=len(world.nodes))
+    smaller = [size for size in range(micro // 2, 0, -1) if micro % size == 0]
+    yield "batch.micro_batch_size", smaller, f"instead of {micro}: less at a time, in the same global batch"
     if batch.loss_chunks < 16 and not recipe.compile.enabled:  # compiled, the loss holds no copy of the logits
-        yield "batch.loss_chunks", max(4, 2 * batch.loss_chunks), "holds the logits of one chunk only"
+        yield "batch.loss_chunks", [max(4, 2 * batch.loss_chunks)], "holds the logits of one chunk only"
     checkpointing = recipe.activation_checkpointing
     if len(checkpointing.recomputed(recipe.model.layers)) in range(1, recipe.model.layers):
-        yield "activation_checkpointing.blocks", "all", "recomputes activations of every block in the backward pass"
-    degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
-    splits = degrees.pipeline > 1 and recipe.pipeline.splits_backward  # needs gathered weights, and no "selective"
-    same = recipe.compile.enabled and recipe.float8.recipe != "none"  # "selective" keeps what "none" does
-    modes = ("none", "full") if splits or (same and checkpointing.mode == "none") else ("none", "selective", "full")
-    if later := modes[modes.index(checkpointing.mode) + 1 :]:
-        yield "activation_checkpointing.mode", later[0], "recomputes activations in the backward pass"
-    if not (fsdp.reshard_after_forward or splits) and Sizes(recipe, degrees).gathered_block:  # else shards compute
-        yield "fsdp.reshard_after_forward", True, "frees the gathered weights after the forward pass"
+        yield "activation_checkpointing.blocks", ["all"], "recomputes activations of every block in the backward pass"
+    modes = ["none", "selective", "full"]
+    if recipe.compile.enabled and recipe.float8.recipe != "none" and checkpointing.mode == "none":
+        modes.remove("selective")  # keeps as much as "none" does
+    later = modes[modes.index(checkpointing.mode) + 1 :]
+    yield "activation_checkpointing.mode", later, "recomputes activations in the backward pass"
+    if not fsdp.reshard_after_forward and Sizes(recipe, degrees).gathered_block:  # else shards compute
+        yield "fsdp.reshard_after_forward", [True], "frees the gathered weights after the forward pass"
     if fsdp.prefetch > 1:
-        yield "fsdp.prefetch", 1, "gathers the weights of fewer blocks ahead"
+        yield "fsdp.prefetch", [1], "gathers the weights of fewer blocks ahead"
     if degrees.replicate > 1:
-        whole = degrees.data_parallel
-        yield "mesh.shard", whole, "with mesh.replicate = 1: each process holds a smaller part of the state"
-    yield from _parts(recipe, world)
-    halved = replace(recipe.optimizer, state_dtype="bfloat16")
-    if halved != recipe.optimizer and not any(moments_can_move(halved)):
-        yield "optimizer.state_dtype", "bfloat16", f"halves the moments; {OTHER_RUN}"
-    if world.device.type == "cuda" and not fsdp.cpu_offload and not recipe.optimizer.facts.orthogonalizes:
-        yield "fsdp.cpu_offload", True, "keeps the sharded state in host memory; slow"
-    half = batch.sequence_length // 2
-    if half and _fits(_changed(recipe, "batch.sequence_length", half), world):
-        yield "batch.sequence_length", half, f"{OTHER_RUN}"
+        effect = "with mesh.replicate = 1: each process holds a smaller part of the state"
+        yield "mesh.shard", [degrees.data_parallel], effect
+    also = "" if mesh.shard in (-1, "node") else "with mesh.shard = -1: "
+    for axis, shared in (("context", "every sequence"), ("tensor", "every matrix")):
+        effect = f"{also}{{value}} processes share {shared} and its activations"
+        yield f"mesh.{axis}", [2 * getattr(mesh, axis)], effect
+    if recipe.optimizer.state_dtype != "bfloat16":
+        yield "optimizer.state_dtype", ["bfloat16"], f"halves the moments; {OTHER_RUN}"
+    if world.device.type == "cuda" and not fsdp.cpu_offload:
+        yield "fsdp.cpu_offload", [True], "keeps the sharded state in host memory; slow"
+    if half := batch.sequence_length // 2:
+        yield "batch.sequence_length", [half], OTHER_RUN
 
 
-def _parts(recipe: Recipe, world: World) -> Iterator[Remedy]:
-    """More parts of sequences or matrices, where these processes can have them."""
-    also = "" if recipe.mesh.shard in (-1, "node") else "with mesh.shard = -1: "
-    for axis, parts in (("context", "every sequence"), ("tensor", "every matrix")):
-        degree = 2 * getattr(recipe.mesh, axis)
-        if _fits(_changed(recipe, f"mesh.{axis}", degree), world):
-            yield f"mesh.{axis}", degree, f"{also}{degree} processes share {parts} and its activations"
-
-
-def _fits(recipe: Recipe, world: World) -> bool:
-    """Whether these processes can share the recipe."""
-    mesh, batch, float8 = recipe.mesh, recipe.batch, recipe.float8
-    known = {"processes": world.size, "nodes": len(world.nodes)}
+def _is_accepted(recipe: Recipe, world: World) -> bool:
+    """Whether these processes can train the recipe."""
     try:
-        require_fits_world(mesh, batch, nodes=world.nodes, pipeline=recipe.pipeline)
+        require_fits_world(recipe.mesh, recipe.batch, nodes=world.nodes, pipeline=recipe.pipeline)
     except UserError:
         return False
-    found = mesh_divides_model(mesh, model=recipe.model, batch=batch, float8=float8, **known)
-    others = [
-        *float8_fits_tensor(mesh, float8=float8),
-        *gather_has_a_kernel(mesh, attention=recipe.attention, model=recipe.model),
-    ]
-    return not [*found, *others]
+    return not any(violations(recipe, None, processes=world.size, nodes=len(world.nodes), elsewhere=True))
 
 
 def host_remedies(recipe: Recipe) -> Iterator[Remedy]:

@@ -11,7 +11,7 @@ from parallel.errors import UserError, listed
 from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.search_space import CHUNKS, PREFETCH, divisors
 from recipes.recipe.fields import toml, with_values
-from recipes.recipe.rules import violations_elsewhere
+from recipes.recipe.rules import violations
 
 WORTH_IT = 0.01
 """Less of a gain is not worth a line."""
@@ -37,7 +37,7 @@ def _others(asked: Plan) -> Iterator[tuple[str, Plan]]:
     world = asked.world
     for values in _settings(asked):
         recipe = with_values(asked.recipe, values)
-        if not any(violations_elsewhere(recipe, processes=world.processes, nodes=world.nodes)):
+        if not any(violations(recipe, None, processes=world.processes, nodes=world.nodes, elsewhere=True)):
             with suppress(UserError):  # of what the model of time does not know
                 other = plan(recipe, world)
                 if other.fits:

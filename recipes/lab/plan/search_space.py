@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import product
 from math import gcd
 from typing import Any
 
@@ -12,16 +12,8 @@ from parallel.errors import UserError
 from recipes.lab.plan.world import World
 from recipes.plan.hardware import Gpu
 from recipes.recipe.fields import sections, toml
-from recipes.recipe.rules import blocks_can_recompute, pipeline_fits, violations_elsewhere
-from recipes.recipe.rules_experts import experts_can_run
-from recipes.recipe.rules_mesh import (
-    batch_divides,
-    float8_fits_tensor,
-    gather_has_a_kernel,
-    mesh_divides_model,
-    mesh_fits,
-    tensor_can_overlap,
-)
+from recipes.recipe.rules import violations
+from recipes.recipe.rules_mesh import mesh_fits
 from recipes.recipe.schema import Recipe
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, "all")
@@ -113,19 +105,7 @@ class Space:
 
     def refusal(self, recipe: Recipe) -> str | None:
         """Why train.py --check would refuse this candidate, in a few words; None if it would not."""
-        mesh, world = recipe.mesh, {"processes": self.processes, "nodes": self.nodes}
-        model, batch, float8 = recipe.model, recipe.batch, recipe.float8
-        broken = chain(
-            mesh_fits(mesh, **world),
-            mesh_divides_model(mesh, model=model, batch=batch, float8=float8, **world),
-            float8_fits_tensor(mesh, float8=float8),
-            tensor_can_overlap(mesh, compile=recipe.compile, device=recipe.run.device),
-            gather_has_a_kernel(mesh, attention=recipe.attention, model=recipe.model),
-            batch_divides(batch, mesh=mesh, **world),
-            pipeline_fits(recipe, **world),
-            experts_can_run(recipe, **world),
-            blocks_can_recompute(recipe.activation_checkpointing, model=model),
-        )
+        broken = violations(recipe, None, processes=self.processes, nodes=self.nodes, elsewhere=True)
         key = next((key for key, _ in broken), None)
         return key and REASONS.get(key, f"a rule about {key}")
 
@@ -292,10 +272,10 @@ def numerics_of(recipe: Recipe, *, gpu: Gpu, fixed: frozenset[str]) -> Iterator[
     together = dict(section for change in reversed(changed_sections.values()) for section in change.items())
     if len(together) > 1:
         changed_sections["all of these" if "float8" in together else "bf16 both"] = together
-    broken = {*violations_elsewhere(recipe, processes=None, nodes=None)}
+    broken = {*violations(recipe, None, elsewhere=True)}
     for name, change in changed_sections.items():
         changed = replace(recipe, **change)
-        if broken.issuperset(violations_elsewhere(changed, processes=None, nodes=None)):
+        if broken.issuperset(violations(changed, None, elsewhere=True)):
             yield name, changed
 
 

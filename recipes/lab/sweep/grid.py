@@ -12,9 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.recipe.fields import Problem, field_types, refusal, sections, toml, unknown_key, unknown_section, value_of
+from recipes.recipe.fields import (
+    Problem,
+    field_types,
+    refusal,
+    sections,
+    toml,
+    unknown_key,
+    unknown_section,
+    value_of,
+    with_values,
+)
 from recipes.recipe.load import CONFIGS, Layer, load, read_toml, shown, to_toml
-from recipes.recipe.rules import float8_has_a_device
+from recipes.recipe.rules import conflicts
 from recipes.recipe.schema import Recipe, RunConfig
 
 SWEEPS = CONFIGS / "sweeps"
@@ -337,7 +347,7 @@ def _require_device(recipe: Recipe, device: str | None) -> None:
     if recipe.run.device == "auto" and device is not None:
         problems = [
             Problem(key, "must be true on this machine, which has no GPU; write emulate = true", "false")
-            for key, _ in float8_has_a_device(recipe.float8, device=device)
+            for key, _ in conflicts(with_values(recipe, {"run.device": device}), "float8.emulate")
         ]
         if problems:
             raise refusal(problems, where="float8")

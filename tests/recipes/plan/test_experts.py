@@ -24,7 +24,7 @@ from recipes.plan.stages import parts
 from recipes.plan.time import step_time, time_of
 from recipes.plan.work import work_of
 from recipes.recipe.load import CONFIGS, load
-from recipes.recipe.rules import violations_elsewhere
+from recipes.recipe.rules import violations
 from recipes.recipe.schema import Recipe
 from tests.live_bytes import tracked_step
 
@@ -205,7 +205,7 @@ def test_a_search_tries_float8_for_experts_as_the_rules_allow_it(fixed: frozense
     found = dict(numerics_of(qwen(), gpu=H100, fixed=fixed))
     assert set(found) == ({"bf16 moments"} if fixed else {"float8", "float8 rowwise", "bf16 moments", "all of these"})
     for recipe in found.values():
-        assert not [*violations_elsewhere(recipe, processes=128, nodes=16)]
+        assert not [*violations(recipe, None, processes=128, nodes=16, elsewhere=True)]
 
 
 def test_a_cpu_has_no_time_of_experts() -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -477,9 +476,8 @@ def test_every_syntax_error_names_the_file_and_the_line(text: str, expected: str
     assert expected in refused(text)
 
 
-@pytest.mark.parametrize("value", ["1" + "0" * 5000, "[" * 5000])
-def test_an_absurd_value_is_refused_without_a_traceback(value: str) -> None:
-    assert refused(f"x = {value}\n").startswith("x.toml cannot be read: ")
+def test_an_absurd_value_is_refused_without_a_traceback() -> None:
+    assert refused(f"x = 1{'0' * 5000}\n").startswith("x.toml cannot be read: ")
 
 
 # Bases
@@ -576,20 +574,13 @@ def test_a_wrong_type_does_not_hide_the_rules_about_other_fields_of_its_section(
 # Bounds
 
 
-@pytest.mark.parametrize("kind", ["keys", "sections", "sources", "missing sources", "stages"])
-def test_a_huge_recipe_is_refused_within_seconds(kind: str) -> None:
-    text = {
-        "keys": "[run]\n" + "".join(f"key_{number}_steps = 1\n" for number in range(300_000)),
-        "sections": "".join(f"[s{number}]\n" for number in range(60_000)),
-        "sources": "[data.mixture]\n" + "".join(f'"a{number}.txt" = 1\n' for number in range(20_000)),
-        "missing sources": "[data.mixture]\n" + "".join(f'"a{number}.txt" = 1\n' for number in range(9_000)),
-        "stages": "".join(f'[[stages]]\nname = "s{number}"\nuntil = {number + 1}\n' for number in range(20_000)),
-    }[kind]
-    began = time.process_time()
-    message = refused(MODEL + text)
-    assert time.process_time() - began < 15
-    assert len(message) < 30_000
-    assert re.match(r"(300,000|60,000|1|10|1) problems? in x.toml", message)
+def test_a_file_that_is_no_recipe_is_refused_by_its_size() -> None:
+    assert refused("#" * 1_000_001) == "x.toml cannot be read: it has more than 1,000,000 bytes"
+
+
+def test_a_refusal_names_the_first_hundred_of_many_problems() -> None:
+    message = refused(MODEL + "".join(f"[s{number}]\n" for number in range(150)))
+    assert message.startswith("150 problems in x.toml") and message.endswith("and 50 more")
 
 
 @pytest.mark.parametrize(
@@ -597,16 +588,16 @@ def test_a_huge_recipe_is_refused_within_seconds(kind: str) -> None:
     [
         "[run]\nsteps = " + "9" * 4_000,
         "[run]\nsteps = " + "9" * 40_000,
-        f'[run]\nsteps = "{"9" * 3_000_000}"',
-        f'[run]\nname = "{"n" * 3_000_000}"',
-        f'[model]\nname = "{"n" * 3_000_000}"',
-        f'[data]\ntext_documents = "{"n" * 3_000_000}"\nsource = "{"n" * 3_000_000}"',
-        f'[run]\n"{"k" * 3_000_000}" = 1',
-        f'"{"k" * 3_000_000}" = 1',
-        f'["{"k" * 3_000_000}"]',
-        f"x = [{'1, ' * 1_000_000}",
-        f"x = {'1, ' * 1_000_000}",
-        f'base = "{"n" * 3_000_000}"',
+        f'[run]\nsteps = "{"9" * 300_000}"',
+        f'[run]\nname = "{"n" * 300_000}"',
+        f'[model]\nname = "{"n" * 300_000}"',
+        f'[data]\ntext_documents = "{"n" * 300_000}"\nsource = "{"n" * 300_000}"',
+        f'[run]\n"{"k" * 300_000}" = 1',
+        f'"{"k" * 300_000}" = 1',
+        f'["{"k" * 300_000}"]',
+        f"x = [{'1, ' * 100_000}",
+        f"x = {'1, ' * 100_000}",
+        f'base = "{"n" * 300_000}"',
     ],
     ids=lambda text: text[:30],
 )

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from parallel.dist import World
+from parallel.nodes import arrange
 from recipes.cluster.restarts import End, end_of
 from recipes.files.exit_codes import OUT_OF_MEMORY
-from recipes.recipe.load import load, to_toml
-from recipes.training.out_of_memory import STATE, _advice, host_remedies, out_of_memory, remedies
+from recipes.metrics.hardware import hardware_of
+from recipes.recipe.load import BENCHMARKS, CONFIGS, load, to_toml
+from recipes.recipe.stages import stages_of
+from recipes.training.out_of_memory import STATE, _advice, _changed, host_remedies, out_of_memory, remedies
 from tests.test_hangs import ill_run
 from tests.training import DEBUG, change
 
@@ -73,8 +76,6 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(error: BaseException) -
 
 def world(kind: str, size: int) -> World:
     """A World of one node, as remedies() reads it."""
-    from parallel.nodes import arrange
-
     nodes = arrange([("node", 0)] * size)
     return World(0, size, torch.device(kind), messages=None, nodes=nodes)  # type: ignore[arg-type]
 
@@ -111,6 +112,24 @@ def test_remedies_are_values_that_a_recipe_accepts_and_end_when_all_are_taken(tm
         "optimizer.state_dtype",
         "fsdp.cpu_offload",
     ]
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted(CONFIGS.glob("*.toml")), *BENCHMARKS.glob("*.toml")], ids=lambda path: path.stem
+)
+def test_every_remedy_for_a_recipe_of_ours_is_a_recipe_that_loads(path: Path, tmp_path: Path) -> None:
+    recipe = load(path, elsewhere=True)
+    hardware = hardware_of(recipe.run.name, written=recipe.run.hardware)
+    size, nodes = (hardware.processes, hardware.nodes) if hardware else (recipe.mesh.fit(None).processes, 1)
+    there = World(
+        *(0, size, torch.device("cuda")),
+        messages=None,  # type: ignore[arg-type]
+        nodes=arrange([(f"node {rank * nodes // size}", 0) for rank in range(size)]),
+    )
+    for stage in stages_of(recipe):
+        for key, value, _ in remedies(stage.recipe, there):
+            (tmp_path / "recipe.toml").write_text(to_toml(_changed(stage.recipe, key, value)))
+            load(tmp_path / "recipe.toml", processes=size, nodes=nodes, elsewhere=True)
 
 
 def test_chunks_of_the_loss_are_no_remedy_in_compiled_code_which_holds_no_copy_of_the_logits() -> None:

@@ -19,7 +19,7 @@ from parallel.mesh import build_mesh
 from recipes.files.exit_codes import FINISHED
 from recipes.recipe.fields import toml
 from recipes.recipe.load import load_run
-from recipes.recipe.rules import violations, violations_elsewhere
+from recipes.recipe.rules import violations
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.weights.convert import load_weights
@@ -135,8 +135,9 @@ def test_upcycling_without_weights_is_refused_wherever_the_run_will_be() -> None
     recipe, world = Recipe(model=SPARSE), {"processes": 1, "nodes": 1}
     problem = ("model.upcycle", "needs the weights of a dense model; write model.weights, or false")
     assert problem in [*violations(recipe, None, **world)]
-    assert [*violations_elsewhere(recipe, **world)] == [problem]
-    assert not [*violations_elsewhere(replace(recipe, model=replace(SPARSE, weights="elsewhere")), **world)]
+    assert [*violations(recipe, None, elsewhere=True, **world)] == [problem]
+    away = replace(recipe, model=replace(SPARSE, weights="elsewhere"))
+    assert not [*violations(away, None, elsewhere=True, **world)]
 
 
 @pytest.mark.slow

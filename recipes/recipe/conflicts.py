@@ -1,0 +1,228 @@
+"""The plain rules across fields: which field is refused when, why, and what to write instead. Imports no torch."""
+
+import re
+from collections.abc import Callable
+
+from models.config import FROM_CONFIG
+from recipes.data.config import HELD_OUT
+from recipes.recipe.schema import Recipe
+
+
+def _packs_pairs(r: Recipe) -> bool:
+    """Whether rows of several pairs are computed by our decoder, which masks them."""
+    return r.data.has_pairs and not r.model.by_transformers
+
+
+def _has_masks(r: Recipe) -> bool:
+    return _packs_pairs(r) or r.data.document_mask
+
+
+def _computes_in_16_bits(r: Recipe) -> bool:
+    """Whether attention takes no float32. On a CPU, flash does; only the start knows what device "auto" is."""
+    backend, device = r.attention.backend, r.run.device
+    return (backend == "cudnn" and device != "cpu") or (backend == "flash" and device == "cuda")
+
+
+def _splits_backward(r: Recipe) -> bool:
+    """Whether stages compute gradients of weights later, for which they need the weights and the graph then.
+
+    With resharding, torch 2.11 to 2.13 has lost gradients in silence; with selective checkpointing it fails in the
+    first step. Its schedules do not support compiled modules, and do not see that blocks are.
+    """
+    return r.mesh.pipeline > 1 and r.pipeline.splits_backward
+
+
+def _averages_unsaved(r: Recipe) -> bool:
+    """Whether a validation averages checkpoints of which one was not saved."""
+    every, validated, count = r.checkpoint.every, r.validation.every, r.validation.average
+    return count == 1 or bool(count and not (every and validated and validated % every == 0))
+
+
+def _holds_out_nothing(r: Recipe) -> bool:
+    return r.data.validation_fraction == 0 and HELD_OUT in r.validation.texts.values()
+
+
+ADDRESS = r"(s3|gs)://[^/]"
+"""The beginning of a folder at a server."""
+
+Conflict = tuple[str, Callable[[Recipe], object], str]
+"""A field that is refused, when that is, and the reason with what to write instead, where {section.field} is a value.
+
+What a row reads is not written down: rules.py lets it fail where it reads a value that is wrong itself."""
+
+# fmt: off
+CONFLICTS: tuple[Conflict, ...] = (
+    ("run.name", lambda r: "/" in r.run.name or r.run.name in (".", ".."),
+     'is the name of the run folder inside run.output; write a name without "/"'),
+    ("model.upcycle", lambda r: r.model.upcycle and not r.model.weights,
+     "needs the weights of a dense model; write model.weights, or false"),
+    ("model.config", lambda r: r.model.config and r.model.name != FROM_CONFIG,
+     'has no effect with name = "{model.name}"; remove it, or write name = "from_config" without weights'),
+    ("model.config", lambda r: r.model.config and r.model.name == FROM_CONFIG and r.model.weights,
+     'has no effect with model.weights; remove it, or write name = "from_config" without weights'),
+    ("model.dropout", lambda r: r.model.dropout and not r.model.by_transformers,
+     "our decoder has no dropout; write dropout = false"),
+    # Models of transformers.
+    ("attention.backend", lambda r: r.model.by_transformers
+       and r.attention.backend in (("flash", "cudnn", "flash3") if r.model.is_encoder_decoder else ("flash3",)),
+     'this model of transformers cannot use "{attention.backend}"; write "auto" or "math"'),
+    ("data.document_mask", lambda r: r.data.document_mask and r.model.is_encoder_decoder,
+     "is for causal models; an encoder-decoder model pads its pairs; write false"),
+    ("batch.sequence_length", lambda r: 0 < getattr(r.model, "positions", 0) < r.batch.sequence_length,
+     "exceeds the {model.positions} positions of the model; write at most that"),
+    ("mesh.overlap_tensor", lambda r: r.mesh.overlap_tensor and r.mesh.tensor > 1 and r.model.by_transformers,
+     "was not tried with models of transformers; write false"),
+    # Kernels of attention: parallel/kernels.py chooses among them.
+    ("attention.backend", lambda r: r.attention.backend not in ("auto", "flash3") and _packs_pairs(r),
+     'has no effect on pairs, which use their own kernels; write "auto", or "flash3" for GPUs that have it'),
+    ("attention.backend", lambda r: r.attention.backend not in ("auto", "flash3") and not _packs_pairs(r)
+       and r.data.document_mask,
+     'has no effect with document_mask = true, which uses its own kernels; write "auto", or "flash3" for GPUs '
+     "that have it"),
+    ("attention.backend", lambda r: r.run.device == "cpu" and r.attention.backend in ("cudnn", "flash3")
+       and not _has_masks(r),
+     'needs CUDA, but run.device = "cpu"; write "auto", "flash" or "math"'),
+    ("attention.backend", lambda r: r.run.device == "cpu" and r.attention.backend == "flash3" and _has_masks(r),
+     'needs CUDA, but run.device = "cpu"; write "auto"'),
+    ("fsdp.param_dtype", lambda r: r.fsdp.param_dtype != "bfloat16" and r.attention.backend == "flash3"
+       and not r.model.by_transformers,
+     'attention.backend = "flash3" computes in 16 bits; write param_dtype = "bfloat16", or backend = "auto"'),
+    ("fsdp.param_dtype", lambda r: r.fsdp.param_dtype == "float32" and _computes_in_16_bits(r),
+     'attention.backend = "{attention.backend}" computes in 16 bits on a GPU; write param_dtype = "bfloat16", or '
+     'backend = "auto"'),
+    # hopper/flash_api.cpp in the sources of FlashAttention.
+    ("model.head_width", lambda r: (r.attention.backend == "flash3" and not r.model.by_transformers
+       and (r.model.head_width % 8 or r.model.head_width > 256)),
+     'attention.backend = "flash3" needs a multiple of 8 up to 256; write backend = "auto"'),
+    # cuDNN would align the last queries of a row with its first keys.
+    ("attention.backend", lambda r: r.attention.backend == "cudnn" and r.mesh.gathers_tokens,
+     'cannot attend from a part of the tokens to all, which mesh.context_by = "gather" needs; write "auto" or '
+     '"flash"'),
+    ("attention.backend", lambda r: r.attention.backend == "cudnn" and r.model.window,
+     '"cudnn" has no kernel for model.window = {model.window}; write "auto"'),
+    # torch.compile fuses messages of tensor groups with products, on GPUs that read each other's memory.
+    ("mesh.overlap_tensor", lambda r: r.mesh.overlap_tensor and r.mesh.tensor == 1,
+     "has no effect with mesh.tensor = 1, which sends no activations; write false"),
+    ("mesh.overlap_tensor", lambda r: r.mesh.overlap_tensor and r.mesh.tensor > 1 and r.run.device == "cpu",
+     'needs CUDA, but run.device = "cpu"; write false'),
+    ("mesh.overlap_tensor", lambda r: r.mesh.overlap_tensor and r.mesh.tensor > 1 and r.run.device != "cpu"
+       and not r.compile.enabled,
+     "is the work of torch.compile, but compile.enabled = false; write false, or compile.enabled = true"),
+    # Symmetric memory is NCCL's, and torch has no room beside it for messages of its own kind.
+    ("fsdp.symmetric_memory", lambda r: r.fsdp.symmetric_memory and r.run.device == "cpu",
+     'needs GPUs, but run.device = "cpu"; write false'),
+    ("fsdp.symmetric_memory", lambda r: r.fsdp.symmetric_memory and r.run.device != "cpu"
+       and r.fsdp.reduce_dtype == "bfloat16",
+     'sums in float32; write reduce_dtype = "float32", or false'),
+    ("activation_checkpointing.blocks", lambda r: r.activation_checkpointing.blocks != "all"
+       and r.activation_checkpointing.mode == "none",
+     'has no effect with mode = "none"; write mode = "selective" or "full", or blocks = "all"'),
+    ("activation_checkpointing.blocks", lambda r: (r.activation_checkpointing.mode != "none"
+       and isinstance(r.activation_checkpointing.blocks, int) and r.activation_checkpointing.blocks > r.model.layers),
+     'exceeds the {model.layers} blocks of the model; write at most {model.layers}, a share such as 0.5, or "all"'),
+    ("compile.autotune", lambda r: r.compile.autotune and not r.compile.enabled,
+     "times kernels while compiling, but enabled = false; write false, or enabled = true"),
+    # Row-wise scales are unknown before a gather.
+    ("float8.all_gather", lambda r: r.float8.all_gather and r.float8.recipe != "tensorwise",
+     'needs recipe = "tensorwise", not "{float8.recipe}"; write all_gather = false or recipe = "tensorwise"'),
+    ("float8.gather_activations", lambda r: r.float8.gather_activations and r.float8.recipe != "tensorwise",
+     'needs recipe = "tensorwise", not "{float8.recipe}"; write gather_activations = false or recipe = '
+     '"tensorwise"'),
+    ("float8.gather_activations", lambda r: r.float8.gather_activations and r.float8.recipe == "tensorwise"
+       and r.mesh.tensor == 1,
+     "has no effect with mesh.tensor = 1, which gathers none; write false"),
+    ("float8.all_gather", lambda r: r.float8.all_gather and r.mesh.tensor > 1,
+     "would train to other numbers with mesh.tensor > 1; write all_gather = false"),
+    ("float8.sample_every", lambda r: r.float8.sample_every and r.mesh.tensor > 1,
+     "does not work with mesh.tensor > 1 yet; write 0"),
+    # The kind of GPU is known only when the run starts.
+    ("float8.emulate", lambda r: r.float8.recipe != "none" and not r.float8.emulate and r.run.device == "cpu",
+     'must be true with run.device = "cpu": CPUs have no float8 matrix units; write emulate = true'),
+    # Hooks on the linears count the casts, and a block compiled as one graph runs no hooks.
+    ("float8.sample_every", lambda r: r.float8.sample_every and r.float8.recipe == "none",
+     'samples casts, but recipe = "none" makes none; write 0, or a recipe'),
+    ("float8.sample_every", lambda r: r.float8.sample_every and r.float8.recipe != "none" and r.compile.enabled,
+     "needs hooks in the blocks, which compile.enabled = true rules out; write 0, or enabled = false"),
+    ("float8.sample_every", lambda r: r.float8.recipe != "none" and not r.compile.enabled
+       and r.float8.sample_every > r.run.steps,
+     "exceeds run.steps = {run.steps}, so no step would be sampled; write at most {run.steps}"),
+    # Stages of a pipeline.
+    ("pipeline.stages_per_rank", lambda r: r.mesh.pipeline > 1 and r.pipeline.schedule in ("1f1b", "gpipe")
+       and r.pipeline.runs != 1,
+     '"{pipeline.schedule}" has one stage on each process; write 1, or schedule = "interleaved"'),
+    ("pipeline.stages_per_rank", lambda r: r.mesh.pipeline > 1 and r.pipeline.schedule == "zbv"
+       and r.pipeline.runs != 2,
+     '"zbv" has two stages on each process; write 2'),
+    ("pipeline.stages_per_rank", lambda r: r.mesh.pipeline > 1 and r.pipeline.schedule.startswith("interleaved")
+       and r.pipeline.runs == 1,
+     '"{pipeline.schedule}" needs several stages on each process; write 2 or more, or schedule = "1f1b"'),
+    ("fsdp.reshard_after_forward", lambda r: r.fsdp.reshard_after_forward and _splits_backward(r),
+     'frees weights that pipeline.schedule = "{pipeline.schedule}" still needs for their gradients; write false, '
+     'or schedule = "interleaved"'),
+    ("compile.enabled", lambda r: r.compile.enabled and _splits_backward(r),
+     'pipeline.schedule = "{pipeline.schedule}" cannot split the backward pass of compiled blocks; write false, '
+     'or schedule = "interleaved"'),
+    ("activation_checkpointing.mode", lambda r: r.activation_checkpointing.mode == "selective" and _splits_backward(r),
+     '"selective" recomputes blocks once, but pipeline.schedule = "{pipeline.schedule}" needs that twice; write '
+     '"none" or "full", or schedule = "interleaved"'),
+    ("float8.sample_every", lambda r: r.float8.sample_every and r.mesh.pipeline > 1,
+     "does not work with mesh.pipeline > 1 yet; write 0"),
+    # Experts.
+    ("mesh.expert", lambda r: r.mesh.expert > 1 and not r.model.experts,
+     "divides routed experts, but the model has none (model.experts = 0); write 1"),
+    ("experts.balance", lambda r: r.experts.balance == "bias" and r.model.experts and not r.model.router_bias,
+     '"bias" moves biases of routers, but model.router_bias = false; write router_bias = true, or balance = "loss"'),
+    ("float8.exclude", lambda r: r.model.experts and r.float8.recipe != "none" and "experts" not in r.float8.exclude,
+     "torchao (0.18) multiplies experts by multiples of 16 rows only, and tokens are not padded here; add "
+     '"experts", so that all other linears are converted'),
+    ("float8.all_gather", lambda r: r.float8.all_gather and r.model.experts,
+     "was not tried with experts; write false"),
+    ("mesh.overlap_tensor", lambda r: r.mesh.overlap_tensor and r.model.experts,
+     "was not tried with experts; write false"),
+    # Numbers that repeat to the bit; parallel/determinism.py does the rest.
+    ("attention.backend", lambda r: r.run.deterministic and r.attention.backend == "cudnn",
+     'adds gradients up as they come, and run.deterministic = true; write "auto"'),
+    ("attention.backend", lambda r: r.run.deterministic and r.attention.backend == "flash3",
+     'need not repeat its gradients (flash-attention #1766), and run.deterministic = true; write "auto"'),
+    ("compile.autotune", lambda r: r.run.deterministic and r.compile.autotune,
+     "times kernels, so that two starts may choose others, and run.deterministic = true; write false"),
+    ("fsdp.symmetric_memory", lambda r: r.run.deterministic and r.fsdp.symmetric_memory,
+     "adds up in switches, as messages come, and run.deterministic = true; write false"),
+    ("mesh.overlap_tensor", lambda r: r.run.deterministic and r.mesh.overlap_tensor,
+     "was never compared to the bit, and run.deterministic = true; write false"),
+    # Checkpoints kept forever are among those that are saved, those that are averaged exist, and copies go to a server.
+    ("validation.average", _averages_unsaved,
+     "needs 2 or more, and a checkpoint of every validated step (checkpoint.every = {checkpoint.every}); write a "
+     "multiple of that as validation.every, instead of {validation.every}, or average = 0"),
+    ("checkpoint.keep", lambda r: r.validation.average > r.checkpoint.keep
+       and r.checkpoint.keep_every != r.checkpoint.every,
+     "validation.average = {validation.average} needs as many checkpoints; write keep = {validation.average} or "
+     "more"),
+    ("checkpoint.remote", lambda r: r.checkpoint.remote and not re.match(ADDRESS, r.checkpoint.remote),
+     'is not an address at a server; write one such as "s3://bucket/runs", or "" (run.output names the folder on '
+     "this disk)"),
+    ("checkpoint.remote", lambda r: r.checkpoint.every == 0 and re.match(ADDRESS, r.checkpoint.remote),
+     "needs checkpoints to copy; write checkpoint.every = run.steps or less"),
+    ("checkpoint.keep_every", lambda r: r.checkpoint.keep_every
+       and (r.checkpoint.every == 0 or r.checkpoint.keep_every % r.checkpoint.every),
+     "must be a multiple of checkpoint.every = {checkpoint.every}, or 0 to keep none forever"),
+    # An export may fail on a full disk.
+    ("checkpoint.export_hf", lambda r: r.checkpoint.export_hf and r.checkpoint.every == 0,
+     "needs checkpoints, or a failed export loses the run; write every = run.steps"),
+    # Validation.
+    ("validation.every", lambda r: r.validation.every and _holds_out_nothing(r),
+     "needs text, but data.validation_fraction = 0 holds none out; write 0, or give a text that is not trained "
+     "on: [validation] source"),
+    ("validation.sample_tokens", lambda r: r.validation.sample_tokens and _holds_out_nothing(r),
+     "needs text, but data.validation_fraction = 0 holds none out; write 0, or give a text that is not trained "
+     "on: [validation] source"),
+    ("validation.ladder", lambda r: r.validation.ladder and not r.validation.every,
+     'is compared at each validation; write every = 1000, for example, or ladder = ""'),
+    ("validation.task_limit", lambda r: r.validation.task_limit and not r.validation.tasks,
+     'is for tasks; write tasks = ["NAME"], or 0'),
+    ("validation.tasks", lambda r: r.validation.tasks and not r.validation.every,
+     "are evaluated at each validation, and there is none; write validation.every = 1000, for example"),
+    ("validation.tasks", lambda r: r.validation.tasks and r.model.is_encoder_decoder,
+     "are for models that continue a text, not for encoder-decoder models; omit them"),
+)
+# fmt: on
