@@ -123,7 +123,7 @@ class Bench:
 
     def round(self, number: int) -> Row:
         """Run each once, in an order that rotates from round to round, and delete what they wrote."""
-        found: Row = {"gigabytes": sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3 / 1e9}
+        measured: Row = {"gigabytes": sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3 / 1e9}
         trained: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "step": number}
         futures: list[Any] = []
 
@@ -143,17 +143,17 @@ class Bench:
         names = list(saves)
         start = number % len(names)
         for name in names[start:] + names[:start]:
-            found[name] = _seconds(saves[name])
+            measured[name] = _seconds(saves[name])
             if "async" in name:
-                found[f"{name}, stall"] = found[name]
+                measured[f"{name}, stall"] = measured[name]
                 wait = self.ours_async.finish if name == "ours async" else lambda: futures.pop().result()
-                found[name] += _seconds(wait, together=False)
+                measured[name] += _seconds(wait, together=False)
         loads: dict[str, Callable[[], object]] = {
             "ours load": partial(self.ours.load, **trained),
             "dcp load": self._dcp_load,
         }
         for name in reversed(loads) if number % 2 else loads:
-            found[name] = _seconds(loads[name])
+            measured[name] = _seconds(loads[name])
         dist.barrier()
         if dist.get_rank() == 0:
             for path in self.folder.iterdir():
@@ -162,7 +162,7 @@ class Bench:
         dist.barrier()
         order = ["gigabytes", "dcp async, stall", "dcp async, stager kept, stall", "ours async, stall", "dcp", "ours"]
         order += ["ours, an old one verified away", "dcp async", "dcp async, stager kept", "ours async"]
-        return {name: found[name] for name in [*order, "dcp load", "ours load"]}
+        return {name: measured[name] for name in [*order, "dcp load", "ours load"]}
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)

@@ -63,12 +63,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=("reading", "tokenizing", "preparing"), nargs="+")
     options = parser.parse_args(arguments)
-    parts = {"reading": _reading, "tokenizing": _tokenizing, "preparing": _preparing}
+    measures = {"reading": _reading, "tokenizing": _tokenizing, "preparing": _preparing}
     rows: list[dict[str, Any]] = []
     print("| what | median | ratio | target |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for name in options.only or parts:
-            for row in parts[name](Path(folder), options):
+        for name in options.only or measures:
+            for row in measures[name](Path(folder), options):
                 rows.append(row)
                 ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
                 print(f"| {row['what']} | {row['median']} | {ratio} | {row.get('target', '')} |", flush=True)
@@ -156,9 +156,9 @@ def _resume(folder: Path, count: int) -> float:
                 os.link(array_path(shards, 0, kind), array_path(shards, number, kind))
         sums = {kind: xxhash.xxh3_64_hexdigest(arrays[kind].data) for kind in ARRAYS}
         whole = Shard(2**26, 4 * LENGTH, 1, 1, 0, 0, 0.0, 1.0, None, last=False, checksums=sums)
-        found = (*([whole] * (count - 1)), replace(whole, last=True))
+        entries = (*([whole] * (count - 1)), replace(whole, last=True))
         share = section.validation_fraction
-        index = Index(FORMAT_VERSION, "", "source", tokenizer.fingerprint, share, ("",), found)
+        index = Index(FORMAT_VERSION, "", "source", tokenizer.fingerprint, share, ("",), entries)
         (shards / INDEX).write_text(index.json())
         (shards / OWNER).write_text("the benchmark")
     started = perf_counter()

@@ -63,20 +63,20 @@ def fit(
     deviation = widths * np.array([SOURCES[name][1] for name in names])
     limits = np.log([LIMITS.get(name, np.inf) for name in names])
     weights = np.ones(len(rows)) if equal else _weights(rows)
-    at = center.copy()
+    point = center.copy()
     for _ in range(STEPS):
-        residuals = residuals_of(rows, _rates(start, names, at))
+        residuals = residuals_of(rows, _rates(start, names, point))
         slopes = np.empty((len(rows), len(names)))
         for column in range(len(names)):
-            moved = at.copy()
+            moved = point.copy()
             moved[column] -= DIFFERENCE  # downwards: never over a limit
             slopes[:, column] = (residuals - residuals_of(rows, _rates(start, names, moved))) / DIFFERENCE
         robust = weights * np.minimum(1.0, FAR * row / np.maximum(np.abs(residuals), 1e-12)) / row**2
         left = slopes.T @ (robust[:, None] * slopes) + np.diag(deviation**-2)
-        right = slopes.T @ (robust * residuals) + (at - center) / deviation**2
-        at = np.minimum(at - np.clip(np.linalg.solve(left, right), -0.3, 0.3), limits)
-    found = asdict(_rates(start, names, at))
-    return replace(start, **{name: float(f"{found[name]:.{DIGITS}g}") for name in names})  # type: ignore[arg-type]
+        right = slopes.T @ (robust * residuals) + (point - center) / deviation**2
+        point = np.minimum(point - np.clip(np.linalg.solve(left, right), -0.3, 0.3), limits)
+    fitted = asdict(_rates(start, names, point))
+    return replace(start, **{name: float(f"{fitted[name]:.{DIGITS}g}") for name in names})  # type: ignore[arg-type]
 
 
 def residuals_of(rows: Sequence[Published], rates: Rates) -> np.ndarray:
@@ -85,8 +85,8 @@ def residuals_of(rows: Sequence[Published], rates: Rates) -> np.ndarray:
     return np.log(np.array(predicted) / [row.measured for row in rows])
 
 
-def _rates(start: Rates, names: Sequence[str], at: np.ndarray) -> Rates:
-    return replace(start, **{name: float(value) for name, value in zip(names, np.exp(at), strict=True)})  # type: ignore[arg-type]
+def _rates(start: Rates, names: Sequence[str], point: np.ndarray) -> Rates:
+    return replace(start, **{name: float(value) for name, value in zip(names, np.exp(point), strict=True)})  # type: ignore[arg-type]
 
 
 def _weights(rows: Sequence[Published]) -> np.ndarray:

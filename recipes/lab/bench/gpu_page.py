@@ -172,9 +172,9 @@ def _products(rows: list[Json], gpu: Gpu) -> Compared:
     """All products of one block together, and those of the output projection."""
     rows = [row for row in rows if row["operation"] == "product"]
     for model, kind in dict.fromkeys((row["model"], row["kind"]) for row in rows):
-        own = [row for row in rows if (row["model"], row["kind"]) == (model, kind)]
-        block = [row for row in own for _ in range(IN_BLOCK.get(row["linear"], 0))]
-        head = [row for row in own if row["linear"] == "lm_head"] if kind == "bf16" else []
+        products = [row for row in rows if (row["model"], row["kind"]) == (model, kind)]
+        block = [row for row in products for _ in range(IN_BLOCK.get(row["linear"], 0))]
+        head = [row for row in products if row["linear"] == "lm_head"] if kind == "bf16" else []
         if len(block) == 3 * sum(IN_BLOCK.values()):
             yield _name_of(block[0]), *_together(block, gpu)
         if len(head) == 3:

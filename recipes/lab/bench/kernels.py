@@ -94,8 +94,8 @@ def _measure(group: str, out: Path, *, tiny: bool) -> int:
         let_segments_grow()  # as in a run
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's log helps only its developers
     with out.open("a", encoding="utf-8") as file:
-        for found in measurements(group, bench_of(tiny=tiny)):
-            file.write(json.dumps(found) + "\n")
+        for measurement in measurements(group, bench_of(tiny=tiny)):
+            file.write(json.dumps(measurement) + "\n")
             file.flush()  # what follows may hang
     return 0
 
@@ -120,12 +120,12 @@ def seconds_of(call: Callable[[], Any], device: torch.device, *, repeats: int) -
     for _ in range(WARM_UP):
         call()
     if device.type != "cuda":
-        found = []
+        times = []
         for _ in range(repeats):
             begin = time.perf_counter()
             call()
-            found.append(time.perf_counter() - begin)
-        return found
+            times.append(time.perf_counter() - begin)
+        return times
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
     pairs = list(zip(marks[::2], marks[1::2], strict=True))
     for before, after in pairs:
@@ -205,8 +205,8 @@ def attention(bench: Bench, model: ModelConfig) -> Iterator[Measurement]:
                     "passes": passes,
                     "tokens": tokens,
                 }
-                found = bench.measured(facts, call, tflops=factor * tflops)
-                yield found if "error" in found else found | {"kernels": _kernel_names(call, device)}
+                measurement = bench.measured(facts, call, tflops=factor * tflops)
+                yield measurement if "error" in measurement else measurement | {"kernels": _kernel_names(call, device)}
 
 
 def _kernel_names(call: Callable[[], Any], device: torch.device) -> list[str]:

@@ -85,8 +85,8 @@ def products(world: World) -> Iterator[dict[str, Any]]:
                     (outer, inner, tokens): partial(torch.matmul, gradient.t(), x),
                 }
                 for shape, call in calls.items():
-                    found = seconds_of(call, world, seconds=SECONDS / 3)
-                    yield {"kind": str(kind)[6:], "shape": shape, "seconds": found}
+                    middle = seconds_of(call, world, seconds=SECONDS / 3)
+                    yield {"kind": str(kind)[6:], "shape": shape, "seconds": middle}
 
 
 def attention(world: World) -> Iterator[dict[str, Any]]:
@@ -100,12 +100,12 @@ def attention(world: World) -> Iterator[dict[str, Any]]:
             def forward(query: Any = query, key: Any = key, value: Any = value) -> Any:
                 return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-            def both(own: Any = forward, inputs: Any = (query, key, value), gradient: Any = gradient) -> None:
-                torch.autograd.grad(own(), inputs, gradient)
+            def both(run: Any = forward, inputs: Any = (query, key, value), gradient: Any = gradient) -> None:
+                torch.autograd.grad(run(), inputs, gradient)
 
-            one, two = (seconds_of(call, world) for call in (forward, both))
+            once, twice = (seconds_of(call, world) for call in (forward, both))
             facts = {"batch": 2, "heads": 4, "head_width": width, "tokens": length}
-            yield facts | {"forward": one, "backward": two - one}
+            yield facts | {"forward": once, "backward": twice - once}
 
 
 def loss(world: World) -> Iterator[dict[str, Any]]:
@@ -116,8 +116,8 @@ def loss(world: World) -> Iterator[dict[str, Any]]:
     for kind, (kernels, chunks) in kinds.items():
 
         def both(kernels: Kernels = kernels, chunks: int = chunks) -> None:
-            own = logits.clone().requires_grad_()  # all but the first kind overwrite them
-            torch.autograd.grad(cross_entropy_sum(own, targets, chunks=chunks, kernels=kernels), own)
+            values = logits.clone().requires_grad_()  # all but the first kind overwrite them
+            torch.autograd.grad(cross_entropy_sum(values, targets, chunks=chunks, kernels=kernels), values)
 
         seconds = max(0.0, seconds_of(both, world) - copied)
         yield {"kind": kind, "logits": logits.numel(), "seconds": seconds}
@@ -130,8 +130,8 @@ def optimizer(world: World) -> Iterator[dict[str, Any]]:
         for parameter in layers:
             parameter.grad = torch.randn_like(parameter)
         adamw = build_optimizer(layers, OptimizerConfig())
-        found = seconds_of(adamw.step, world)
-        yield {"parameters": tensors * rows * 384, "tensors": tensors, "seconds": found}
+        middle = seconds_of(adamw.step, world)
+        yield {"parameters": tensors * rows * 384, "tensors": tensors, "seconds": middle}
 
 
 def links(world: World) -> Iterator[dict[str, Any]]:
@@ -203,12 +203,12 @@ def main(arguments: list[str]) -> int:
         print("operators: started by bench.py --suite calibrate, with a file to write", file=sys.stderr)
         return 2
     world = start("cpu", seed=0)
-    own = measure(world)
-    everyone = world.messages.from_all(own)
-    for group, rows in own.items():
+    measured = measure(world)
+    everyone = world.messages.from_all(measured)
+    for group, rows in measured.items():
         for number, row in enumerate(rows):
             row |= {name: fmean(their[group][number][name] for their in everyone) for name in TIMES if name in row}
     if world.is_main:
-        Path(arguments[0]).write_text(json.dumps(own), encoding="utf-8")
+        Path(arguments[0]).write_text(json.dumps(measured), encoding="utf-8")
     stop()
     return 0

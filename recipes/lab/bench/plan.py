@@ -69,15 +69,15 @@ def main(arguments: list[str]) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     rows = read_published(options.table)
-    found = fit(rows, by_sources())
-    errors = errors_of(rows, found)
-    found = replace(found, spread=spread_of(errors))
+    fitted = fit(rows, by_sources())
+    errors = errors_of(rows, fitted)
+    fitted = replace(fitted, spread=spread_of(errors))
     if not options.write_docs:
         rows_of_all = markdown_table(COLUMNS, cells_of(errors, len(rows)), align="rrlrl")
-        print("\n".join([*summary(errors), "", *constants(found), "", *rows_of_all, "", *memory_table(rows)]))
+        print("\n".join([*summary(errors), "", *constants(fitted), "", *rows_of_all, "", *memory_table(rows)]))
         return 0
-    write_rates(found)
-    part = "\n".join([*generated(errors, found), ""])
+    write_rates(fitted)
+    part = "\n".join([*generated(errors, fitted), ""])
     PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, part), encoding="utf-8")
     write_all_rows(errors)
     print(f"written: recipes/plan/rates.py, {shown(PAGE)}, {shown(ALL_ROWS)}")
@@ -93,10 +93,10 @@ def errors_of(rows: Sequence[Published], fitted: Rates) -> Errors:
     """The errors of these rows, with all fits that they take."""
     left_out, calibrated = np.empty(len(rows)), list[tuple[Published, float]]()
     for project in projects(rows):
-        own = np.array([row.project == project for row in rows])
+        here = np.array([row.project == project for row in rows])
         mine = [row for row in rows if row.project == project]
         others = fit([row for row in rows if row.project != project], by_sources())
-        left_out[own] = np.expm1(residuals_of(mine, others))
+        left_out[here] = np.expm1(residuals_of(mine, others))
         calibrated += _calibrated([row for row in mine if row.trust == "A"], others)
     return Errors(rows, np.expm1(residuals_of(rows, fitted)), left_out, calibrated)
 
@@ -117,10 +117,10 @@ def spread_of(errors: Errors) -> float:
     """The size of the left-out errors below which WITHIN of them are, each project with several the same."""
     several = {row.project for row, _ in errors.calibrated}
     pairs = zip(errors.rows, errors.left_out, strict=True)
-    found = sorted(((abs(error), row.project) for row, error in pairs if row.trust == "A" and row.project in several))
-    counts = Counter(project for _, project in found)
-    reached = np.cumsum([1 / counts[project] / len(counts) for _, project in found])
-    return round(float(found[int(np.searchsorted(reached, WITHIN))][0]), 2)
+    sizes = sorted(((abs(error), row.project) for row, error in pairs if row.trust == "A" and row.project in several))
+    counts = Counter(project for _, project in sizes)
+    reached = np.cumsum([1 / counts[project] / len(counts) for _, project in sizes])
+    return round(float(sizes[int(np.searchsorted(reached, WITHIN))][0]), 2)
 
 
 def compiled_fsdp(row: Published) -> bool:
@@ -158,10 +158,10 @@ def _goal(median: float, most: float) -> str:
     return f"{median:.0%}, {most:.0%}"
 
 
-def constants(found: Rates) -> list[str]:
+def constants(fitted: Rates) -> list[str]:
     """A table of the fitted constants beside what their sources give."""
     rows = [
-        (f"`{name}`", f"{value:.3g}", f"{deviation:.0%}", f"{getattr(found, name):.3g}")
+        (f"`{name}`", f"{value:.3g}", f"{deviation:.0%}", f"{getattr(fitted, name):.3g}")
         for name, (value, deviation) in SOURCES.items()
     ]
     return markdown_table(("constant", "by its source", "how sure", "fitted"), rows)
@@ -185,10 +185,10 @@ def measured_here(rates: Rates) -> list[str]:
     return step_table(record, [sweep], gpu=gpu_of_device(record["environment"]["device"]), rates=rates)
 
 
-def generated(errors: Errors, found: Rates) -> Iterator[str]:
+def generated(errors: Errors, fitted: Rates) -> Iterator[str]:
     """The part of the page between its marks."""
     yield from ("", "Our runs on an H200, which are in no fit. Second error: with the length of its documents, which a")
-    yield from ("recipe does not know. *: the allocator waited in every step.", "", *measured_here(found))
+    yield from ("recipe does not know. *: the allocator waited in every step.", "", *measured_here(fitted))
     yield from ("", "Published rows, median and 90th percentile of the sizes of the errors:", "", *summary(errors), "")
     yield from ("Published memory, of what a recipe can state:", "", *memory_table(errors.rows, least=GOAL), "")
 
@@ -199,13 +199,13 @@ def write_all_rows(errors: Errors) -> None:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *cells_of(errors, len(errors.rows))])
 
 
-def write_rates(found: Rates) -> None:
+def write_rates(fitted: Rates) -> None:
     """Replace the fitted numbers in the source of Rates."""
     assert rates_module.__file__
     file = Path(rates_module.__file__)
     text = file.read_text(encoding="utf-8")
     for name in (*SOURCES, "spread"):
-        line = f"    {name}: float = {getattr(found, name)}"
+        line = f"    {name}: float = {getattr(fitted, name)}"
         text, count = re.subn(rf"^    {name}: float = .*$", line, text, flags=re.M)
         assert count == 1, name
     file.write_text(text, encoding="utf-8")

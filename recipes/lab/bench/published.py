@@ -82,8 +82,8 @@ def _published(row: dict[str, str]) -> Published:
     if "4 GPUs per node" in row["interconnect"]:
         gpu = replace(gpu, per_node=4, switched=False)  # such boards have no switch
     network = ELASTIC if "torchtitan" in row["source"] and gpu.name == "A100" else row["interconnect"]
-    if found := re.search(r"(\d+) Gb/s.* per node", network):
-        gpu = replace(gpu, network=1e9 * int(found[1]) / 8 / gpu.per_node)
+    if match := re.search(r"(\d+) Gb/s.* per node", network):
+        gpu = replace(gpu, network=1e9 * int(match[1]) / 8 / gpu.per_node)
     work = work_of_row(row, per_node=gpu.per_node)
     return Published(_project(row["source"]), row["trust"], _name(row), float(row["tok_s_gpu"]), work, gpu, row)
 

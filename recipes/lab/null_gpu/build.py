@@ -60,9 +60,9 @@ class NullGpu:
 
     def environment(self, **variables: str) -> dict[str, str]:
         """The environment variables of a process on the null GPU, with further ones."""
-        own = dict.fromkeys(("LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"), str(self.folder))
-        own |= dict.fromkeys(("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1")
-        return {**os.environ, **own, "LD_PRELOAD": f"{self.folder}/libcuda.so.1", **variables}
+        paths = dict.fromkeys(("LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"), str(self.folder))
+        paths |= dict.fromkeys(("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1")
+        return {**os.environ, **paths, "LD_PRELOAD": f"{self.folder}/libcuda.so.1", **variables}
 
 
 def build(python: Path, folder: Path) -> NullGpu:

@@ -77,7 +77,7 @@ def disorders(logs: Mapping[int, Log]) -> list[str]:
 
     Messages between two ranks are left out: each has its own.
     """
-    found = []
+    lines = []
     groups: dict[str, dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
     for rank, log in logs.items():
         for call in log.calls:
@@ -88,17 +88,18 @@ def disorders(logs: Mapping[int, Log]) -> list[str]:
         for rank in others:
             mine, theirs = calls[first], calls[rank]
             if mine != theirs:
-                pairs = enumerate(zip(mine, theirs, strict=False))
-                place = next((place for place, (one, other) in pairs if one != other), min(len(mine), len(theirs)))
-                found.append(f"call {place + 1}: rank {first} {_name(mine, place)}, rank {rank} {_name(theirs, place)}")
+                equal = (call == other for call, other in zip(mine, theirs, strict=False))
+                number = next((number for number, same in enumerate(equal) if not same), min(len(mine), len(theirs)))
+                mine_there, theirs_there = _name(mine, number), _name(theirs, number)
+                lines.append(f"call {number + 1}: rank {first} {mine_there}, rank {rank} {theirs_there}")
                 break
-    return found
+    return lines
 
 
-def _name(calls: Sequence[Call], place: int) -> str:
-    if place >= len(calls):
+def _name(calls: Sequence[Call], number: int) -> str:
+    if number >= len(calls):
         return "none"
-    call = calls[place]
+    call = calls[number]
     return f"{call.kind} of {call.elements} {call.type}"
 
 
@@ -114,12 +115,12 @@ class Sent(NamedTuple):
 
 def along_axes(calls: Sequence[Call], axes: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str, Sent]:
     """Axis -> what was sent along it. axes: communicator -> axis; sizes: communicator -> ranks."""
-    found: dict[str, Sent] = {}
+    by_axis: dict[str, Sent] = {}
     for call in calls:
         size, axis = sizes[call.group], axes.get(call.group, "other")
-        messages, small, sent = found.get(axis, Sent(0, 0, 0.0))
+        messages, small, sent = by_axis.get(axis, Sent(0, 0, 0.0))
         bytes_ = call.sent(size)
-        one = 1 / size if call.kind == "send" else 0 if call.kind == "recv" else 1  # an exchange sends to each
+        share = 1 / size if call.kind == "send" else 0 if call.kind == "recv" else 1  # an exchange sends to each
         is_small = bytes_ < SMALL and call.kind not in BETWEEN_TWO
-        found[axis] = Sent(messages + (0 if is_small else one), small + is_small, sent + bytes_)
-    return found
+        by_axis[axis] = Sent(messages + (0 if is_small else share), small + is_small, sent + bytes_)
+    return by_axis

@@ -25,9 +25,9 @@ def planned(recipe: Recipe, degrees: MeshDegrees) -> dict[str, Sent]:
 
 
 def _seconds(recipe: Recipe, degrees: MeshDegrees, gpu: Gpu, rates: Rates) -> dict[str, float]:
-    found = messages_of(work_of(recipe, degrees), gpu, rates, forward=0.0, backward=0.0)
+    messages = messages_of(work_of(recipe, degrees), gpu, rates, forward=0.0, backward=0.0)
     seconds: dict[str, float] = {}
-    for part in (found.exposed, found.hidden):
+    for part in (messages.exposed, messages.hidden):
         for name, value in part.items():
             axis = name.split()[1].rstrip(",")
             seconds[axis] = seconds.get(axis, 0.0) + value

@@ -91,8 +91,8 @@ def main(arguments: list[str]) -> None:
     logged = read_log(log.read_text().splitlines())
     names = {logged.phases[f"axis {axis}"][0].group: axis for axis in reversed(axes)}
     calls = logged.phases[f"step {STEPS}"]
-    seen["sent"] = {axis: one._asdict() for axis, one in along_axes(calls, names, logged.sizes).items()}
-    seen["planned"] = {axis: one._asdict() for axis, one in planned(recipe, degrees).items()}
+    seen["sent"] = {axis: sent._asdict() for axis, sent in along_axes(calls, names, logged.sizes).items()}
+    seen["planned"] = {axis: sent._asdict() for axis, sent in planned(recipe, degrees).items()}
     seen["generated"] = [count(code) for code in codes if "async_compile.triton(" in code]
     seen["calls"] = Counter(f"{names.get(call.group)} {call.kind} {call.elements} {call.type}" for call in calls)
     Path(out).write_text(json.dumps(seen), encoding="utf-8")
@@ -155,9 +155,9 @@ def micro_batch(recipe: Recipe, device: torch.device) -> MicroBatch:
 
 def groups_of(mesh: Mesh) -> dict[str, ProcessGroup]:
     """Axis -> its group. Of two names of one group, the first counts."""
-    found = {"shard": mesh.fsdp.get_group(mesh.fsdp.ndim - 1), "replicate": mesh.replicate_group}
-    found |= {axis: one.get_group() for axis, one in (("tensor", mesh.tensor), ("context", mesh.context)) if one}
-    return found | {"data": mesh.data_group, "loss": mesh.loss_group}
+    groups = {"shard": mesh.fsdp.get_group(mesh.fsdp.ndim - 1), "replicate": mesh.replicate_group}
+    groups |= {axis: part.get_group() for axis, part in (("tensor", mesh.tensor), ("context", mesh.context)) if part}
+    return groups | {"data": mesh.data_group, "loss": mesh.loss_group}
 
 
 @contextmanager

@@ -99,11 +99,11 @@ def _run(options: argparse.Namespace) -> int:
                 failed += is_bad(row)
                 print(f"{gpu.torch} {name}: {row.get('error') or 'done'}", flush=True)
                 write_whole(options.record, json.dumps(record, indent=1, sort_keys=True) + "\n")
-    found = "\n".join(table(record))
+    lines = "\n".join(table(record))
     if options.write_docs:
-        PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, f"\n{found}\n\n"), encoding="utf-8")
+        PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, f"\n{lines}\n\n"), encoding="utf-8")
     else:
-        print(found)
+        print(lines)
     return int(failed > 0)
 
 
@@ -223,7 +223,7 @@ def _messages(sent: Mapping[str, Mapping[str, float]], planned: Mapping[str, Map
     """Messages and GB of all axes, seen and planned, or one number of each where they are the same."""
 
     def of(key: str, by: float, form: str) -> str:
-        pair = [f"{sum(one[key] for one in axes.values()) / by:{form}}" for axes in (sent, planned)]
+        pair = [f"{sum(axis[key] for axis in axes.values()) / by:{form}}" for axes in (sent, planned)]
         return " of ".join(dict.fromkeys(pair))
 
     return f"{of('messages', 1, ',.0f')}; {of('sent', 1e9, '.1f')} GB"
