@@ -10,7 +10,7 @@ from recipes.lab.plan.world import Asked, World, degrees_of, world_of
 from recipes.plan.memory import FULL, Prediction, predict
 from recipes.plan.time import StepTime, step_time
 from recipes.recipe.fields import Problem, refusal
-from recipes.recipe.rules import violations_elsewhere
+from recipes.recipe.rules import violations
 from recipes.recipe.schema import Recipe
 
 DAY = 24 * 3600
@@ -92,8 +92,8 @@ def plans_of_sizes(recipe: Recipe, asked: Asked, *, processes: Sequence[int]) ->
         world = world_of(recipe, asked, processes=number)
         shares = degrees_of(recipe, world).data_parallel
         fitting = replace(recipe, batch=nearest_batch(recipe.batch, shares=shares))
-        violations = violations_elsewhere(fitting, processes=number, nodes=world.nodes)
-        if problems := [Problem(key, message) for key, message in violations]:
+        broken = violations(fitting, None, processes=number, nodes=world.nodes, elsewhere=True)
+        if problems := [Problem(key, message) for key, message in broken]:
             raise refusal(problems, where=f"the recipe on {number} processes")
         plans.append(plan(fitting, world))
     return plans
