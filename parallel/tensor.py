@@ -74,7 +74,7 @@ def _cut_block(
     # Blocks of transformers may add what a norm returns to the residual stream, which is no DTensor.
     plan: dict[str, ParallelStyle] = dict.fromkeys(inside.norms, SequenceParallel(use_local_output=inside.whole_rows))
     plan |= dict.fromkeys(inside.post_norms, SequenceParallel(use_local_output=True))
-    plan |= dict.fromkeys(inside.feature_norms, _FeaturesNorm())
+    plan |= dict.fromkeys(inside.feature_norms, _InnerNorm(Shard(2), cuts_weight=True))  # (B, T, N, H)
     gathers = 0
     for part in inside.parts:
         column, row, norms = (_within(part, names) for names in (inside.column, inside.row, inside.inner_norms))
@@ -83,7 +83,8 @@ def _cut_block(
         plan |= dict.fromkeys(
             row, RowwiseParallel(input_layouts=features, output_layouts=Partial(), use_local_output=False)
         )
-        plan |= dict.fromkeys(norms, _InnerNorm(features))
+        # Heads are an axis in the middle. Which one it is makes no difference to the weight's gradient, a sum over all.
+        plan |= dict.fromkeys(norms, _InnerNorm(features if features.is_replicate() else Shard(1)))
     parallelize_module(block, axis, plan)
     if inside.experts and has_part(block, inside.experts):  # each process brings its own tokens to experts
         _before(block.get_submodule(inside.experts.rpartition(".")[0]), _local)
@@ -103,35 +104,24 @@ def _within(part: str, names: Iterable[str]) -> list[str]:
 
 
 class _InnerNorm(ParallelStyle):
-    """A norm with a weight that every process has: of each head, of which a process has some, or of all features."""
+    """A norm inside a part: of each head, of which a process has some, or of all features.
 
-    def __init__(self, features: Placement) -> None:
-        # Heads are an axis in the middle. Which one it is makes no difference to the weight's gradient, a sum over all.
-        self._placement = Replicate() if features.is_replicate() else Shard(1)
+    placement: how what it reads is cut. cuts_weight: whether its weight is cut as well. Then it is of all features of
+    all heads, of which a process has some, and the means of squares alone are exchanged.
+    """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        distribute_module(module, device_mesh)
-
-        def on_mesh(norm: nn.Module, inputs: tuple[Tensor, ...]) -> DTensor:
-            return DTensor.from_local(inputs[0], device_mesh, (self._placement,), run_check=False)
-
-        module.register_forward_pre_hook(on_mesh)
-        module.register_forward_hook(lambda norm, inputs, output: _local(output))
-        return module
-
-
-class _FeaturesNorm(ParallelStyle):
-    """A norm over all features of all heads, of which a process has some: the means of squares are exchanged alone."""
+    def __init__(self, placement: Placement, *, cuts_weight: bool = False) -> None:
+        self._placement, self._cuts_weight = placement, cuts_weight
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(name: str, norm: nn.Module, mesh: DeviceMesh) -> None:
             weight = cast(Tensor, norm.weight)
             norm.register_parameter("weight", nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
 
-        distribute_module(module, device_mesh, cut)
+        distribute_module(module, device_mesh, cut if self._cuts_weight else None)
 
         def on_mesh(norm: nn.Module, inputs: tuple[Tensor, ...]) -> DTensor:
-            return DTensor.from_local(inputs[0], device_mesh, (Shard(2),), run_check=False)  # (B, T, N, H)
+            return DTensor.from_local(inputs[0], device_mesh, (self._placement,), run_check=False)
 
         module.register_forward_pre_hook(on_mesh)
         module.register_forward_hook(lambda norm, inputs, output: _local(output))
