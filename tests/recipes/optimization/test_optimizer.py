@@ -19,7 +19,8 @@ from parallel.float8 import precompute_scales
 from parallel.fsdp import plain_name, without_wrapper
 from parallel.passes import Passes
 from recipes.optimization.config import OPTIMIZERS, OptimizerConfig, OptimizerFacts
-from recipes.optimization.optimizer import build_optimizer, require_as_described, take_step
+from recipes.optimization.optimizer import build_optimizer, require_as_described
+from recipes.optimization.skip_steps import take_step
 from tests.build import NO_FLOAT8, build_model, cpu_mesh
 from tests.families import family_config
 from tests.recipes.checkpoint.small import checkpoints_in
