@@ -1,6 +1,7 @@
 """Skipping bad steps: a step whose loss or gradient norm is NaN or infinite changes no byte of the state.
 
-The device decides, inside the optimizer's kernel, or else the host in take_step(). The host reads the result at the next logged step, where it waits.
+The device decides, inside the optimizer's kernel, or else the host in take_step(). The host reads the result at the
+next logged step, where it waits.
 """
 
 import math
