@@ -40,12 +40,12 @@ class Balance:
         self._routers.z_weight = config.z_loss
         self._stages = [mesh.pipeline.get_group()] if mesh.pipeline is not None else []
         self._layers = [layer for layer in range(whole.layers) if whole.is_sparse(layer)]
-        self._own = [self._layers.index(layer) for layer in self._routers.places]
+        self._here = [self._layers.index(layer) for layer in self._routers.places]
         self._degree = mesh.degrees.expert
         self._chosen = whole.experts_per_token
         self._most = min(OVERLOADED, 0.75 * whole.experts / self._chosen)
         # Since the last row: what routers have found, of this process alone, and the number of steps.
-        self._found: Tensor | float = 0.0
+        self._counted: Tensor | float = 0.0
         self._steps = self._quiet = 0
         # Of all experts, (layers, E): shares of the mean load, for how many steps they had no token, and too many.
         self._shares = self._idle = self._busy = torch.zeros(len(self._layers), whole.experts)
@@ -57,23 +57,23 @@ class Balance:
         skip: 1.0 if the step changes nothing.
         """
         # Loads are whole numbers: their sums are exact, and the same on any mesh.
-        found = self._routers.found.to(torch.float64)
-        kept = skip.to(found.device) == 0
-        self._found = self._found + found.where(kept, 0.0)
+        counted = self._routers.found.to(torch.float64)
+        kept = skip.to(counted.device) == 0
+        self._counted = self._counted + counted.where(kept, 0.0)
         self._steps += 1
         if self._config.balance == "bias":
-            loads = sum_over_group(found[:, :-2].clone(), self._tokens)  # (layers, E)
+            loads = sum_over_group(counted[:, :-2].clone(), self._tokens)  # (layers, E)
             steps = (loads.mean(1, keepdim=True) - loads).sign() * self._config.bias_rate * kept
             for layer, place in self._routers.places.items():
                 bias = self._routers.bias_of(layer)
                 assert bias is not None, "recipes/recipe/rules_experts.py asks for model.router_bias"
                 bias += steps[place].to(bias.dtype)
-        return self._columns(self._found) if is_logged else {}
+        return self._columns(self._counted) if is_logged else {}
 
-    def _columns(self, found: Tensor) -> dict[str, Tensor]:
+    def _columns(self, counted: Tensor) -> dict[str, Tensor]:
         """What the steps since the last row have found in all layers, equal on all processes."""
-        whole = found.new_zeros(len(self._layers), found.shape[1])
-        whole[self._own] = found
+        whole = counted.new_zeros(len(self._layers), counted.shape[1])
+        whole[self._here] = counted
         for group in [self._tokens, *self._stages]:
             sum_over_group(whole, group)
         loads, losses = whole[:, :-2], whole[:, -2:]
@@ -81,7 +81,7 @@ class Balance:
         self._shares = shares * loads.shape[1]
         self._idle = (self._idle.to(loads.device) + self._steps * loads.any()) * (loads == 0)
         self._busy = (self._busy.to(loads.device) + self._steps) * (self._shares > self._most)
-        self._found, self._steps = 0.0, 0
+        self._counted, self._steps = 0.0, 0
         balance, squares = losses.sum(0) / (loads.sum() / self._chosen).clamp(min=1)
         return {
             "expert_load/largest": self._shares.max(),
@@ -97,23 +97,23 @@ class Balance:
         self._quiet -= 1
         if self._quiet > 0:
             return []
-        found, shares = [], self._shares.tolist()
+        lines, shares = [], self._shares.tolist()
         if dead := (self._idle >= LONG).nonzero().tolist():
-            found.append(f"DEAD EXPERTS: {_some([self._name(*place) for place in dead])}: no token for {LONG} steps")
+            lines.append(f"DEAD EXPERTS: {_some([self._name(*place) for place in dead])}: no token for {LONG} steps")
         if busy := (self._busy >= LONG).nonzero().tolist():
             loads = [(shares[place][expert], self._name(place, expert)) for place, expert in busy]
             named = [f"{name}: {share:.1f}x the mean" for share, name in sorted(loads, reverse=True)]
-            found.append(f"OVERLOADED EXPERTS: {_some(named)}")
-        self._quiet = QUIET if found else 0
-        return found
+            lines.append(f"OVERLOADED EXPERTS: {_some(named)}")
+        self._quiet = QUIET if lines else 0
+        return lines
 
     def causes(self, stragglers: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         """Which of these processes, as in metrics.jsonl, compute more because their experts have more tokens."""
         of_processes = self._shares.unflatten(1, (self._degree, -1)).mean((0, 2)).tolist()  # neighbours, on all meshes
-        for one in stragglers:
-            share = of_processes[one["rank"] % self._degree]
-            if one["phase"] == "compute" and share > BUSY:
-                yield f"OVERLOADED EXPERTS: those of rank {one['rank']} have {share:.1f}x the mean load"
+        for straggler in stragglers:
+            share = of_processes[straggler["rank"] % self._degree]
+            if straggler["phase"] == "compute" and share > BUSY:
+                yield f"OVERLOADED EXPERTS: those of rank {straggler['rank']} have {share:.1f}x the mean load"
 
     def _name(self, place: int, expert: int) -> str:
         return f"layer {self._layers[place]} expert {expert}"

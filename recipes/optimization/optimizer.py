@@ -1,12 +1,8 @@
-"""Builds the optimizer of a recipe: two parameter groups, one with weight decay and one without, and matrices beside.
-
-Whoever steps it calls take_step(), which keeps bad steps and large gradients from any optimizer.
-"""
+"""Builds the optimizer of a recipe: two parameter groups, with weight decay and without, and matrices beside them."""
 
 import math
-from collections.abc import Iterable
 from pkgutil import resolve_name
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +11,8 @@ from torch.optim import Optimizer
 from models.interface import blocks_of
 from parallel.errors import UserError
 from parallel.mesh import Mesh
-from recipes.optimization.adamw import local_of
 from recipes.optimization.config import OptimizerConfig
-
-
-@runtime_checkable
-class Skips(Protocol):
-    """An optimizer whose step() reads these, as torch's fused ones do."""
-
-    found_inf: Tensor | None
-    """A tensor of 1.0 on the device makes a step change nothing."""
-    grad_scale: Tensor | None
-    """What gradients are divided by, on the device; in place, if the optimizer likes."""
+from recipes.optimization.skip_steps import Skips, take_step
 
 
 def build_optimizer(
@@ -97,21 +83,3 @@ def require_as_described(config: OptimizerConfig) -> None:
         raise UserError(f"{entry} promises {described} bytes of four numbers, but it keeps {kept}; correct moments")
     if not all(map(torch.equal, plain, after((math.nan, 1.0), (2.0, 0.0), divisor=2.0))):
         raise UserError(f"{entry} says skips = True, but does not read both found_inf and grad_scale; write False")
-
-
-def take_step(
-    optimizer: Optimizer, parameters: Iterable[nn.Parameter], *, skip: Tensor | None, divisor: Tensor | None
-) -> None:
-    """Step with gradients / divisor, unless `skip` is 1.0: then parameters, moments and counts stay as they are.
-
-    Optimizers with these two inputs, made for GradScaler, look themselves: the host does not wait, and clipping needs
-    no pass of its own. For all others, the host waits for `skip`.
-    """
-    if isinstance(optimizer, Skips):
-        optimizer.found_inf, optimizer.grad_scale = skip, divisor
-    elif skip is not None and skip.item():
-        return
-    elif divisor is not None:
-        for gradient in (one.grad for one in parameters if one.grad is not None):
-            local_of(gradient).div_(divisor)
-    optimizer.step()

@@ -1,20 +1,33 @@
 """Skipping bad steps: a step whose loss or gradient norm is NaN or infinite changes no byte of the state.
 
-The device decides, inside the optimizer's kernel. The host reads the result at the next logged step, where it waits.
+The device decides, inside the optimizer's kernel, or else the host in take_step(). The host reads the result at the
+next logged step, where it waits.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from parallel.mesh import Mesh
 from parallel.passes import largest_in_groups, sum_over_group
+from recipes.optimization.adamw import local_of
 
 WINDOW = 64
 """A new loss is compared with this many losses of good steps."""
+
+
+@runtime_checkable
+class Skips(Protocol):
+    """An optimizer whose step() reads these, as torch's fused ones do."""
+
+    found_inf: Tensor | None
+    """A tensor of 1.0 on the device makes a step change nothing."""
+    grad_scale: Tensor | None
+    """What gradients are divided by, on the device; in place, if the optimizer likes."""
 
 
 class NonFiniteRun(Exception):
@@ -82,3 +95,21 @@ class StepGuard:
         self._in_a_row = progress.get("skipped_in_a_row", 0)
         if losses := progress.get("loss_window", []):
             self._window[-len(losses) :] = torch.tensor(losses)
+
+
+def take_step(
+    optimizer: Optimizer, parameters: Iterable[nn.Parameter], *, skip: Tensor | None, divisor: Tensor | None
+) -> None:
+    """Step with gradients / divisor, unless `skip` is 1.0: then parameters, moments and counts stay as they are.
+
+    Optimizers with these two inputs, made for GradScaler, look themselves: the host does not wait, and clipping needs
+    no pass of its own. For all others, the host waits for `skip`.
+    """
+    if isinstance(optimizer, Skips):
+        optimizer.found_inf, optimizer.grad_scale = skip, divisor
+    elif skip is not None and skip.item():
+        return
+    elif divisor is not None:
+        for gradient in (one.grad for one in parameters if one.grad is not None):
+            local_of(gradient).div_(divisor)
+    optimizer.step()

@@ -35,7 +35,8 @@ from parallel.fsdp import compute_with_whole_shards, expect_micro_batch, plain_n
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 from parallel.passes import backward, clipping_divisor, gradient_norm
-from recipes.optimization.optimizer import build_optimizer, take_step
+from recipes.optimization.optimizer import build_optimizer
+from recipes.optimization.skip_steps import take_step
 from recipes.plan.sizes import Pieces
 from recipes.recipe.schema import Recipe
 

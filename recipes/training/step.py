@@ -15,8 +15,7 @@ from parallel.errors import CorruptState
 from parallel.passes import clipping_divisor, share_gradients_of_copies, sum_over_group
 from recipes.data.batches import MicroBatch
 from recipes.metrics.clock import RunClock
-from recipes.optimization.optimizer import take_step
-from recipes.optimization.skip_steps import StepGuard
+from recipes.optimization.skip_steps import StepGuard, take_step
 from recipes.training.build import Built
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from parallel.config import Float8Config, FSDPConfig
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
 from parallel.fsdp import plain_name, without_wrapper
+from parallel.passes import Passes
 from recipes.optimization.config import OPTIMIZERS, OptimizerConfig, OptimizerFacts
-from recipes.optimization.optimizer import build_optimizer, require_as_described, take_step
+from recipes.optimization.optimizer import build_optimizer, require_as_described
+from recipes.optimization.skip_steps import take_step
 from tests.build import NO_FLOAT8, build_model, cpu_mesh
 from tests.families import family_config
 from tests.recipes.checkpoint.small import checkpoints_in
@@ -268,6 +271,19 @@ def test_an_optimizer_that_is_not_as_described_is_refused_by_name(
     monkeypatch.setitem(OPTIMIZERS, "mine", described)
     with pytest.raises(UserError, match=f'optimizer.name = "mine": .*{refusal}'):
         require_as_described(OptimizerConfig(name="mine"))
+
+
+def test_a_step_before_the_gradients_of_the_last_one_are_gone_is_refused() -> None:
+    """Summed twice, they would lie in memory that is used again (parallel/fsdp.py, Gather)."""
+    model, _ = build_model(replace(SIZES["smollm3_debug"], layers=1))
+    passes = Passes(model, cpu_mesh(), reshards=True, has_z_loss=False)
+    tokens = torch.ones(1, 9, dtype=torch.int64)
+    run = partial(passes.run, [(tokens, tokens, None)], torch.tensor(9), step=1, progressed=lambda: None)
+    run()
+    with pytest.raises(AssertionError, match="a step without zero_grad"):
+        run()
+    model.zero_grad()
+    run()
 
 
 def test_few_files_outside_their_owner_name_an_optimizer() -> None:
