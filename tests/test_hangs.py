@@ -48,6 +48,7 @@ MUON = ("--optimizer.name", "muon", "--optimizer.ns_steps", "99")
 def test_a_frozen_process_is_named_and_ended(ill: int, options: tuple[str, ...], start: Callable[..., Started]) -> None:
     run = start(*SHORT, "--run.steps", "100000", *options)
     run.read_until("step      2/")
+    time.sleep(TIMEOUT / 2)  # what others know of a frozen process is what it reported last
     family = [run.process.pid, *descendants(run.process.pid)]
     [frozen] = [process for process in run.workers() if rank_of_fork(process) == ill]
     os.kill(frozen, signal.SIGSTOP)
