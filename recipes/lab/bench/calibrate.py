@@ -29,7 +29,6 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.py --suite calibrate", description=__doc__.removesuffix("Imports no torch.\n"), allow_abbrev=False
     )
-    parser.add_argument("--device", choices=["cpu"], default="cpu", help="for GPUs there is --suite gpu")
     parser.add_argument("--processes", default="1,2,4", help="numbers of processes (%(default)s)")
     parser.add_argument("--write", type=Path, required=True, metavar="FILE", help="the record, JSON")
     options = parser.parse_args(arguments)

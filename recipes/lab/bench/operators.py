@@ -38,14 +38,8 @@ Rows = list[dict[str, Any]]
 
 def measure(world: World) -> dict[str, Rows]:
     """Every group of measurements of this process."""
-    return {
-        "products": list(products(world)),
-        "attention": list(attention(world)),
-        "loss": list(loss(world)),
-        "optimizer": list(optimizer(world)),
-        "links": list(links(world)),
-        "steps": list(steps(world)),
-    }
+    groups = (products, attention, loss, optimizer, links, steps)
+    return {group.__name__: list(group(world)) for group in groups}
 
 
 def seconds_of(call: Callable[[], Any], world: World, *, seconds: float = SECONDS) -> float:

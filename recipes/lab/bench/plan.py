@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
     errors = errors_of(rows, fitted)
     fitted = replace(fitted, spread=spread_of(errors))
     if not options.write_docs:
-        rows_of_all = markdown_table(COLUMNS, cells_of(errors, len(rows)), align="rrlrl")
+        rows_of_all = markdown_table(COLUMNS, cells_of(errors), align="rrlrl")
         print("\n".join([*summary(errors), "", *constants(fitted), "", *rows_of_all, "", *memory_table(rows)]))
         return 0
     write_rates(fitted)
@@ -170,9 +170,9 @@ def constants(fitted: Rates) -> list[str]:
 COLUMNS = ("left out", "fitted", "trust", "measured tokens/s", "row")
 
 
-def cells_of(errors: Errors, count: int) -> Iterator[tuple[str, ...]]:
-    """The cells of so many rows, the largest left-out errors first."""
-    for index in np.argsort(-np.abs(errors.left_out))[:count]:
+def cells_of(errors: Errors) -> Iterator[tuple[str, ...]]:
+    """The cells of all rows, the largest left-out errors first."""
+    for index in np.argsort(-np.abs(errors.left_out)):
         row = errors.rows[index]
         cells = f"{errors.left_out[index]:+.1%}", f"{errors.fitted[index]:+.1%}", row.trust, f"{row.measured:.0f}"
         yield (*cells, f"{row.project}: {row.name}")
@@ -196,7 +196,7 @@ def generated(errors: Errors, fitted: Rates) -> Iterator[str]:
 def write_all_rows(errors: Errors) -> None:
     """Write the errors of all rows, as a table for spreadsheets."""
     with ALL_ROWS.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *cells_of(errors, len(errors.rows))])
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *cells_of(errors)])
 
 
 def write_rates(fitted: Rates) -> None:
