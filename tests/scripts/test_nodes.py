@@ -304,25 +304,6 @@ def test_inconsistent_variables_of_nodes_are_refused(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_node_finds_its_number_in_the_host_file(tmp_path: Path, corpus: Path) -> None:
-    """Only node 1 of two is started, and waits for the other."""
-    (tmp_path / "hosts").write_text(f"127.9.9.9\n{socket.gethostname()}\n")
-    process = run_sh(
-        tmp_path, arguments(tmp_path, corpus, "none"), NPROC="2", HOSTFILE="hosts", MASTER_PORT=free_port()
-    )
-
-    def words() -> set[bytes]:
-        assert process.poll() is None
-        return set(Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0"))
-
-    try:
-        wait_for("the launcher", lambda: b"--node-rank=1" in words())
-        assert {b"--nnodes=2", b"--node-rank=1", b"--master-addr=127.9.9.9"} <= words()
-    finally:
-        process.kill()
-        process.communicate()
-
-
 @pytest.mark.parametrize("variables", [{}, {"NPROC": "4", "NNODES": "2"}], ids=str)
 def test_check_accepts_a_recipe_that_fits(variables: dict[str, str], tmp_path: Path, corpus: Path) -> None:
     """For any number of processes if none is given."""

@@ -18,14 +18,13 @@ from models.hf import parameter_shapes
 from models.sizes import SIZES
 from parallel.dist import start, stop
 from recipes.checkpoint import files, storage
-from recipes.checkpoint.files import verify
 from recipes.checkpoint.manifest import DTYPE_BYTES
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from tests.build import build_model
 from tests.meshes import mesh_config, on_each_mesh
 from tests.recipes.checkpoint.golden import fingerprints
-from tests.recipes.checkpoint.small import all_contents, checkpoints_in, contents, snapshot
+from tests.recipes.checkpoint.small import checkpoints_in, snapshot
 
 pytestmark = pytest.mark.slow
 
@@ -150,27 +149,6 @@ def test_a_process_reads_only_its_rows_of_what_another_mesh_saved(passed_on: Any
                 assert needed <= read <= needed + ends, (mesh, read, needed)
 
 
-@pytest.mark.parametrize("tied", TIED)
-def test_every_mesh_writes_every_element_once_and_shares_the_writing(tied: str, passed_on: Any) -> None:
-    folder = passed_on[0]
-    shapes = list(parameter_shapes(replace(UNEVEN, tied_embeddings=TIED[tied])))
-    for mesh in MESHES:
-        manifest = verify(folder / mesh / tied / f"step-{STEP:08d}")
-        for name, shape in shapes:
-            for kind, size in {f"model.{name}": 1, f"optimizer.{name}.exp_avg": 1, f"optimizer.{name}.step": 0}.items():
-                stored = manifest.tensors[kind]
-                assert stored.shape == (shape if size else ())
-                covered = torch.zeros(stored.shape, dtype=torch.int64)
-                for row in stored.boxes:
-                    for number in range(row.count):
-                        start = row.start_of(number)
-                        covered[tuple(slice(a, a + n) for a, n in zip(start, row.shape, strict=True))] += 1
-                assert (covered == 1).all(), (mesh, kind)
-        written = [sum(chunk.bytes for _, chunk in contents.chunks) for _, contents in all_contents(manifest)]
-        assert len(written) == len(passed_on[2][mesh])
-        assert max(written) < 1.2 * sum(written) / len(written), (mesh, written)
-
-
 def test_every_mesh_loads_what_every_other_saved_and_of_its_own_only_its_shards(passed_on: Any) -> None:
     folder, saved, _ = passed_on
     for mesh, processes in on_each_mesh(MESHES, load_all, folder).items():
@@ -178,21 +156,3 @@ def test_every_mesh_loads_what_every_other_saved_and_of_its_own_only_its_shards(
             read, held = next(one for one in found if isinstance(one, tuple))
             assert read == held, mesh
             assert [state for state in found if isinstance(state, dict)] == [saved["tied"]] * len(MESHES), mesh
-
-
-def test_one_process_writes_the_same_bytes_whichever_mesh_had_the_state(passed_on: Any, tmp_path: Path) -> None:
-    folder = passed_on[0]
-    on_each_mesh([ONE], write_again, folder, tmp_path)
-    expected = contents(tmp_path / ONE / f"step-{STEP:08d}")
-    assert len(expected) == 2
-    for mesh in MESHES:
-        assert contents(tmp_path / mesh / f"step-{STEP:08d}") == expected, mesh
-
-
-def write_again(mesh: str, folder: Path, target: Path) -> None:
-    start("cpu", seed=0)
-    for source in MESHES:
-        run = built(mesh, True, seed=8)
-        checkpoints_in(folder / source / "tied", keep=1).load(*run, step=STEP)
-        checkpoints_in(target / source, keep=1).save(*run, step=STEP)
-    stop()

@@ -209,17 +209,11 @@ def exchange(per_node: int, full: int | None = None) -> list[object]:
 
 
 @pytest.mark.slow
-def test_every_process_reads_all_heartbeats_and_the_alarm() -> None:
-    require_heartbeats_and_alarm(run_processes(4, exchange, 2))
-
-
-@pytest.mark.slow
-def test_processes_watch_each_other_where_one_finds_no_room_in_memory() -> None:
-    """It was refused, although there is a folder for temporary files."""
-    require_heartbeats_and_alarm(run_processes(4, exchange, 2, 1))
-
-
-def require_heartbeats_and_alarm(answers: list[Any]) -> None:
+@pytest.mark.parametrize("full", [None, 1])
+def test_every_process_reads_all_heartbeats_and_the_alarm_also_where_one_finds_no_room_in_memory(
+    full: int | None,
+) -> None:
+    answers: list[Any] = run_processes(4, exchange, 2, full)
     assert sorted(answer[2] for answer in answers) == [False] * 3 + [True]
     boards = [["report of 0", "report of 1"], ["report of 2", "report of 3"]]
     for rank, (before, name_is_there, _, after, posted, alarm, hung) in enumerate(answers):
