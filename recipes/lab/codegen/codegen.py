@@ -27,7 +27,7 @@ from recipes.files.markdown import markdown_table
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.recipe.load import CONFIGS, load, read_toml, shown
 from recipes.recipe.rules import conflicts
-from recipes.recipe.rules_mesh import tokens_divide
+from recipes.recipe.rules_shares import tokens_divide
 from recipes.recipe.schema import Recipe
 
 PAGE = CONFIGS.parent / "docs/benchmarks/codegen.md"
