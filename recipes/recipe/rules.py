@@ -13,7 +13,7 @@ from models.config import OF_EXPERTS, ModelConfig
 from parallel.errors import listed
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.metrics.config import ProfileConfig
-from recipes.recipe.conflicts import CONFLICTS
+from recipes.recipe.conflicts import Unreadable, conflicts
 from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import (
     data_is_there,
@@ -45,10 +45,6 @@ class Written:
     """What they say of each stage."""
     wrong: Collection[str]
     """Keys with other problems, which no rule reads."""
-
-
-class Unreadable(Exception):
-    """A rule has read a field whose value is wrong: what it found before is true, and the rest cannot be known."""
 
 
 def readable(recipe: Recipe, broken: Collection[str]) -> Recipe:
@@ -130,15 +126,6 @@ def violations(
             yield from rule
 
 
-def conflicts(recipe: Recipe, *keys: str) -> Iterator[Violation]:
-    """The plain rules that the recipe breaks: all, or those that refuse one of these fields."""
-    for key, applies, says in CONFLICTS:
-        if not keys or key in keys:
-            with suppress(Unreadable):
-                if applies(recipe):
-                    yield key, says.format_map(vars(recipe))
-
-
 def broken_rules(recipe: Recipe, written: Written, weights: "InitialWeights | None", **options: Any) -> list[Problem]:
     """The rules that the recipe of any stage breaks, as problems. options: of violations()."""
     given = written.given
@@ -154,7 +141,7 @@ def broken_rules(recipe: Recipe, written: Written, weights: "InitialWeights | No
             weights,
             broken=wrong & {*field_types(), *sections()},
             written=given.keys() | changes.keys(),
-            schedule_steps=stage.schedule_span[1],
+            schedule_steps=stage.schedule_span[1] if stage.own_schedule else None,
             **options,
         ):
             broken_in.setdefault(violation, []).append(stage)

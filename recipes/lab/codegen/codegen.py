@@ -25,8 +25,8 @@ from parallel.config import ActivationCheckpointingConfig
 from parallel.errors import UserError
 from recipes.files.markdown import markdown_table
 from recipes.lab.sweep.runner import exit_code_of
+from recipes.recipe.conflicts import conflicts
 from recipes.recipe.load import CONFIGS, load, read_toml, shown
-from recipes.recipe.rules import conflicts
 from recipes.recipe.rules_shares import tokens_divide
 from recipes.recipe.schema import Recipe
 
