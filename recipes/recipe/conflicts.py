@@ -1,11 +1,26 @@
 """The plain rules across fields: which field is refused when, why, and what to write instead. Imports no torch."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from models.config import FROM_CONFIG
 from recipes.data.config import HELD_OUT
+from recipes.recipe.fields import Violation
 from recipes.recipe.schema import Recipe
+
+
+class Unreadable(Exception):
+    """A rule has read a field whose value is wrong: what it found before is true, and the rest cannot be known."""
+
+
+def conflicts(recipe: Recipe, *keys: str) -> Iterator[Violation]:
+    """The plain rules that the recipe breaks: all, or those that refuse one of these fields."""
+    for key, applies, says in CONFLICTS:
+        if not keys or key in keys:
+            with suppress(Unreadable):
+                if applies(recipe):
+                    yield key, says.format_map(vars(recipe))
 
 
 def _packs_pairs(r: Recipe) -> bool:
@@ -48,7 +63,7 @@ ADDRESS = r"(s3|gs)://[^/]"
 Conflict = tuple[str, Callable[[Recipe], object], str]
 """A field that is refused, when that is, and the reason with what to write instead, where {section.field} is a value.
 
-What a row reads is not written down: rules.py lets it fail where it reads a value that is wrong itself."""
+What a row reads is not written down: it raises Unreadable where it reads a value that is wrong itself."""
 
 # fmt: off
 CONFLICTS: tuple[Conflict, ...] = (

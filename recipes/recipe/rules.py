@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from models.config import OF_EXPERTS, ModelConfig
-from parallel.config import Float8Config
 from parallel.errors import listed
-from parallel.float8_limits import UNIT, fit
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.metrics.config import ProfileConfig
-from recipes.recipe.conflicts import CONFLICTS
+from recipes.recipe.conflicts import Unreadable, conflicts
 from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import (
     data_is_there,
@@ -24,7 +22,7 @@ from recipes.recipe.rules_data import (
     tokenizer_fits,
     validation_is_there,
 )
-from recipes.recipe.rules_mesh import batch_divides, mesh_divides_model, mesh_fits
+from recipes.recipe.rules_mesh import batch_divides, mesh_fits
 from recipes.recipe.rules_optimizer import moments_can_move, optimizer_fits, schedule_fits
 from recipes.recipe.schema import Recipe, RunConfig
 from recipes.recipe.stages import Stage, stages_of
@@ -47,10 +45,6 @@ class Written:
     """What they say of each stage."""
     wrong: Collection[str]
     """Keys with other problems, which no rule reads."""
-
-
-class Unreadable(Exception):
-    """A rule has read a field whose value is wrong: what it found before is true, and the rest cannot be known."""
 
 
 def readable(recipe: Recipe, broken: Collection[str]) -> Recipe:
@@ -98,18 +92,18 @@ def violations(
         elsewhere: whether the recipe is for another machine, so that nothing that it names is looked at.
     """
     recipe = readable(recipe, broken)
-    model, mesh, float8, world = recipe.model, recipe.mesh, recipe.float8, {"processes": processes, "nodes": nodes}
+    model, mesh, world = recipe.model, recipe.mesh, {"processes": processes, "nodes": nodes}
     # Rules are generators: nothing runs, and no field is read, before one is iterated.
     rules = [
         hardware_is_known(recipe.run),
         model_is_consistent(model),
         mesh_fits(mesh, **world),
-        mesh_divides_model(mesh, model=model, batch=recipe.batch, float8=float8, **world),
+        shares_are_equal(recipe, **world),
         conflicts(recipe),
         pipeline_fits(recipe, **world),
         experts_fit(recipe, written=written, **world),
         batch_divides(recipe.batch, mesh=mesh, **world),
-        float8_fits(float8, model=model),
+        widths_fit(recipe),
         export_is_possible(recipe.checkpoint, model=model),
         best_is_saved(recipe),
         phases_fit(recipe, steps=schedule_steps),
@@ -132,15 +126,6 @@ def violations(
             yield from rule
 
 
-def conflicts(recipe: Recipe, *keys: str) -> Iterator[Violation]:
-    """The plain rules that the recipe breaks: all, or those that refuse one of these fields."""
-    for key, applies, says in CONFLICTS:
-        if not keys or key in keys:
-            with suppress(Unreadable):
-                if applies(recipe):
-                    yield key, says.format_map(vars(recipe))
-
-
 def broken_rules(recipe: Recipe, written: Written, weights: "InitialWeights | None", **options: Any) -> list[Problem]:
     """The rules that the recipe of any stage breaks, as problems. options: of violations()."""
     given = written.given
@@ -156,7 +141,7 @@ def broken_rules(recipe: Recipe, written: Written, weights: "InitialWeights | No
             weights,
             broken=wrong & {*field_types(), *sections()},
             written=given.keys() | changes.keys(),
-            schedule_steps=stage.schedule_span[1],
+            schedule_steps=stage.schedule_span[1] if stage.own_schedule else None,
             **options,
         ):
             broken_in.setdefault(violation, []).append(stage)
@@ -216,6 +201,23 @@ def weights_fit(
         yield from rules_weights.config_fits(model, initial, written=written)
 
 
+def shares_are_equal(recipe: Recipe, **world: int | None) -> Iterator[Violation]:
+    """What holds for processes that share sequences or matrices."""
+    mesh, float8 = recipe.mesh, recipe.float8
+    if mesh.tensor > 1 or mesh.context > 1 or float8.recipe != "none":
+        from recipes.recipe.rules_shares import mesh_divides_model
+
+        yield from mesh_divides_model(mesh, model=recipe.model, batch=recipe.batch, float8=float8, **world)
+
+
+def widths_fit(recipe: Recipe) -> Iterator[Violation]:
+    """What holds for matrices in float8."""
+    if recipe.float8.recipe != "none":
+        from recipes.recipe.rules_shares import float8_fits
+
+        yield from float8_fits(recipe.float8, model=recipe.model)
+
+
 def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
     """What holds for the stages of a pipeline."""
     if recipe.mesh.pipeline > 1:
@@ -272,24 +274,3 @@ def profile_fits(profile: ProfileConfig, *, run: RunConfig) -> Iterator[Violatio
     if profile.trace_steps and last > run.steps:
         rule = f"after {profile.after} + trace_steps {profile.trace_steps} = {last} is beyond run.steps = {run.steps}"
         yield "profile.after", f"{rule}; write run.steps = {last} or more, or trace earlier"
-
-
-def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violation]:
-    """Float8 matrix units need widths that are multiples of 16; torchao silently skips other linears.
-
-    Those of a model of transformers are known when it is built: parallel/float8.py counts what it leaves out.
-    """
-    if float8.recipe == "none" or model.by_transformers:
-        return
-    widths = {
-        "width": ("width", model.width),
-        "feed_forward_width": ("feed_forward_width", model.feed_forward_width),
-        "heads": ("heads x head_width", model.heads * model.head_width),
-        "key_value_heads": ("key_value_heads x head_width", model.key_value_heads * model.head_width),
-    }
-    if not model.tied_embeddings and "lm_head" not in float8.exclude:
-        widths["vocabulary"] = ("vocabulary, the width of lm_head,", model.vocabulary)
-    for field, (words, width) in widths.items():
-        if not fit([width]):
-            remedy = f'change it to {width + -width % UNIT}, or write float8.recipe = "none"'
-            yield f"model.{field}", f"float8 needs {words} = {width} to be a multiple of {UNIT}; {remedy}"

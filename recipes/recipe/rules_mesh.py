@@ -1,13 +1,9 @@
-"""Rules about the layout of the processes: what fits a mesh, and what a mesh fits. Imports no torch."""
+"""Rules about the layout of the processes. Imports no torch."""
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from models.config import LINEARS, ModelConfig
-from parallel.config import Float8Config, MeshConfig, PipelineConfig
+from parallel.config import MeshConfig, PipelineConfig
 from parallel.errors import UserError, listed
-from parallel.float8_limits import UNIT, fit, why_not_shared
 from parallel.nodes import Node, require_like_nodes, require_neighbours
 from recipes.data.config import BatchConfig
 from recipes.recipe.fields import Problem, Violation, refusal
@@ -24,17 +20,20 @@ def require_fits_world(
         require_like_nodes(nodes)
     require_neighbours(nodes, tensor=mesh.tensor)
     processes = sum(len(node.ranks) for node in nodes)
-    found = [
+    broken = [
         *mesh_fits(mesh, processes=processes, nodes=len(nodes)),
-        *tensor_groups_fit_nodes(mesh, nodes=nodes),
         *batch_divides(batch, mesh=mesh, processes=processes, nodes=len(nodes)),
     ]
+    if mesh.tensor > 1:
+        from recipes.recipe.rules_shares import tensor_groups_fit_nodes
+
+        broken += tensor_groups_fit_nodes(mesh, nodes=nodes)
     if mesh.pipeline > 1:
         from recipes.recipe.rules_pipeline import enough_micro_batches
 
-        found += enough_micro_batches(pipeline, mesh=mesh, batch=batch, processes=processes, nodes=len(nodes))
-    if found:
-        problems = [Problem(key, message) for key, message in found]
+        broken += enough_micro_batches(pipeline, mesh=mesh, batch=batch, processes=processes, nodes=len(nodes))
+    if broken:
+        problems = [Problem(key, message) for key, message in broken]
         raise refusal(problems, where=f"the recipe on {processes} processes")
 
 
@@ -46,152 +45,6 @@ def mesh_fits(mesh: MeshConfig, *, processes: int | None, nodes: int | None) -> 
         for line in str(error).splitlines():  # "mesh.tensor = 2: what is wrong" or "mesh: what is wrong"
             place, _, message = line.partition(": ")
             yield place.partition(" ")[0], message
-
-
-def mesh_divides_model(
-    mesh: MeshConfig,
-    *,
-    model: ModelConfig,
-    batch: BatchConfig,
-    float8: Float8Config,
-    processes: int | None,
-    nodes: int | None,
-) -> Iterator[Violation]:
-    """Every process of a tensor or context group has an equal part: of matrices, vocabulary, heads, tokens."""
-    tensor, context, sizes = mesh.tensor, mesh.context, like_nodes(processes, nodes)
-    if refused := [*transformers_refuse(mesh, model=model)]:
-        yield from refused
-        return
-    rule = why_not_cut(tensor, model=model, float8=float8) or why_not_inside(tensor, sizes)
-    if rule:
-        possible = [
-            replace(mesh, tensor=degree)
-            for degree in range(1, min(tensor, model.key_value_heads + 1))
-            if not why_not_cut(degree, model=model, float8=float8) and not why_not_inside(degree, sizes)
-        ]
-        best = [
-            other
-            for other in possible
-            if not (mesh.context_by == "heads" and model.heads // other.tensor % context)
-            and not any(mesh_fits(other, processes=processes, nodes=nodes))
-        ]
-        remedy = f"write {listed([other.tensor for other in best or possible], last='or')}"
-        unit = UNIT * tensor  # float8 needs that of a head
-        if "model.vocabulary" in rule and not model.weights:
-            key = "vocab_size in config.json" if model.by_transformers else "model.vocabulary"
-            padded = model.vocabulary + -model.vocabulary % unit
-            remedy += f", or {key} = {padded}, with rows that no token has"
-        yield "mesh.tensor", f"{rule}; {remedy}"
-        return
-    heads = model.heads // tensor
-    if mesh.context_by == "heads" and heads % context:
-        divisors = [degree for degree in range(1, min(heads + 1, context)) if heads % degree == 0]
-        rule = f"{context} processes cannot share {heads} heads{' per tensor rank' if tensor > 1 else ''} equally"
-        yield "mesh.context", f'{rule}; write {listed(divisors, last="or")}, or context_by = "gather"'
-        return
-    yield from tokens_divide(batch, mesh=mesh, float8=float8)
-    yield from float8_rows_divide(mesh, float8=float8, model=model, processes=processes, nodes=nodes)
-
-
-def transformers_refuse(mesh: MeshConfig, *, model: ModelConfig) -> Iterator[Violation]:
-    """Tensor parallelism cuts only those models of transformers that it was tried with; nothing else cuts any."""
-    if not model.by_transformers:
-        return
-    from models.tensor_plan import name_of, why_not_cut
-
-    if mesh.tensor > 1 and (reason := why_not_cut(model.settings)):
-        yield "mesh.tensor", f"{reason}; write 1"
-    elif mesh.tensor > 1 and model.dropout:
-        yield "mesh.tensor", "processes of a group would drop other numbers; write 1, or model.dropout = false"
-    if mesh.context > 1:
-        reason = f"{name_of(model.settings)} of transformers sees whole rows only"
-        yield "mesh.context", f"{reason}; write 1"
-
-
-def why_not_cut(tensor: int, *, model: ModelConfig, float8: Float8Config) -> str | None:
-    """Why so many processes cannot have an equal part of each matrix; None if they can."""
-    for name in ("key_value_heads", "feed_forward_width", "vocabulary"):
-        if getattr(model, name) % tensor:
-            return f"{tensor} processes cannot share model.{name} = {getattr(model, name)} equally"
-    widths = {
-        "feed_forward_width": model.feed_forward_width,
-        "heads x head_width": model.heads * model.head_width,
-        "key_value_heads x head_width": model.key_value_heads * model.head_width,
-    }
-    if not model.tied_embeddings and "lm_head" not in float8.exclude:
-        widths["model.vocabulary"] = model.vocabulary
-    for name, width in widths.items() if float8.recipe != "none" else ():
-        if fit([width]) and not fit([width // tensor]):  # float8_fits reports the others
-            return f"float8 needs parts that are multiples of {UNIT}, but {name} {width} / {tensor} is not"
-    return None
-
-
-def why_not_inside(tensor: int, sizes: Sequence[tuple[str, int]]) -> str | None:
-    """Why tensor groups, which exchange activations several times per block, would leave nodes: (name, processes)."""
-    uneven = next(((name, size) for name, size in sizes if size % tensor), None)
-    if len(sizes) == 1 or uneven is None:
-        return None
-    return f"groups of {tensor} neighbouring processes would cross nodes: {uneven[0]} has {uneven[1]} of them"
-
-
-def tensor_groups_fit_nodes(mesh: MeshConfig, *, nodes: Sequence[Node]) -> Iterator[Violation]:
-    """Tensor groups stay inside the nodes that there are when a run starts."""
-    sizes = [(node.name, len(node.ranks)) for node in nodes]
-    if rule := why_not_inside(mesh.tensor, sizes):
-        degrees = range(1, min(mesh.tensor, *(size for _, size in sizes)) + 1)
-        divisors = [degree for degree in degrees if not why_not_inside(degree, sizes)]
-        yield "mesh.tensor", f"{rule}; write {listed(divisors, last='or')}"
-
-
-def like_nodes(processes: int | None, nodes: int | None) -> list[tuple[str, int]]:
-    """(name, processes) of every node, if the numbers are known and the nodes alike."""
-    if not processes or not nodes or processes % nodes:
-        return []
-    return [(f"node {node}", processes // nodes) for node in range(nodes)]
-
-
-def tokens_divide(batch: BatchConfig, *, mesh: MeshConfig, float8: Float8Config) -> Iterator[Violation]:
-    """Every process of a tensor or context group has an equal part of the tokens, and float8 multiples of 16.
-
-    Gradients of weights are products over the tokens of a micro-batch, which a tensor group gathers before.
-    """
-    length, micro, context, tensor = batch.sequence_length, batch.micro_batch_size, mesh.context, mesh.tensor
-    unit, factors = context * tensor, f"mesh.context {context} x mesh.tensor {tensor}"
-    if context > 1 and mesh.context_by == "gather":  # each process has two chunks of a row
-        unit, factors = 2 * unit, f"2 x {factors}"
-    in_float8 = float8.recipe != "none" and not float8.emulate
-    best = math.lcm(unit, UNIT * context // math.gcd(UNIT, micro)) if in_float8 else unit
-    if length % unit:
-        rule = f"must be a multiple of {factors} = {unit}"
-        yield "batch.sequence_length", f"{rule}; write {length + -length % best}"
-    elif length % best:
-        own = f"sequence_length {length}" + (f" / mesh.context {context}" if context > 1 else "")
-        rule = f"float8 needs a multiple of {UNIT} tokens per micro-batch, but micro_batch_size {micro} x {own} is not"
-        yield "batch.sequence_length", f'{rule}; write {length + -length % best}, or float8.recipe = "none"'
-
-
-def float8_rows_divide(
-    mesh: MeshConfig, *, float8: Float8Config, model: ModelConfig, processes: int | None, nodes: int | None
-) -> Iterator[Violation]:
-    """FSDP gathers weights in float8 without padding, so each process has as many rows of each matrix.
-
-    The matrices of a model of transformers are known when it is built: parallel/float8.py looks at them.
-    """
-    if not float8.all_gather or model.by_transformers or any(mesh_fits(mesh, processes=processes, nodes=nodes)):
-        return
-    degrees = mesh.fit(processes, nodes=nodes)
-    query, key = model.heads * model.head_width, model.key_value_heads * model.head_width
-    inner = model.feed_forward_width
-    every = dict(zip(LINEARS, (query, key, key, model.width, inner, inner, model.width), strict=True))
-    rows = {name: count for name, count in every.items() if name not in float8.plain_linears}
-    if not model.tied_embeddings and "lm_head" not in float8.exclude:
-        rows["lm_head"] = model.vocabulary
-    if not (rule := why_not_shared(rows, degrees.shards)):
-        return
-    possible = [degree for degree in range(2, degrees.shard) if degrees.shard % degree == 0]
-    fitting = [degree for degree in possible if not why_not_shared(rows, degree * degrees.context)]
-    larger = f"mesh.shard = {fitting[-1]} with mesh.replicate = -1, or " if fitting and processes else ""
-    yield "float8.all_gather", f"{rule}; write {larger}all_gather = false"
 
 
 def batch_divides(

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from parallel.config import MeshConfig, PipelineConfig
 from parallel.errors import UserError, listed
 from recipes.data.config import BatchConfig
+from recipes.recipe.conflicts import conflicts
 from recipes.recipe.fields import Violation
-from recipes.recipe.rules import conflicts
 from recipes.recipe.rules_experts import older_than
 from recipes.recipe.schema import Recipe
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
+from recipes.recipe.conflicts import conflicts
 from recipes.recipe.fields import (
     Problem,
     field_types,
@@ -24,7 +25,6 @@ from recipes.recipe.fields import (
     with_values,
 )
 from recipes.recipe.load import CONFIGS, Layer, load, read_toml, shown, to_toml
-from recipes.recipe.rules import conflicts
 from recipes.recipe.schema import Recipe, RunConfig
 
 SWEEPS = CONFIGS / "sweeps"

@@ -306,8 +306,9 @@ def test_all_problems_are_reported_at_once_each_with_its_origin() -> None:
         'base = "far.toml"\n[run]\nsteps = 0\n[modell]\n',
         *("--run.seed=-1", "--batch.micro_batch_size", "5", "--batch.global_batch_size", "16", "--fsdp.x", "1"),
     )
-    assert message.startswith("7 problems in x.toml")
+    assert message.startswith("8 problems in x.toml")
     for part in (
+        "data.source = \"nowhere.txt\" (far.toml) 'nowhere.txt' does not exist",
         'optimizer.lr = "x" (far.toml)',
         "run.steps = 0 (x.toml)",
         "[modell] (x.toml) unknown section; did you mean [model]?",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from parallel.dist import World
+from parallel.errors import UserError
 from parallel.nodes import arrange
 from recipes.cluster.restarts import End, end_of
 from recipes.files.exit_codes import OUT_OF_MEMORY
@@ -118,7 +119,11 @@ def test_remedies_are_values_that_a_recipe_accepts_and_end_when_all_are_taken(tm
     "path", [*sorted(CONFIGS.glob("*.toml")), *BENCHMARKS.glob("*.toml")], ids=lambda path: path.stem
 )
 def test_every_remedy_for_a_recipe_of_ours_is_a_recipe_that_loads(path: Path, tmp_path: Path) -> None:
-    recipe = load(path, elsewhere=True)
+    try:
+        recipe = load(path, elsewhere=True)
+    except UserError as error:
+        assert "model.weights" in str(error)
+        pytest.skip("its shape is in weights that are not here")
     hardware = hardware_of(recipe.run.name, written=recipe.run.hardware)
     size, nodes = (hardware.processes, hardware.nodes) if hardware else (recipe.mesh.fit(None).processes, 1)
     there = World(
