@@ -22,15 +22,10 @@ def require_fits_world(
     processes = sum(len(node.ranks) for node in nodes)
     broken = [
         *mesh_fits(mesh, processes=processes, nodes=len(nodes)),
+        *tensor_groups_fit_nodes(mesh, nodes=nodes),
         *batch_divides(batch, mesh=mesh, processes=processes, nodes=len(nodes)),
     ]
-    if mesh.tensor > 1:
-        from recipes.recipe.rules_shares import tensor_groups_fit_nodes
-
-        broken += tensor_groups_fit_nodes(mesh, nodes=nodes)
     if mesh.pipeline > 1:
-        from recipes.recipe.rules_pipeline import enough_micro_batches
-
         broken += enough_micro_batches(pipeline, mesh=mesh, batch=batch, processes=processes, nodes=len(nodes))
     if broken:
         problems = [Problem(key, message) for key, message in broken]
@@ -72,3 +67,41 @@ def batch_divides(
         nearest = sorted(sorted(divisors, key=lambda size: abs(size - micro))[:4])
         message += f", or a micro_batch_size of {listed(nearest, last='or')}"
     yield "batch.global_batch_size", message
+
+
+def why_not_inside(tensor: int, sizes: Sequence[tuple[str, int]]) -> str | None:
+    """Why tensor groups, which exchange activations several times per block, would leave nodes: (name, processes)."""
+    uneven = next(((name, size) for name, size in sizes if size % tensor), None)
+    if len(sizes) == 1 or uneven is None:
+        return None
+    return f"groups of {tensor} neighbouring processes would cross nodes: {uneven[0]} has {uneven[1]} of them"
+
+
+def tensor_groups_fit_nodes(mesh: MeshConfig, *, nodes: Sequence[Node]) -> Iterator[Violation]:
+    """Tensor groups stay inside the nodes that there are when a run starts."""
+    sizes = [(node.name, len(node.ranks)) for node in nodes]
+    if rule := why_not_inside(mesh.tensor, sizes):
+        degrees = range(1, min(mesh.tensor, *(size for _, size in sizes)) + 1)
+        divisors = [degree for degree in degrees if not why_not_inside(degree, sizes)]
+        yield "mesh.tensor", f"{rule}; write {listed(divisors, last='or')}"
+
+
+def enough_micro_batches(
+    pipeline: PipelineConfig, *, mesh: MeshConfig, batch: BatchConfig, processes: int | None, nodes: int | None
+) -> Iterator[Violation]:
+    """Every stage has something to do, and interleaved schedules have equal rounds of micro-batches."""
+    degree, schedule = mesh.pipeline, pipeline.schedule
+    try:
+        share = mesh.fit(processes, nodes=nodes).data_parallel * batch.micro_batch_size
+    except UserError:  # mesh_fits reports it
+        return
+    if batch.global_batch_size % share:  # batch_divides reports it
+        return
+    count = batch.global_batch_size // share
+    key, has = "batch.global_batch_size", f"is {count} micro-batches for each data-parallel process"
+    if count < degree:
+        yield key, f"{has}, but mesh.pipeline {degree} needs {degree} or more; write {degree * share} or more"
+    elif schedule.startswith("interleaved") and count % (count // degree):
+        sizes = [number * share for number in (count // degree * degree, (count // degree + 1) * degree)]
+        rule = f'{has}, which "{schedule}" cannot divide into {count // degree} equal rounds'
+        yield key, f"{rule}; write {listed(sizes, last='or')}"

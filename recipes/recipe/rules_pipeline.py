@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 
-from parallel.config import MeshConfig, PipelineConfig
-from parallel.errors import UserError, listed
-from recipes.data.config import BatchConfig
 from recipes.recipe.conflicts import conflicts
 from recipes.recipe.fields import Violation
 from recipes.recipe.rules_experts import older_than
+from recipes.recipe.rules_mesh import enough_micro_batches
 from recipes.recipe.schema import Recipe
 
 
@@ -34,24 +32,3 @@ def stages_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None) 
         # from each process to itself, which gloo did not have.
         yield "pipeline.schedule", f'"{pipeline.schedule}" {old}; write "interleaved"'
     yield from enough_micro_batches(pipeline, mesh=recipe.mesh, batch=recipe.batch, processes=processes, nodes=nodes)
-
-
-def enough_micro_batches(
-    pipeline: PipelineConfig, *, mesh: MeshConfig, batch: BatchConfig, processes: int | None, nodes: int | None
-) -> Iterator[Violation]:
-    """Every stage has something to do, and interleaved schedules have equal rounds of micro-batches."""
-    degree, schedule = mesh.pipeline, pipeline.schedule
-    try:
-        share = mesh.fit(processes, nodes=nodes).data_parallel * batch.micro_batch_size
-    except UserError:  # mesh_fits reports it
-        return
-    if batch.global_batch_size % share:  # batch_divides reports it
-        return
-    count = batch.global_batch_size // share
-    key, has = "batch.global_batch_size", f"is {count} micro-batches for each data-parallel process"
-    if count < degree:
-        yield key, f"{has}, but mesh.pipeline {degree} needs {degree} or more; write {degree * share} or more"
-    elif schedule.startswith("interleaved") and count % (count // degree):
-        sizes = [number * share for number in (count // degree * degree, (count // degree + 1) * degree)]
-        rule = f'{has}, which "{schedule}" cannot divide into {count // degree} equal rounds'
-        yield key, f"{rule}; write {listed(sizes, last='or')}"

@@ -1,17 +1,16 @@
 """Rules about what processes of a tensor or context group share equally, and about float8. Imports no torch."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from models.config import LINEARS, ModelConfig
 from parallel.config import Float8Config, MeshConfig
 from parallel.errors import listed
 from parallel.float8_limits import UNIT, fit, why_not_shared
-from parallel.nodes import Node
 from recipes.data.config import BatchConfig
 from recipes.recipe.fields import Violation
-from recipes.recipe.rules_mesh import mesh_fits
+from recipes.recipe.rules_mesh import mesh_fits, why_not_inside
 
 
 def mesh_divides_model(
@@ -90,23 +89,6 @@ def why_not_cut(tensor: int, *, model: ModelConfig, float8: Float8Config) -> str
         if fit([width]) and not fit([width // tensor]):  # float8_fits reports the others
             return f"float8 needs parts that are multiples of {UNIT}, but {name} {width} / {tensor} is not"
     return None
-
-
-def why_not_inside(tensor: int, sizes: Sequence[tuple[str, int]]) -> str | None:
-    """Why tensor groups, which exchange activations several times per block, would leave nodes: (name, processes)."""
-    uneven = next(((name, size) for name, size in sizes if size % tensor), None)
-    if len(sizes) == 1 or uneven is None:
-        return None
-    return f"groups of {tensor} neighbouring processes would cross nodes: {uneven[0]} has {uneven[1]} of them"
-
-
-def tensor_groups_fit_nodes(mesh: MeshConfig, *, nodes: Sequence[Node]) -> Iterator[Violation]:
-    """Tensor groups stay inside the nodes that there are when a run starts."""
-    sizes = [(node.name, len(node.ranks)) for node in nodes]
-    if rule := why_not_inside(mesh.tensor, sizes):
-        degrees = range(1, min(mesh.tensor, *(size for _, size in sizes)) + 1)
-        divisors = [degree for degree in degrees if not why_not_inside(degree, sizes)]
-        yield "mesh.tensor", f"{rule}; write {listed(divisors, last='or')}"
 
 
 def like_nodes(processes: int | None, nodes: int | None) -> list[tuple[str, int]]:
