@@ -122,7 +122,7 @@ models, the last ones with norms of heads and after parts."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", filter(None, CASES.splitlines()))
+@pytest.mark.parametrize("case", [*filter(None, CASES.splitlines())])
 def test_the_predicted_peak_is_that_of_a_step(case: str) -> None:
     processes, file, *changes = case.split()
     words = [change.partition("=") for change in changes]
