@@ -82,7 +82,10 @@ class _Module:
         """Follow a call: a statement about a shape, a fused kernel, or another one."""
         function = ast.unparse(call.func)
         if function.startswith("assert_size_stride"):
-            self.shapes[_name_of(call.args[0])] = self.sizes(call.args[1])
+            tensors, shapes = call.args[:2]
+            grouped = isinstance(tensors, ast.Tuple) and isinstance(shapes, ast.Tuple)  # from torch 2.15 on
+            for tensor, shape in zip(tensors.elts, shapes.elts, strict=True) if grouped else [(tensors, shapes)]:  # type: ignore[attr-defined]
+                self.shapes[_name_of(tensor)] = self.sizes(shape)
         elif function.removesuffix(".run") in self.signatures:
             self.launch(function.removesuffix(".run"), call.args)
         elif function.startswith(("extern_kernels.", "torch.ops.", "aten.")):
@@ -151,7 +154,7 @@ def table(counted: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[str]:
     for recipe, modules in counted.items():
         for cells, times in Counter(tuple(module.items()) for module in modules).items():
             module = dict(cells)
-            sizes = f"{module['moved'] / 1e6:,.3g}", f"{module['least'] / 1e6:,.3g}"
+            sizes = f"{module['moved'] / 1e6:,.4g}", f"{module['least'] / 1e6:,.4g}"
             ratio = f"{module['moved'] / module['least']:.2f}" if module["least"] else ""
             lines.append((recipe, module["what"], times, *(module[kind] for kind in KINDS), *sizes, ratio))
     return markdown_table(("recipe", "module", "times", *KINDS, "moved, MB", "least", "ratio"), lines)

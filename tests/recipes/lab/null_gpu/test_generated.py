@@ -60,6 +60,12 @@ def test_sizes_that_are_not_known_make_it_a_count_of_one_row() -> None:
     assert found["moved"] == (200 + 400 + 200) + 400 + 400
 
 
+def test_shapes_that_torch_2_15_states_together_are_read() -> None:
+    grouped = "assert_size_stride_grouped((arg0, arg1, ), ((4, 100), (100, ), ), ((100, 1), (1, ), ), 'input')"
+    code = CODE.replace("assert_size_stride(arg0, (4, 100), (100, 1))", grouped)
+    assert count(code.replace("    assert_size_stride(arg1, (100, ), (1, ))\n", "")) == count(CODE)
+
+
 def test_the_same_modules_are_one_line_of_the_table() -> None:
     [*_, line] = table({"a_recipe": [count(CODE)] * 2})
     assert line == "| a_recipe | block, forward | 2 | 3 | 1 | 1 | 1 | 0.0052 | 0.0036 | 1.44 |"
@@ -73,7 +79,7 @@ class TestOnNullGpu:
         seen = step(gpu, RECIPE, ("--compile.enabled", "true", "--model.layers", "2"), tmp_path / "step")
         modules = {what: [row for row in seen["generated"] if row["what"].startswith(what)] for what in PARTS}
         moved, fused, products = (sum(row[key] for row in modules["block"]) for key in ("moved", "fused", "products"))
-        assert (moved, fused, products) == (pytest.approx(2.299e9, rel=0.001), 13, 21)
+        assert 2.2e9 < moved < 2.3e9 and (fused, products) == (13, 21)  # 2.255e9 by torch 2.15
         assert sum(row["moved"] for row in modules["loss"]) == pytest.approx(6 * 128_256, rel=0.001)
         parameters = (2 * 2048**2 + 2 * 512 * 2048 + 3 * 11008 * 2048 + 128_256 * 2048) / 8
         assert sum(row["moved"] for row in modules["update"]) == pytest.approx(28 * parameters, rel=0.001)
