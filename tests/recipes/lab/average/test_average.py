@@ -226,17 +226,17 @@ def test_checkpoints_of_another_model_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("run", "moved", "steps", "message"),
+    ("inside", "moved", "steps", "message"),
     [
         ("", "step-00000003", "3,4", r"step-00000003 holds the checkpoint of another step: 2$"),
         ("", "damaged-step-00000002", "2:10:2", r"^.*/run has no checkpoint of step 2, 10; it has 4, 6, 8$"),
         ("checkpoints/step-00000004", "x", "2:4:2", r"4 is one checkpoint; write the folder of its run, .*/run$"),
     ],
 )
-def test_steps_that_are_not_there_are_refused(copy: Path, run: str, moved: str, steps: str, message: str) -> None:
+def test_steps_that_are_not_there_are_refused(copy: Path, inside: str, moved: str, steps: str, message: str) -> None:
     step_folder(copy / "checkpoints", 2).rename(copy / "checkpoints" / moved)
     with pytest.raises(UserError, match=message):
-        quietly(copy / run, steps, copy.with_name("out"))
+        quietly(copy / inside, steps, copy.with_name("out"))
     require_nothing_left(copy.parent)
 
 
