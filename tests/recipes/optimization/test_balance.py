@@ -120,8 +120,8 @@ def test_a_skipped_step_moves_no_bias_and_counts_no_load(alone: World, small: Re
             trainer.clock.count_step()
         own = trainer.built.balance
         before = {name: value.clone() for name, value in trainer.built.model.named_buffers()}
-        counted = own._found.clone()
+        counted = own._counted.clone()
         own.move(torch.tensor(1.0), is_logged=False)
         for name, value in trainer.built.model.named_buffers():
             assert torch.equal(value, before[name]), name
-    assert torch.equal(own._found, counted)
+    assert torch.equal(own._counted, counted)
