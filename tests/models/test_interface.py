@@ -54,6 +54,8 @@ def test_names_of_linears_without_torch_are_those_of_a_block() -> None:
 def test_only_models_know_where_their_blocks_are(folder: str) -> None:
     found = []
     for file in sorted((ROOT / folder).rglob("*.py")):
+        if file.name == "version1.py":  # its blocks are those of bytes
+            continue
         for node in ast.walk(ast.parse(file.read_text())):
             text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
             if text == "blocks" or text.startswith("blocks."):
