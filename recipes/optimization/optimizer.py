@@ -46,7 +46,11 @@ def build_optimizer(
             (decayed if decays else undecayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     blocks = blocks_of(model) if compiled else None
-    return _built(config, groups, matrices=[*matrices], mesh=mesh, dtype=dtype, blocks=blocks)
+    optimizer = _built(config, groups, matrices=[*matrices], mesh=mesh, dtype=dtype, blocks=blocks)
+    stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if left := [name for name, parameter in model.named_parameters() if parameter not in stepped]:
+        raise UserError(f"{_entry(config)} leaves {len(left)} parameters untrained, such as {left[0]}")
+    return optimizer
 
 
 def matrices_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -55,21 +59,30 @@ def matrices_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _built(config: OptimizerConfig, groups: list[dict[str, Any]], **options: Any) -> Optimizer:
-    optimizer: Optimizer = resolve_name(config.facts.builder)(groups, config, **options)
+    try:
+        optimizer: Optimizer = resolve_name(config.facts.builder)(groups, config, **options)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{_entry(config)} names {config.facts.builder}, which builds nothing: {error}") from error
     return optimizer
+
+
+def _entry(config: OptimizerConfig) -> str:
+    return f'optimizer.name = "{config.name}": its entry in recipes/optimization/config.py'
 
 
 def require_as_described(config: OptimizerConfig) -> None:
     """Try the optimizer on four numbers, which are no matrix of a block. Raises UserError unless its facts are true."""
-    facts, entry = config.facts, f'optimizer.name = "{config.name}": its entry in recipes/optimization/config.py'
+    facts, entry = config.facts, _entry(config)
 
-    def after(*steps: tuple[float, float], divisor: float) -> list[Tensor]:
+    def after(*steps: tuple[float, float], divisor: float, rate: float = 1.0) -> list[Tensor]:
         """The numbers, and what is kept of them, after steps with these gradients, unless they are skipped."""
         numbers = nn.Parameter(torch.ones(2, 2, device="cpu"))
         optimizer = _built(config, [{"params": [numbers]}], matrices=[], mesh=None, dtype=torch.float32, blocks=None)
         if facts.skips != isinstance(optimizer, Skips):
             here = "lacks" if facts.skips else "has"
             raise UserError(f"{entry} says skips = {facts.skips}, but it {here} found_inf and grad_scale")
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         for gradient, skip in steps:
             numbers.grad = torch.full_like(numbers, gradient)
             take_step(optimizer, [numbers], skip=torch.tensor(skip), divisor=torch.tensor(divisor))
@@ -83,3 +96,5 @@ def require_as_described(config: OptimizerConfig) -> None:
         raise UserError(f"{entry} promises {described} bytes of four numbers, but it keeps {kept}; correct moments")
     if not all(map(torch.equal, plain, after((math.nan, 1.0), (2.0, 0.0), divisor=2.0))):
         raise UserError(f"{entry} says skips = True, but does not read both found_inf and grad_scale; write False")
+    if not torch.equal(after((1.0, 0.0), divisor=1.0, rate=0.0)[0], torch.ones(2, 2)):
+        raise UserError(f"{entry} cannot be used: its step does not read the learning rate of each group")

@@ -219,6 +219,29 @@ class Deaf(Mine):
         super().step()
 
 
+class Stubborn(Mine):
+    """One that keeps the learning rate that it was built with."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = 0.1
+        super().step()
+
+
+class Greedy(Mine):
+    """One that takes the first of the groups alone."""
+
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, **options: Any) -> None:
+        super().__init__(groups[:1], config, **options)
+
+
+class Fussy(Mine):
+    """One whose builder takes less than it is given."""
+
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
+        super().__init__(groups, config)
+
+
 def facts(kind: type, **described: Any) -> OptimizerFacts:
     return OptimizerFacts(f"{__name__}:{kind.__name__}", reads=(), **described)
 
@@ -263,6 +286,13 @@ def test_every_optimizer_is_as_described_clips_and_leaves_a_bad_step_out(name: s
         (facts(Mine, moments=1, skips=True), "says skips = True, but it lacks found_inf and grad_scale"),
         (facts(Deaf, moments=1), "says skips = False, but it has found_inf and grad_scale"),
         (facts(Deaf, moments=1, skips=True), "does not read both found_inf and grad_scale; write False"),
+        (facts(Stubborn, moments=1), "its step does not read the learning rate of each group"),
+        (facts(Fussy, moments=1), "which builds nothing: .*unexpected keyword argument 'matrices'"),
+        (
+            OptimizerFacts("recipes.optimization.lost:Lost", reads=(), moments=1),
+            "which builds nothing: No module named",
+        ),
+        (facts(Greedy, moments=1), "leaves 6 parameters untrained, such as embedding.weight"),
     ],
 )
 def test_an_optimizer_that_is_not_as_described_is_refused_by_name(
@@ -270,7 +300,9 @@ def test_an_optimizer_that_is_not_as_described_is_refused_by_name(
 ) -> None:
     monkeypatch.setitem(OPTIMIZERS, "mine", described)
     with pytest.raises(UserError, match=f'optimizer.name = "mine": .*{refusal}'):
-        require_as_described(OptimizerConfig(name="mine"))
+        config = OptimizerConfig(name="mine")
+        require_as_described(config)
+        build_optimizer(build("smollm3_debug"), config)
 
 
 def test_a_step_before_the_gradients_of_the_last_one_are_gone_is_refused() -> None:
