@@ -14,19 +14,13 @@ from torch._dynamo.testing import CompileCounter
 from models.decoder import Decoder
 from models.loss import EAGER, IGNORED, Kernels, cross_entropy_sum
 from models.sizes import SIZES
-from parallel.config import Float8Config, FSDPConfig
-from parallel.dist import start, stop
 from parallel.kernels import compiled_loss_kernels
 from parallel.passes import backward
-from tests.build import build_model
-from tests.processes import run_processes
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TIED = replace(SIZES["smollm3_debug"], layers=2, vocabulary=112, init_std=0.2)
-UNTIED = replace(TIED, tied_embeddings=False)
-Results = tuple[Tensor, dict[str, Tensor]]
 
 
 def batch(length: int = 13) -> tuple[Tensor, Tensor]:
@@ -136,61 +130,6 @@ def test_chunks_of_all_sizes_share_one_compilation() -> None:
             cross_entropy_sum(logits, targets, chunks=chunks, kernels=kernels)
     torch._dynamo.reset()
     assert graphs.frame_count == 2  # forward, backward
-
-
-# In the model, as the trainer builds it
-
-
-def model_results(config, chunks: int, dtype: str = "float32", float8: str = "none") -> Results:
-    """Loss, and all-gathered gradients by name, of two accumulated micro-batches on each process."""
-    model, _ = build_model(
-        config,
-        loss_chunks=chunks,
-        float8=Float8Config(recipe=float8, emulate=True, exclude=()),
-        fsdp=FSDPConfig(param_dtype=dtype),
-    )
-    x, y = batch(length=16)
-    total = torch.zeros(())
-    for micro in range(2):
-        model.set_requires_gradient_sync(micro == 1)
-        loss = model(x.roll(micro, 1), y.roll(micro, 1)) / 100
-        loss.backward()
-        total += loss.detach()
-    return total, {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-
-
-CASES = {
-    f"{name}, {'no float8' if float8 == 'none' else float8}": (config, float8)
-    for name, config in (("tied", TIED), ("untied", UNTIED))
-    for float8 in ("none", "tensorwise", "rowwise")
-}
-Differences = dict[str, tuple[float, float]]
-
-
-def measure() -> tuple[Differences, dict[str, tuple[float, float]]]:
-    """What 3 chunks change in this process group.
-
-    Returns the relative differences (loss, worst gradient) to 1 chunk by case; and, by tied or untied, how far
-    gradients computed in bfloat16 are from float32 (with chunks, without).
-    """
-    start("cpu", seed=0)
-    differences, distances = {}, {}
-    for case, (config, float8) in CASES.items():
-        (loss, gradients), (plain_loss, plain) = (model_results(config, n, float8=float8) for n in (3, 1))
-        worst = max(relative(gradients[name], plain[name]) for name in plain)
-        differences[case] = relative(loss, plain_loss), worst
-        if float8 == "none":
-            both = [model_results(config, chunks, "bfloat16")[1] for chunks in (3, 1)]
-            chunked, at_once = (max(relative(gradients[name], plain[name]) for name in plain) for gradients in both)
-            distances["tied" if config.tied_embeddings else "untied"] = chunked, at_once
-    stop()
-    return differences, distances
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 process", "2 processes"])
-def measured(request: pytest.FixtureRequest) -> list[tuple[Differences, dict[str, tuple[float, float]]]]:
-    """measure() of every rank."""
-    return run_processes(request.param, measure)
 
 
 # Memory

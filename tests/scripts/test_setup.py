@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -203,6 +204,14 @@ def test_run_checks_the_recipe_and_then_launches(checkout: Path) -> None:
 def test_run_takes_a_number_of_processes_with_zeros_before_it(checkout: Path) -> None:
     result, calls = run_sh(checkout, "pyproject.toml", NPROC="008")
     assert result.returncode == 0 and "--processes 8 " in calls[0] and "--nproc-per-node=8 " in calls[1], result.stderr
+
+
+@pytest.mark.slow
+def test_a_node_finds_its_number_in_the_host_file(checkout: Path) -> None:
+    (checkout / "hosts").write_text(f"127.9.9.9\n{socket.gethostname()}\n")
+    _, calls = run_sh(checkout, "pyproject.toml", NPROC="4", HOSTFILE=str(checkout / "hosts"))
+    assert "--check --processes 8 --nodes 2" in calls[0]
+    assert "--nnodes=2 --node-rank=1 --master-addr=127.9.9.9 " in calls[1]
 
 
 @pytest.mark.slow

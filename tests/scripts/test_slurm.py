@@ -179,6 +179,16 @@ def test_a_job_whose_node_does_not_answer_waits_in_the_queue(
     assert job.losses == whole
 
 
+def test_a_crash_loop_stops_the_job_with_the_reason(cluster: Cluster, folder: Path, corpus: Path) -> None:
+    """Workers crash at once, although the recipe is valid."""
+    (folder / "broken").mkdir()
+    (folder / "broken" / "torch.py").write_text("raise SystemExit(3)")
+    job = Job(cluster, folder, corpus, "loop", PYTHONPATH=str(folder / "broken"))
+    assert job.finish() == ("FAILED", "3:0")
+    assert "slurm:   exit code 3: node" in job.log and "attempt 3 " in job.log and "attempt 4 " not in job.log
+    assert "stopped: two restarts got no further than step 0 (a crash loop, or " in job.log.splitlines()[-1]
+
+
 def test_a_bad_recipe_is_refused_before_anything_starts(cluster: Cluster, folder: Path, corpus: Path) -> None:
     job = Job(cluster, folder, corpus, "bad", "--batch.global_batch_size", "6", NPROC="2")
     assert job.finish() == ("FAILED", "2:0")

@@ -147,16 +147,20 @@ def test_damaged_attempts_are_reported_and_counted_anew(text: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("code", "starts"), [(71, 2), (79, 2), (78, 1)])
-def test_codes_of_passing_faults_restart_and_the_code_of_full_devices_does_not(
-    code: int, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("codes", "starts"), [((1, 69, 71, 77, 79, 137), 2), ((0, 2, 74, 75, 76, 78, 143), 1)], ids=["restarts", "does not"]
+)
+def test_a_run_restarts_after_the_codes_that_the_page_marks_and_after_no_other(
+    codes: tuple[int, ...], starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recipes.cluster.restarts.PAUSE_SECONDS", 0)
     monkeypatch.setattr("recipes.cluster.restarts.FAULT_SECONDS", 0)
-    count = tmp_path / "count"
-    command = [sys.executable, "-S", "-c", f"open({str(count)!r}, 'a').write('.'); raise SystemExit({code})"]
-    assert supervise(Launcher(command), tmp_path, steps=10, restarts=1) == code
-    assert len(count.read_text()) == starts
+    for code in codes:
+        (folder := tmp_path / str(code)).mkdir()
+        count = folder / "count"
+        command = [sys.executable, "-S", "-c", f"open({str(count)!r}, 'a').write('.'); raise SystemExit({code})"]
+        assert supervise(Launcher(command), folder, steps=10, restarts=1) == code
+        assert len(count.read_text()) == starts, code
 
 
 def test_faults_that_may_pass_are_waited_for_up_to_the_number_of_restarts() -> None:

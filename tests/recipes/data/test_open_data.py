@@ -391,6 +391,22 @@ def test_unreadable_file_is_tried_again_by_another_run(tmp_path: Path) -> None:
     assert [path.name for path in folders] == [work.fingerprint, f"{work.fingerprint}-1"]
 
 
+@pytest.mark.slow
+def test_broken_file_counts_as_all_its_rows_in_the_budget(tmp_path: Path) -> None:
+    """Nine of ten files are cut off. Counted as nine bad rows among a thousand, that would look like a small loss."""
+    (tmp_path / "in").mkdir()
+    for number in range(10):
+        file = tmp_path / "in" / f"{number}.parquet"
+        texts = [f"{number} {row} " + "word " * 300 for row in range(100)]
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, compression="none")
+        if number:
+            file.write_bytes(file.read_bytes()[:-200])
+    data = opened(tmp_path / "cache", {str(tmp_path / "in"): 1.0}, bad_row_budget=0.2)
+    with pytest.raises(UserError, match=r"data.bad_row_budget: \d+ of the first \d+ rows"):
+        data.training.sources[0].require(10**6)
+    data.training.close()
+
+
 def test_process_that_sees_different_text_than_rank_0_is_refused_at_once(rows: Path, tmp_path: Path) -> None:
     facts = {"sources": {str(rows): {"tokens": "those of rank 0"}}}
     with pytest.raises(UserError, match=r"sees different text in .*rows.jsonl', or another tokenizer, than rank 0"):
@@ -527,6 +543,13 @@ def test_too_few_documents_for_the_held_out_share_names_a_share_that_works(tmp_p
         opened(tmp_path / "cache", **options, validation_fraction=0.99999)
     allowed = float(str(caught.value).split("write ")[1].split(" or less")[0])
     opened(tmp_path / "cache", **options, validation_fraction=allowed)
+
+
+@pytest.mark.slow
+def test_documents_that_are_all_equal_cannot_be_split(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "always the same"}\n' * 3)
+    with pytest.raises(UserError, match=r"of the 3 documents .* all would be held out with 0.5; write 0, or give"):
+        opened(tmp_path / "cache", {str(tmp_path / "rows.jsonl"): 1.0}, sequence_length=1, validation_fraction=0.5)
 
 
 @pytest.mark.slow

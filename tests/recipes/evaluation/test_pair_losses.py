@@ -108,6 +108,11 @@ def test_pairs_that_are_too_long_are_left_out_or_cut_as_in_training() -> None:
     assert (list(causal[0] & 0xFFFF), causal[1]) == ([6, 7, 8, 9, 10, END], 0)
 
 
+def test_texts_around_prompts_are_read_with_them() -> None:
+    plain, longer = (next(iter(reader("t5", prefix=prefix))) for prefix in ("", "w30 "))
+    assert list(longer[0] & 0xFFFF) == [30, *(plain[0] & 0xFFFF)] and longer[1] == plain[1] + 1
+
+
 def test_a_source_without_a_usable_pair_is_refused() -> None:
     with pytest.raises(UserError, match="no pair can be evaluated: 4 are too long"):
         evaluated("gpt2", length=1)

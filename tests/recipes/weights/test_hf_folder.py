@@ -524,6 +524,17 @@ def test_an_export_to_a_link_keeps_the_link(checkpoint: Path, folder: Path, tmp_
         assert contents(tmp_path / "disk" / target) == contents(folder)
 
 
+def test_an_empty_folder_and_the_current_one_can_be_the_target(
+    checkpoint: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, target in (("empty", tmp_path / "empty"), ("here", Path("."))):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        export_checkpoint(checkpoint, target, max_bytes=10_000)
+        monkeypatch.chdir(tmp_path)
+        assert contents(tmp_path / name) == contents(folder)
+
+
 def test_a_second_export_to_the_same_folder_is_refused_and_leaves_the_first_alone(tmp_path: Path) -> None:
     with hf_folder.new_folder(tmp_path / "hf") as partial:
         (partial / "a").touch()

@@ -90,6 +90,11 @@ def rows_of(source: str, cursor: dict[str, Any] | None = None) -> list[Row]:
     return list(open_rows(source, text_field="text", cursor=cursor))
 
 
+def test_row_of_a_dataset_is_located_by_shard_and_row(tmp_path: Path) -> None:
+    stream = open_rows(f"hf:{tiny_stories(tmp_path)}", text_field="text")
+    assert stream.where(next(stream)) == f"'hf:{tmp_path}, shard 1 of 2', row 1"
+
+
 def check_every_cursor(source: str, every: int = 7) -> list[Row]:
     """The rows of a source, checked to be the same from every cursor, including those of a resumed stream."""
     stream = open_rows(source, text_field="text")

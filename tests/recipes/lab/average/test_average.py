@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from parallel.dist import start, stop
 from parallel.errors import UserError
@@ -20,6 +21,7 @@ from recipes.files.layout import step_folder
 from recipes.lab.average.average import average, shares_of, steps_of
 from recipes.plan.tracked import LiveBytes
 from recipes.recipe.schema import Recipe
+from recipes.weights.convert import export_checkpoint
 from tests.commands import run_command
 from tests.object_server import object_server, upload_folder
 from tests.processes import run_processes
@@ -94,6 +96,13 @@ def test_parameters_are_the_average_to_the_bit_and_the_rest_is_the_newest(run: R
     for name, value in found.items():
         assert torch.equal(value, expected.get(name, newest[name])), name
     assert not torch.equal(found["model.embedding.weight"], newest["model.embedding.weight"])
+
+
+def test_export_is_the_average_in_transformers(run: Recipe, out: Path, tmp_path: Path) -> None:
+    export_checkpoint(out, tmp_path / "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", torch_dtype=torch.float32).state_dict()
+    expected = by_hand(run.run.folder, [2, 4, 6, 8], [0.25] * 4)
+    assert torch.equal(theirs["model.embed_tokens.weight"], expected["model.embedding.weight"])
 
 
 def test_decay_has_the_shares_of_a_decay_by_1_minus_the_root(run: Recipe, tmp_path: Path) -> None:
