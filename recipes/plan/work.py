@@ -5,12 +5,11 @@ Imports no torch.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import add
 from typing import Literal, NamedTuple
 
 from models.config import LINEARS, ModelConfig
-from parallel.config import ActivationCheckpointingConfig, MeshDegrees
+from parallel.config import MeshDegrees
 from recipes.recipe.schema import Recipe
 
 Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
@@ -227,7 +226,7 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         newton_schulz=optimizer.ns_steps if optimizer.facts.orthogonalizes else 0,
         clipping=4 + (_scaling_bytes(recipe) if optimizer.grad_clip else 0),
         recompute=checkpointing.mode,
-        recomputed=_share(checkpointing, model.layers),
+        recomputed=len(checkpointing.recomputed(model.layers)) / model.layers,
         compiled=recipe.compile.enabled,
         compiled_loss=recipe.compile.enabled,
         chunked_loss=batch.loss_chunks > 1,
@@ -245,6 +244,7 @@ def _experts(model: ModelConfig, degrees: MeshDegrees) -> Experts:
 
 
 def _inner(model: ModelConfig) -> int:
+    """As in Work."""
     shared = (model.layers - model.dense_layers) * model.shared_experts * model.expert_width
     return round((model.dense_layers * model.feed_forward_width + shared) / model.layers)
 
@@ -272,12 +272,6 @@ def _scaling_bytes(recipe: Recipe) -> int:
     if facts.orthogonalizes or not facts.skips:
         return 8
     return 0 if recipe.compiles_updates else 4
-
-
-@lru_cache
-def _share(checkpointing: ActivationCheckpointingConfig, layers: int) -> float:
-    """The share of the layers that recomputes."""
-    return len(checkpointing.recomputed(layers)) / layers
 
 
 class Moved(NamedTuple):
