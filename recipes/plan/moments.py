@@ -130,7 +130,7 @@ def loss(size: Sizes, *, backward: bool) -> Pieces:
     model, rows = size.recipe.model, -(-size.tokens // size.recipe.batch.loss_chunks)
     logits, chunk = size.element * size.tokens * size.vocabulary, 4 * rows * size.vocabulary
     copies = 1 if backward or size.element == 4 else 2  # in float32; forward, the logits themselves are another one
-    of_cut = (5 if backward else 9) if size.degrees.tensor > 1 else 0  # which targets are in this process's part of the vocabulary
+    of_cut = (5 if backward else 9) if size.degrees.tensor > 1 else 0  # which targets are this process's
     per_token = (37 if backward else 17) + of_cut
     if size.recipe.compile.enabled:  # no kernel writes float32 logits
         copies = 0
@@ -201,7 +201,8 @@ def inside(size: Sizes, layer: int) -> Pieces:
     """What the backward pass of a block makes where it has most."""
     tied = size.new_of_tied_head
     beside, new = size.inside(layer)
-    gathering = 2 * size.read + size.stream if size.degrees.tensor > 1 else 0  # the gradient of its output, before all else
+    # The gradient of its output, before all else.
+    gathering = 2 * size.read + size.stream if size.degrees.tensor > 1 else 0
     if gathering > beside + new:
         return {"block": gathering, "new gradients": tied}
     return {"block": beside, "new gradients": new + tied}

@@ -103,6 +103,7 @@ class Part(Sizes):
         embeddings = self.degrees.tensor if self.begins and not self.tied else 0  # if cut, it adds up all parts
         whole = count * self.block.whole + (embeddings + int(self.ends)) * self.table.whole + self.norm.whole
         blocks, tables = (count, self.tables) if self.keeps_blocks else (blocks, tables + int(self.tied))
+        ahead = self.recipe.fsdp.prefetch if self.degrees.shards > 1 else 0
         waiting = self.rank + 1 if config.schedule == "interleaved_zero_bubble" else int(config.splits_backward)
         later = waiting * count / config.runs * self.element * self.tokens * self.returned
         return {
@@ -110,7 +111,7 @@ class Part(Sizes):
             "reduced gradients": 0,
             "gathered weights": self.gathered * (tables * self.table.whole + self.norm.whole)
             + blocks * self.gathered_block,
-            "gathering": self.recipe.fsdp.prefetch * self.gathered_block if self.degrees.shards > 1 and blocks < count else 0,
+            "gathering": ahead * self.gathered_block if blocks < count else 0,
             "activations": round((passes - minus) * self.of_blocks + head + 16 * self.degrees.context * self.tokens),
             "gradients before those of weights": round(later),
             "received": (edges + sent) * self.stream,
@@ -167,7 +168,6 @@ def _sparse_part() -> Any:
         @cached_property
         def returned(self) -> float:
             model = self.recipe.model
-            dense = super(SparseSizes, self).returned - 2 * self.widths.inner
-            return dense + self.rows * (2 * model.expert_width + model.width)
+            return super().returned - 2 * self.widths.inner + self.rows * (2 * model.expert_width + model.width)
 
     return SparsePart

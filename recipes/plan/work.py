@@ -5,6 +5,8 @@ Imports no torch.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from operator import add
 from typing import Literal, NamedTuple
 
@@ -142,11 +144,8 @@ class Work:
         """Bytes of an element of a block's gathered weights, on average."""
         if not self.float8_weights:
             return self.element
-        query, key, inner = self.query, self.key, self.inner
-        widths = dict(zip(LINEARS, (query, key, key, query, inner, inner, inner), strict=True))
-        return (
-            1 + (self.element - 1) * self.width * sum(widths[name] for name in self.plain_linears) / self.block_params
-        )
+        plain = sum(prod(shape) for name, shape in self.linears.items() if name in self.plain_linears)
+        return 1 + (self.element - 1) * plain / self.block_params
 
     @property
     def expert_params(self) -> float:
@@ -176,10 +175,22 @@ class Work:
         """Layers of a process, on average."""
         return self.layers / self.pipeline
 
+    @cached_property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Name -> whole (outputs, inputs) of each linear of one layer, without experts."""
+        width, query, key, inner = self.width, self.query, self.key, self.inner
+        query_shape, key_shape, up = (query, width), (key, width), (inner, width)
+        shapes = query_shape, key_shape, key_shape, query_shape[::-1], up, up, up[::-1]
+        return {
+            name: shape
+            for name, shape in zip(LINEARS, shapes, strict=True)
+            if prod(shape) and (self.gated or name != "gate_proj")
+        }
+
     @property
     def block_params(self) -> int:
         """Matrix parameters of one layer, whole, without experts."""
-        return self.width * (2 * self.query + 2 * self.key + (3 if self.gated else 2) * self.inner)
+        return sum(map(prod, self.linears.values()))
 
 
 def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Kernel = "cudnn") -> Work:
