@@ -47,7 +47,7 @@ class SparseSizes(Sizes):
     @cached_property
     def routers(self) -> Unit:
         model = self.recipe.model
-        router = Unit.of((model.experts, model.width), shards=self.degrees.shards)
+        router = Unit.of((model.experts, model.width), shards=self.shards)
         return router * (model.layers - model.dense_layers)
 
     @cached_property

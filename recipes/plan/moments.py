@@ -79,7 +79,7 @@ def _weights(size: Sizes, layers: int, *, head: bool, buffers: int) -> Pieces:
     """Gathered weights: of so many blocks, of the head if it is tied or not used yet, and what they arrive in."""
     tables = int(size.tied or head) + int(not size.tied and size.keeps_blocks)
     gathered = size.gathered * (tables * size.table.whole + size.norm.whole) + layers * size.gathered_block
-    return {"gathered weights": gathered, "gathering": buffers if size.degrees.shards > 1 else 0}
+    return {"gathered weights": gathered, "gathering": buffers if size.shards > 1 else 0}
 
 
 def _saved(size: Sizes, layers: int, *, norm: bool = False, rotations: bool = True) -> Pieces:

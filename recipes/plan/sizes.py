@@ -44,6 +44,11 @@ class Sizes:
     degrees: MeshDegrees
 
     @cached_property
+    def shards(self) -> int:
+        """Processes that FSDP deals parameters out to."""
+        return self.degrees.shards
+
+    @cached_property
     def tokens(self) -> int:
         """Tokens of one micro-batch, on this process."""
         return self.recipe.batch.micro_batch_size * self.recipe.batch.sequence_length // self.degrees.context
@@ -91,7 +96,7 @@ class Sizes:
         norms = [(features, 1) for features in self.norms_of_block]
         attention = [(query, width), (key, width), (key, width), (width, query)]
         feed_forward = [(inner, width), (inner, width), (width, inner)] if inner else []
-        return Unit.of(*norms, *attention, *feed_forward, shards=self.degrees.shards)
+        return Unit.of(*norms, *attention, *feed_forward, shards=self.shards)
 
     @cached_property
     def norms_of_block(self) -> list[int]:
@@ -105,11 +110,11 @@ class Sizes:
     def table(self) -> Unit:
         """The embedding, and likewise an output projection of its own."""
         model = self.recipe.model
-        return Unit.of((self.vocabulary, model.width), shards=self.degrees.shards)
+        return Unit.of((self.vocabulary, model.width), shards=self.shards)
 
     @cached_property
     def norm(self) -> Unit:
-        return Unit.of((self.recipe.model.width, 1), shards=self.degrees.shards)
+        return Unit.of((self.recipe.model.width, 1), shards=self.shards)
 
     @cached_property
     def tied(self) -> bool:
@@ -128,7 +133,7 @@ class Sizes:
     @cached_property
     def gathered(self) -> int:
         """Bytes of an element of gathered weights; 0 where a shard is whole, and itself what is computed with."""
-        whole = self.degrees.shards == 1 and self.degrees.tensor == 1 and not self.recipe.fsdp.cpu_offload
+        whole = self.shards == 1 and self.degrees.tensor == 1 and not self.recipe.fsdp.cpu_offload
         return 0 if whole and self.element == 4 else self.element
 
     @cached_property
@@ -189,7 +194,7 @@ class Sizes:
         """What lives from step to step."""
         layers = self.recipe.model.layers
         total = self.table * self.tables + self.block * layers + self.norm
-        norms = Unit.of(*[(self.recipe.model.width, 1)] * 2, shards=self.degrees.shards)
+        norms = Unit.of(*[(self.recipe.model.width, 1)] * 2, shards=self.shards)
         matrices = layers * (self.block.share - norms.share), layers * (self.block.tensors - norms.tensors)
         moments = self.recipe.optimizer.state_bytes(total.share, total.tensors, matrices=matrices)
         if self.recipe.fsdp.cpu_offload:
@@ -228,7 +233,7 @@ class Sizes:
         (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce)
         """
         message, rounded = self.reduced * unit.whole, self.reduced * unit.share if self.reduced < 4 else 0
-        if self.degrees.shards > 1:
+        if self.shards > 1:
             return message + 4 * unit.share + rounded
         divided = message if self.degrees.replicate > 1 else 0
         own = rounded if self.recipe.fsdp.cpu_offload else 0
@@ -239,7 +244,7 @@ class Sizes:
     def sent(self) -> int:
         """Bytes per element of a message while the next unit computes; 0 where it is the sum (parallel/fsdp.py)."""
         casts = self.reduced < 4 and self.degrees.replicate == 1
-        return 0 if self.degrees.shards == 1 and not casts and not self.recipe.fsdp.cpu_offload else self.reduced
+        return 0 if self.shards == 1 and not casts and not self.recipe.fsdp.cpu_offload else self.reduced
 
     @cached_property
     def held(self) -> int:

@@ -103,7 +103,7 @@ class Part(Sizes):
         embeddings = self.degrees.tensor if self.begins and not self.tied else 0  # if cut, it adds up all parts
         whole = count * self.block.whole + (embeddings + int(self.ends)) * self.table.whole + self.norm.whole
         blocks, tables = (count, self.tables) if self.keeps_blocks else (blocks, tables + int(self.tied))
-        ahead = self.recipe.fsdp.prefetch if self.degrees.shards > 1 else 0
+        ahead = self.recipe.fsdp.prefetch if self.shards > 1 else 0
         waiting = self.rank + 1 if config.schedule == "interleaved_zero_bubble" else int(config.splits_backward)
         later = waiting * count / config.runs * self.element * self.tokens * self.returned
         return {

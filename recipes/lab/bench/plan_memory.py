@@ -149,7 +149,7 @@ def peak_of(row: Row) -> int:
     """Bytes, without the CUDA context."""
     size, program = Sizes(row.recipe, row.degrees), row.program
     at_loss = sum(_at_loss(row, size).values())
-    if size.degrees.shards > 1 or not program.one_graph:
+    if size.shards > 1 or not program.one_graph:
         return at_loss
     gradients = program.parameters * (2 if size.accumulates else 1)  # new ones, beside those that are added up
     states = (program.parameters + program.moments + gradients) * size.state["parameters"] // 4
@@ -168,7 +168,7 @@ def _at_loss(row: Row, size: Sizes) -> Pieces:
     pieces = dict(predict(row.recipe, row.degrees, context=False).moments[AT])
     pieces["parameters"], pieces["moments"] = program.parameters * parameters, program.moments * parameters
     pieces["logits"], pieces["loss"] = program.per_logit * _logits(row, size), 0
-    if size.degrees.shards > 1:
+    if size.shards > 1:
         pieces["gathered weights"] += size.element * size.table.whole
         pieces["gathered weights"] += size.gathered_block if program.keeps_last else 0
     elif program.one_graph:
