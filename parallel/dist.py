@@ -249,13 +249,7 @@ def stop() -> None:
 
 def on_main(world: World, work: Callable[[], Result]) -> Result:
     """Run `work` on rank 0 only and send its (small) result to all ranks. A UserError on rank 0 stops all of them."""
-    result: Result | None = None
-    error: UserError | None = None
-    if world.is_main:
-        try:
-            result = work()
-        except UserError as raised:
-            error = raised
+    result, error = _attempted(work) if world.is_main else (None, None)
     kind, result = world.messages.from_main((_kind(error), result))
     if error is not None:
         raise error
@@ -266,17 +260,19 @@ def on_main(world: World, work: Callable[[], Result]) -> Result:
 
 def on_all(world: World, work: Callable[[], Result]) -> Result:
     """Run `work`, which must not communicate, on every rank. A UserError on any rank is raised on all of them."""
-    result: Result | None = None
-    error: UserError | None = None
-    try:
-        result = work()
-    except UserError as raised:
-        error = raised
+    result, error = _attempted(work)
     first = world.messages.reduce((_kind(error), str(error)), lambda one, other: one if one[0] else other)
     kind, text = world.messages.from_main(first)
     if kind is not None:
         raise kind(text) from error
     return cast(Result, result)
+
+
+def _attempted(work: Callable[[], Result]) -> tuple[Result | None, UserError | None]:
+    try:
+        return work(), None
+    except UserError as error:
+        return None, error
 
 
 def _kind(error: UserError | None) -> type[UserError] | None:

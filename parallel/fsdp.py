@@ -159,7 +159,8 @@ class Reduction:
 
 
 def _shard_parts(model: nn.Module, whole: Mesh, *, reshard_after_forward: bool, **options: Any) -> None:
-    interface, shared = interface_of(model), _shared_parameters(model)
+    interface = interface_of(model)
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     of_experts = None
     if whole.experts is not None:
         from parallel.experts import shards_of_experts
@@ -174,17 +175,12 @@ def _shard_parts(model: nn.Module, whole: Mesh, *, reshard_after_forward: bool, 
     # Untied: two large matrices that are never needed at the same time. The backward pass starts with the head.
     if interface.embedding is not None and interface.tied_head is None:
         embedding = model.get_submodule(interface.embedding)
-        if shared.isdisjoint(embedding.parameters()):  # an encoder and a decoder may have one in common
+        # An encoder and a decoder may have one in common, which only a unit around both can gather.
+        if all(uses[parameter] == 1 for parameter in embedding.parameters()):
             fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
             cast(FSDPModule, embedding).set_unshard_in_backward(False)  # its gradient needs the tokens only
     if interface.head is not None:
         fully_shard(model.get_submodule(interface.head), reshard_after_forward=False, **options)
-
-
-def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that several modules have: only a unit around all these modules can gather them."""
-    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    return {parameter for parameter, count in uses.items() if count > 1}
 
 
 def expect_micro_batch(units: Sequence[FSDPModule], *, is_last: bool, reshards: bool) -> None:

@@ -57,16 +57,13 @@ class WriteOperandsOnce(GraphPass):
                 continue  # also numbers, and tensors whose length changes
             readers = _readers(node)
             products = sum(reader.target is aten._scaled_mm.default for reader in readers)
-            if (_is_float8(node) and products > 1) or _is_scale(node) or _is_measured_twice(readers):
+            # Scales of row-wise casts, rounded to powers of two, take a division in float64 and a logarithm.
+            is_scale = node.target is aten.exp2.default
+            if (_is_float8(node) and products > 1) or is_scale or _is_measured_twice(readers):
                 with graph.inserting_after(node):
                     written = graph.call_function(inductor_prims.force_stride_order, (node, strides))
                 written.meta.update(node.meta)
                 node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: user is not written)
-
-
-def _is_scale(node: Node) -> bool:
-    """Whether it is the scales of a row-wise cast, rounded to powers of two: a division in float64 and a logarithm."""
-    return node.target is aten.exp2.default
 
 
 def _is_measured_twice(readers: list[Node]) -> bool:

@@ -169,14 +169,8 @@ def compile_blocks(
         )
     if not config.enabled:
         return "compile: off"
-    if device_type == "cpu" and not cpp_compiler():
-        names = os.environ.get("CXX", "g++ or clang++")
-        raise UserError(
-            f"compile.enabled = true needs a C++ compiler on a CPU ({names} not found)"
-            "; install one or write compile.enabled = false"
-        )
     if device_type == "cpu":
-        _require_paths_for_a_compiler()
+        _require_a_compiler()
     # a * b + c is rounded once, as in every number measured here; Triton 3.10 will round twice unless it is told.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     blocks = blocks_of(model)
@@ -184,7 +178,11 @@ def compile_blocks(
         # Blocks of encoder and decoder, and T5's first of each, share a forward() that is compiled for every kind of
         # them, with and without gradients, and again for other lengths. torch's limit is 8.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    options = _options(config, overlapped)
+    from parallel.graphs import graph_passes
+
+    options = graph_passes() | _options_of_mode(config)
+    if overlapped is not None:  # instead of the pass after all others: a product with messages reads an operand once
+        options |= _overlap_options(overlapped)
     for block in blocks:
         block.compile(fullgraph=True, options=options)
     loss: Any = model.get_submodule(interface_of(model).loss)
@@ -195,8 +193,15 @@ def compile_blocks(
     return f"compile: {len(blocks)} blocks and the loss in place, {how}{overlap}"
 
 
-def _require_paths_for_a_compiler() -> None:
-    """Raise UserError if torch 2.13 would cut a path in two, because it does not quote those in its command line."""
+def _require_a_compiler() -> None:
+    """Raise UserError without a C++ compiler that Inductor takes, and if torch 2.13 would cut a path in two, because it
+    does not quote those in its command line."""
+    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    if not any(map(shutil.which, names)):
+        raise UserError(
+            f"compile.enabled = true needs a C++ compiler on a CPU ({' or '.join(names)} not found)"
+            "; install one or write compile.enabled = false"
+        )
     paths = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""), "TMPDIR": tempfile.gettempdir()}
     for name, path in paths.items():
         if set(path) & set(" \t\n'\"\\"):
@@ -221,22 +226,6 @@ def compiled_loss_kernels(**options: Any) -> Kernels:
         return call
 
     return Kernels(for_any_rows(sum_exponentials), for_any_rows(overwrite_by_exponentials))
-
-
-def cpp_compiler() -> str | None:
-    """The path of the C++ compiler that Inductor takes; None if there is none."""
-    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
-    return next((found for name in names if (found := shutil.which(name))), None)
-
-
-def _options(config: CompileConfig, overlapped: ProcessGroup | None) -> dict[str, Any]:
-    """Options of torch.compile for a block."""
-    from parallel.graphs import graph_passes
-
-    options = graph_passes() | _options_of_mode(config)
-    if overlapped is not None:  # instead of the pass after all others: a product with messages reads an operand once
-        options |= _overlap_options(overlapped)
-    return options
 
 
 def _options_of_mode(config: CompileConfig) -> dict[str, Any]:

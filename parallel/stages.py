@@ -53,13 +53,6 @@ def stages_of(model: ModelConfig, config: PipelineConfig, *, degree: int, sequen
     return Stages(layers, tuple(forth))
 
 
-def costs_of(model: ModelConfig, sequence_length: int) -> tuple[int, int]:
-    """FLOPs per token of a training step of (one layer, the mean of those with and without a window; the output
-    projection)."""
-    head = 6 * model.vocabulary * model.width
-    return (model.flops_per_token(sequence_length, "causal") - head) // model.layers, head
-
-
 @lru_cache(maxsize=64)
 def _balanced(model: ModelConfig, count: int, sequence_length: int) -> tuple[int, ...]:
     """The numbers of layers of so many stages, whose squared costs add up to the least; of ties, the fewest come first.
@@ -67,7 +60,9 @@ def _balanced(model: ModelConfig, count: int, sequence_length: int) -> tuple[int
     The first stages hold the activations of the most micro-batches. A stage has one layer or more. All layers cost the
     same FLOPs, and the output projection is part of the last stage; a look-up in the embedding costs none.
     """
-    layer, head = costs_of(model, sequence_length)
+    # FLOPs per token of a step: of the projection, and of a layer, the mean of those with and without a window.
+    head = 6 * model.vocabulary * model.width
+    layer = (model.flops_per_token(sequence_length, "causal") - head) // model.layers
     costs = [layer * layers for layers in range(model.layers + 1)]
     # Layers of the stages so far -> (their squared costs, the layers of each).
     least: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}

@@ -149,7 +149,12 @@ def _cut_ends(model: nn.Module, axis: DeviceMesh, interface: ModelInterface, *, 
         head.register_forward_hook(lambda module, inputs, output: _local(output))
     parallelize_module(model, axis, plan)
     if whole_rows:
-        _cut_rows(blocks_of(model)[0], axis)
+
+        def own_tokens(rows: Tensor) -> Tensor:
+            whole = DTensor.from_local(rows, axis, (Replicate(),), run_check=False)
+            return whole.redistribute(placements=(TOKENS,)).to_local()
+
+        _before(blocks_of(model)[0], own_tokens)
     if embedding is None:
         return
     if interface.head is None and isinstance(head, nn.Linear):
@@ -170,16 +175,6 @@ def _keep_whole(routers: nn.Module, axis: DeviceMesh) -> None:
             for layer, (weight, bias) in found.items()
         }
     )
-
-
-def _cut_rows(block: nn.Module, axis: DeviceMesh) -> None:
-    """Keep this process's tokens of whole rows, the first argument of the first block."""
-
-    def own(rows: Tensor) -> Tensor:
-        whole = DTensor.from_local(rows, axis, (Replicate(),), run_check=False)
-        return whole.redistribute(placements=(TOKENS,)).to_local()
-
-    _before(block, own)
 
 
 def _before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

@@ -58,7 +58,10 @@ def calibrated(path: Path, gpu: Gpu | None, *, processes: int = 1) -> tuple[Gpu,
 def _by_content(path: Path, gpu: Gpu | None, *, processes: int) -> tuple[Gpu, Rates]:
     """The device and its rates, read according to the kind of the file."""
     if is_folder(path):
-        return _by_folder(path, gpu, planned=processes)
+        environment = _environment(path)
+        gpu = _same(environment["device"], gpu, path)
+        rates = _by_network(environment, path, gpu) if "preflight" in environment else RATES
+        return _by_run(path / METRICS, _text(path / METRICS), gpu, rates, planned=processes)
     text = _text(path)
     if path.suffix == ".jsonl":
         return _by_run(path, text, gpu, RATES, planned=processes)
@@ -109,14 +112,6 @@ def _environment(folder: Path) -> Json:
     if not isinstance(found.get("device"), str) or type(found.get("world_size")) is not int:
         raise UserError(f"{folder / ENVIRONMENT} is damaged; write the folder of another run")
     return found
-
-
-def _by_folder(path: Path, gpu: Gpu | None, *, planned: int) -> tuple[Gpu, Rates]:
-    """The device and its rates from a run's folder: from its network's speed, if it has that, and its steps."""
-    environment = _environment(path)
-    gpu = _same(environment["device"], gpu, path)
-    rates = _by_network(environment, path, gpu) if "preflight" in environment else RATES
-    return _by_run(path / METRICS, _text(path / METRICS), gpu, rates, planned=planned)
 
 
 def _same(device: str, gpu: Gpu | None, path: Path) -> Gpu:

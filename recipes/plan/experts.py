@@ -4,7 +4,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from models.activations import Kept, Widths, saved_per_token
+from models.activations import Kept, saved_per_token
 from parallel.axes import axis_of_experts
 from recipes.plan.sizes import Pieces, Sizes, Unit
 
@@ -41,29 +41,19 @@ class SparseSizes(Sizes):
     def block(self) -> Unit:
         rest, experts, dense = self.rest, self.experts, super().block
         layers, few = self.recipe.model.layers, self.recipe.model.dense_layers
-        together = [
-            ((layers - few) * (getattr(rest, name) + getattr(experts, name)) + few * getattr(dense, name)) // layers
-            for name in ("share", "whole", "tensors")
-        ]
-        return Unit(*together)
+        total = (rest + experts) * (layers - few) + dense * few
+        return Unit(total.share // layers, total.whole // layers, total.tensors // layers)
 
     @cached_property
     def routers(self) -> Unit:
         model = self.recipe.model
-        one, layers = Unit.of((model.experts, model.width), shards=self.shards), model.layers - model.dense_layers
-        return Unit(layers * one.share, layers * one.whole, layers)
+        router = Unit.of((model.experts, model.width), shards=self.shards)
+        return router * (model.layers - model.dense_layers)
 
     @cached_property
     def norm(self) -> Unit:
         """The last norm and the routers, which are gathered as long."""
-        norm, routers = super().norm, self.routers
-        return Unit(norm.share + routers.share, norm.whole + routers.whole, norm.tensors + routers.tensors)
-
-    @cached_property
-    def _shared(self) -> Widths:
-        """The widths of a sparse block without its experts."""
-        inner = self.recipe.model.shared_experts * self.recipe.model.expert_width / self.degrees.tensor
-        return replace(self.widths, inner=inner)
+        return super().norm + self.routers
 
     def _of_rows(self, kept: Kept) -> tuple[float, float]:
         """Bytes per token that routing and experts save: per row of an expert, and the rest."""
@@ -76,13 +66,14 @@ class SparseSizes(Sizes):
         routed = read + routing * model.experts + 12 + chosen * (8 * 3 + 4 + element * (model.width + 1))
         return per_row, own * routed
 
-    def _saved(self, kept: Kept) -> float:
+    def saved_by(self, kept: Kept) -> float:
         """Bytes per token that a sparse block saves."""
         if kept.mode == "full":
-            return saved_per_token(self.widths, kept)
-        dense = saved_per_token(self._shared, kept)
+            return super().saved_by(kept)
+        model = self.recipe.model
+        inner = model.shared_experts * model.expert_width / self.degrees.tensor
+        dense = saved_per_token(replace(self.widths, inner=inner), kept)  # without its experts
         if kept.mode == "selective":
-            model = self.recipe.model
             last = 0 if model.shared_experts or kept.compiled else kept.element * self.widths.stream
             own = self.rows * kept.element * 2 * model.expert_width + 4 * model.experts / self.degrees.tensor
             return dense - last + own + self._results
@@ -95,21 +86,11 @@ class SparseSizes(Sizes):
         there = self.rows * self.element * self.recipe.model.width
         return there if self.degrees.expert == 1 else 2 * there + self._choice
 
-    @cached_property
-    def saved(self) -> tuple[float, float]:
-        plain, recomputing = self.kept
-        return self._saved(plain), self._saved(recomputing)
-
-    @cached_property
-    def _saved_by_dense(self) -> tuple[float, float]:
-        plain, recomputing = self.kept
-        return saved_per_token(self.widths, plain), saved_per_token(self.widths, recomputing)
-
     def saved_before(self, layer: int) -> float:
         """Also what routers give to all blocks, in float32, and keep gathered so."""
         few = min(layer, self.recipe.model.dense_layers)
         dense, again = bisect_left(self.recomputed, few), bisect_left(self.recomputed, layer)
-        (plain, recomputing), (sparse, recomputing_sparse) = self._saved_by_dense, self.saved
+        (plain, recomputing), (sparse, recomputing_sparse) = map(super().saved_by, self.kept), self.saved
         of_dense = (few - dense) * plain + dense * recomputing
         of_sparse = (layer - few - again + dense) * sparse + (again - dense) * recomputing_sparse
         return of_dense + of_sparse + (8 - self.gathered) * self.routers.whole / self.tokens
@@ -124,7 +105,7 @@ class SparseSizes(Sizes):
         if layer < self.recipe.model.dense_layers:
             return super().inside(layer)
         model, (plain, kept), element = self.recipe.model, self.kept, self.element
-        whole, before = self._saved(plain), 0.0
+        whole, before = self.saved[0], 0.0
         if kept.mode != "none" and layer in self.recomputed:
             whole += element * self.widths.stream + (self._results if kept.mode == "selective" else 0)
             # Computed again, a block is left in its middle, and what it has returned to itself is still there.
@@ -152,9 +133,8 @@ class SparseSizes(Sizes):
         """Parameters and moments of experts apart."""
         state = self.state
         layers = self.recipe.model.layers - self.recipe.model.dense_layers
-        parameters = 4 * layers * self.experts.share if state["parameters"] else 0
-        elements = parameters // 4
+        elements = layers * self.experts.share if state["parameters"] else 0
         moments = self.recipe.optimizer.state_bytes(elements, 0, matrices=(elements, 0))
-        of_experts = {"parameters": parameters, "moments": moments}
+        of_experts = {"parameters": 4 * elements, "moments": moments}
         rest = {name: state[name] - size for name, size in of_experts.items()}
         return rest | {f"{name} of experts": size for name, size in of_experts.items()}

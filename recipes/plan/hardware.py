@@ -41,7 +41,7 @@ class Gpu:
 
 
 def _sxm(name: str, *, float8: bool = True, **numbers: Any) -> Gpu:
-    """A module with NVLink. numbers: fields of Gpu besides its peaks, with Hopper's where they are left out."""
+    """A module with NVLink. numbers: fields of Gpu besides its memory and peaks; Hopper's where they are left out."""
     peak = bf16_peak(name.partition("-")[0])
     assert peak is not None
     hopper: dict[str, Any] = {
@@ -50,29 +50,20 @@ def _sxm(name: str, *, float8: bool = True, **numbers: Any) -> Gpu:
         "source": f"NVIDIA {name} data sheet, SXM",
         "float32_peak": 66.9e12,
     }
-    return Gpu(name, bf16_peak=peak, float8_peak=2 * peak if float8 else None, **hopper | numbers)
+    return Gpu(name, MEMORY[name], bf16_peak=peak, float8_peak=2 * peak if float8 else None, **hopper | numbers)
 
 
 _A100 = partial(_sxm, link=300e9, network=25e9, float8=False, float32_peak=19.5e12, units=108, family="ampere")
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _sxm("H100", memory=MEMORY["H100"], bandwidth=3.35e12),
-        _sxm("H200", memory=MEMORY["H200"], bandwidth=4.8e12, family="hopper, HBM3e"),
-        _A100("A100", memory=MEMORY["A100"], bandwidth=2.039e12, source="NVIDIA A100 data sheet, SXM, 80 GB"),
-        _A100("A100-40", memory=MEMORY["A100-40"], bandwidth=1.555e12, source="NVIDIA A100 data sheet, SXM, 40 GB"),
-        _sxm(
-            "B200",
-            memory=MEMORY["B200"],
-            bandwidth=8e12,
-            link=900e9,
-            source="NVIDIA DGX B200 data sheet",
-            float32_peak=75e12,
-            units=148,
-        ),
+        _sxm("H100", bandwidth=3.35e12),
+        _sxm("H200", bandwidth=4.8e12, family="hopper, HBM3e"),
+        _A100("A100", bandwidth=2.039e12, source="NVIDIA A100 data sheet, SXM, 80 GB"),
+        _A100("A100-40", bandwidth=1.555e12, source="NVIDIA A100 data sheet, SXM, 40 GB"),
+        _sxm("B200", bandwidth=8e12, link=900e9, source="NVIDIA DGX B200 data sheet", float32_peak=75e12, units=148),
         _sxm(
             "H100-500W",
-            memory=MEMORY["H100-500W"],
             bandwidth=2.4e12,
             source="Meta's H100 of 500 W with HBM2e (docs of torchtitan's benchmarks)",
             family="hopper, 500 W",

@@ -52,7 +52,7 @@ def _gradients(size: Sizes, layers: int, *, head: bool, rest: bool = True) -> Pi
     A step that accumulates has them whole on each process since its first micro-batch; for an embedding that is cut,
     even those of all parts, because torch 2.13 only cuts the sum, unless a tied head has cut it.
     """
-    others = size.table_parts - 1 if rest and not size.tied else 0
+    others = size.degrees.tensor - 1 if rest and not size.tied else 0
     blocks = size.recipe.model.layers - layers
     tables = int(rest) + int(head and not size.tied)
     whole = layers * size.block.whole + (tables + others) * size.table.whole + (size.norm.whole if rest else 0)
@@ -130,11 +130,11 @@ def loss(size: Sizes, *, backward: bool) -> Pieces:
     model, rows = size.recipe.model, -(-size.tokens // size.recipe.batch.loss_chunks)
     logits, chunk = size.element * size.tokens * size.vocabulary, 4 * rows * size.vocabulary
     copies = 1 if backward or size.element == 4 else 2  # in float32; forward, the logits themselves are another one
-    of_cut = (5 if backward else 9) if size.cut else 0  # which targets are in this process's part of the vocabulary
+    of_cut = (5 if backward else 9) if size.degrees.tensor > 1 else 0  # which targets are this process's
     per_token = (37 if backward else 17) + of_cut
     if size.recipe.compile.enabled:  # no kernel writes float32 logits
         copies = 0
-    elif rows == size.tokens and not size.cut:  # torch's own loss keeps its softmax, not the logits
+    elif rows == size.tokens and size.degrees.tensor == 1:  # torch's own loss keeps its softmax, not the logits
         copies, per_token = (3, 0) if backward else (copies, 0)
         logits = 0 if backward else logits
     if backward:  # a head of its own is there, and asks for no more
@@ -151,7 +151,7 @@ def loss(size: Sizes, *, backward: bool) -> Pieces:
 
 def _until_the_loss(size: Sizes) -> int:
     """Bytes that the forward pass of the model releases only at its end."""
-    normed = size.stream if size.cut else 0  # its tokens, from which the head has gathered all
+    normed = size.stream if size.degrees.tensor > 1 else 0  # its tokens, from which the head has gathered all
     targets = 8 * size.tokens if size.degrees.context > 1 else 0  # of its part of the rows
     return normed + targets + 8 * size.positions
 
@@ -201,7 +201,8 @@ def inside(size: Sizes, layer: int) -> Pieces:
     """What the backward pass of a block makes where it has most."""
     tied = size.new_of_tied_head
     beside, new = size.inside(layer)
-    gathering = 2 * size.read + size.stream if size.cut else 0  # the gradient of its output, before all else
+    # The gradient of its output, before all else.
+    gathering = 2 * size.read + size.stream if size.degrees.tensor > 1 else 0
     if gathering > beside + new:
         return {"block": gathering, "new gradients": tied}
     return {"block": beside, "new gradients": new + tied}
@@ -221,7 +222,7 @@ def _reduced_block(size: Sizes, layer: int) -> Pieces:
 def embedding(size: Sizes) -> Pieces:
     """The gradient of the embedding, of all its parts; with a tied head, a second one, of this part, and the sum."""
     table, layers, keeps = size.element * size.table.whole, size.recipe.model.layers, size.keeps_blocks
-    parts = size.table_parts * table
+    parts = size.degrees.tensor * table
     own = _saved(size, 0, rotations=False) | {"new gradients": parts + (2 * table if size.tied else size.read)}
     last = {
         **_gradients(size, 0, head=False),

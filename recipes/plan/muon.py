@@ -39,14 +39,6 @@ class Cost:
     """Bytes that live beside the state, at most."""
 
 
-def shapes_of(work: Work) -> tuple[Shape, ...]:
-    """The matrices of one layer, without those of experts, which stay where they are."""
-    wide, query, key, inner = work.width, work.query, work.key, work.inner
-    up = [(inner, wide)] * (2 if work.gated else 1)
-    feed_forward = (*up, (wide, inner)) if inner else ()
-    return ((query, wide), (key, wide), (key, wide), (wide, query), *feed_forward)
-
-
 def matrix_params(model: ModelConfig) -> int:
     """Parameters in the matrices of all blocks, and of all their experts."""
     idle = 3 * model.expert_width * (model.experts - model.experts_per_token) - model.experts  # without routers
@@ -55,9 +47,9 @@ def matrix_params(model: ModelConfig) -> int:
 
 
 def cost(work: Work) -> Cost:
-    """The costs of a step of this work, whose matrices all processes share."""
-    layers = -(-work.layers // work.pipeline)
-    return _cost(shapes_of(work), layers, work.per_layer, work.replicate, work.newton_schulz, work.element)
+    """The costs of a step of this work, whose matrices, but for those of experts, all processes share."""
+    shapes, layers = tuple(work.linears.values()), -(-work.layers // work.pipeline)
+    return _cost(shapes, layers, work.per_layer, work.replicate, work.newton_schulz, work.element)
 
 
 @lru_cache(256)

@@ -16,14 +16,9 @@ WAIT = 40e-6
 """Seconds in which a device has nothing to do while the host reads the sizes of messages and queues again. Assumed."""
 
 
-def _rows(work: Work, rates: Rates) -> tuple[float, float, float]:
-    """Tokens of this process, their rows, and the rows of its experts, on the fullest process."""
-    return work.own_tokens, work.expert_rows(), work.expert_rows(rates.imbalance)
-
-
 def products(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float]:
     """Seconds of the grouped products and of the router of a sparse layer, forward and backward."""
-    experts, (tokens, _, rows) = work.experts, _rows(work, rates)
+    experts, rows = work.experts, work.expert_rows(rates.imbalance)
     assert experts is not None
     here = experts.count / experts.degree
     element, peak = work.element, rates.grouped * rates.share_of(gpu.family) * gpu.bf16_peak
@@ -38,16 +33,17 @@ def products(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float]:
 
     forward = 2 * grouped(work.width) + grouped(experts.width)
     of_inputs, of_weights = 2 * grouped(experts.width) + grouped(work.width), 3 * grouped(rows / here)
-    router = 2 * tokens * work.width * experts.count / (0.9 * (gpu.float32_peak or gpu.bf16_peak / 2))
+    router = 2 * work.own_tokens * work.width * experts.count / (0.9 * (gpu.float32_peak or gpu.bf16_peak / 2))
     return forward + router, of_inputs + of_weights + 2 * router
 
 
 def moved(work: Work, rates: Rates, recompute: Recompute) -> tuple[float, float]:
     """Bytes that routing moves in a sparse layer, and its kernels."""
-    experts, (tokens, sent, rows) = work.experts, _rows(work, rates)
+    experts, rows = work.experts, work.expert_rows(rates.imbalance)
     assert experts is not None
     scores, width, copies, there, inner, apart = COMPILED
-    amount = tokens * (scores * experts.count + width * work.width) + sent * copies * work.width
+    amount = work.own_tokens * (scores * experts.count + width * work.width)
+    amount += work.expert_rows() * copies * work.width
     amount += rows * (there * work.width + inner * experts.width)
     amount += rows * apart * work.width if experts.degree > 1 else 0.0
     again = 1.0 if recompute == "none" else 4 / 3

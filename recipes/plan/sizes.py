@@ -29,6 +29,12 @@ class Unit:
         share = sum(-(-rows // shards) * columns for rows, columns in shapes)
         return cls(share, share * shards, len(shapes))
 
+    def __add__(self, other: "Unit") -> "Unit":
+        return Unit(self.share + other.share, self.whole + other.whole, self.tensors + other.tensors)
+
+    def __mul__(self, count: int) -> "Unit":
+        return Unit(self.share * count, self.whole * count, self.tensors * count)
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -54,19 +60,9 @@ class Sizes:
         return rows * self.recipe.batch.sequence_length // self.degrees.context
 
     @cached_property
-    def cut(self) -> bool:
-        """Whether this process has a part of each matrix."""
-        return self.degrees.tensor > 1
-
-    @cached_property
-    def table_parts(self) -> int:
-        """Parts of the vocabulary; the gradient of an embedding is made of all of them."""
-        return self.degrees.tensor
-
-    @cached_property
     def vocabulary(self) -> int:
         """Words of the vocabulary that this process has."""
-        return self.recipe.model.vocabulary // self.table_parts
+        return self.recipe.model.vocabulary // self.degrees.tensor
 
     @cached_property
     def micro_batches(self) -> int:
@@ -137,7 +133,7 @@ class Sizes:
     @cached_property
     def gathered(self) -> int:
         """Bytes of an element of gathered weights; 0 where a shard is whole, and itself what is computed with."""
-        whole = self.shards == 1 and not self.cut and not self.recipe.fsdp.cpu_offload
+        whole = self.shards == 1 and self.degrees.tensor == 1 and not self.recipe.fsdp.cpu_offload
         return 0 if whole and self.element == 4 else self.element
 
     @cached_property
@@ -181,14 +177,12 @@ class Sizes:
     @cached_property
     def saved(self) -> tuple[float, float]:
         """Bytes per token that either saves."""
-        plain, recomputing = self.kept
-        return saved_per_token(self.widths, plain), saved_per_token(self.widths, recomputing)
+        plain, recomputing = map(self.saved_by, self.kept)
+        return plain, recomputing
 
-    @cached_property
-    def beside_saved(self) -> tuple[float, float]:
-        """Bytes per token that the backward pass of either needs besides."""
-        plain, recomputing = self.kept
-        return at_swiglu_per_token(self.widths, plain), at_swiglu_per_token(self.widths, recomputing)
+    def saved_by(self, kept: Kept) -> float:
+        """Bytes per token that a block saves which runs like this."""
+        return saved_per_token(self.widths, kept)
 
     def saved_before(self, layer: int) -> float:
         """Bytes per token that the blocks before this one save."""
@@ -199,14 +193,13 @@ class Sizes:
     def state(self) -> Pieces:
         """What lives from step to step."""
         layers = self.recipe.model.layers
-        share = self.tables * self.table.share + layers * self.block.share + self.norm.share
-        tensors = self.tables * self.table.tensors + layers * self.block.tensors + self.norm.tensors
+        total = self.table * self.tables + self.block * layers + self.norm
         norms = Unit.of(*[(self.recipe.model.width, 1)] * 2, shards=self.shards)
         matrices = layers * (self.block.share - norms.share), layers * (self.block.tensors - norms.tensors)
-        moments = self.recipe.optimizer.state_bytes(share, tensors, matrices=matrices)
+        moments = self.recipe.optimizer.state_bytes(total.share, total.tensors, matrices=matrices)
         if self.recipe.fsdp.cpu_offload:
             return {"parameters": 0, "moments": 0}
-        return {"parameters": 4 * share, "moments": moments}
+        return {"parameters": 4 * total.share, "moments": moments}
 
     @property
     def state_by_kind(self) -> Pieces:
@@ -217,7 +210,7 @@ class Sizes:
         """Bytes where the backward pass of a block has most: of activations beside the saved ones, of new gradients."""
         model = self.recipe.model
         down = self.element * model.width * model.feed_forward_width // self.degrees.tensor
-        return round(self.tokens * self.beside_saved[layer in self.recomputed]), down
+        return round(self.tokens * at_swiglu_per_token(self.widths, self.kept[layer in self.recomputed])), down
 
     @cached_property
     def stream(self) -> int:

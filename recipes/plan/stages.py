@@ -89,7 +89,7 @@ class Part(Sizes):
     def of_head(self) -> int:
         """Bytes that the last norm keeps of a micro-batch, and the loss before its backward pass."""
         rows = -(-self.tokens // self.recipe.batch.loss_chunks)
-        softmax = rows == self.tokens and not self.cut and not self.recipe.compile.enabled
+        softmax = rows == self.tokens and self.degrees.tensor == 1 and not self.recipe.compile.enabled
         logits = (4 if softmax else self.element) * self.vocabulary
         return round(self.tokens * (logits + norm_per_token(self.widths, self.kept[0])))
 
@@ -100,9 +100,10 @@ class Part(Sizes):
         head = (passes - 1) * self.of_head if self.ends and config.schedule == "gpipe" else 0
         edges = self.micro_batches * (2 * len(self.layers) - int(self.begins) - int(self.ends))
         sent = int(config.runs == 1 and not self.begins)  # the last gradient, until the next one
-        embeddings = self.table_parts if self.begins and not self.tied else 0  # if cut, it adds up all parts
+        embeddings = self.degrees.tensor if self.begins and not self.tied else 0  # if cut, it adds up all parts
         whole = count * self.block.whole + (embeddings + int(self.ends)) * self.table.whole + self.norm.whole
         blocks, tables = (count, self.tables) if self.keeps_blocks else (blocks, tables + int(self.tied))
+        ahead = self.recipe.fsdp.prefetch if self.shards > 1 else 0
         waiting = self.rank + 1 if config.schedule == "interleaved_zero_bubble" else int(config.splits_backward)
         later = waiting * count / config.runs * self.element * self.tokens * self.returned
         return {
@@ -110,7 +111,7 @@ class Part(Sizes):
             "reduced gradients": 0,
             "gathered weights": self.gathered * (tables * self.table.whole + self.norm.whole)
             + blocks * self.gathered_block,
-            "gathering": self.recipe.fsdp.prefetch * self.gathered_block if self.shards > 1 and blocks < count else 0,
+            "gathering": ahead * self.gathered_block if blocks < count else 0,
             "activations": round((passes - minus) * self.of_blocks + head + 16 * self.degrees.context * self.tokens),
             "gradients before those of weights": round(later),
             "received": (edges + sent) * self.stream,
@@ -167,7 +168,6 @@ def _sparse_part() -> Any:
         @cached_property
         def returned(self) -> float:
             model = self.recipe.model
-            dense = super(SparseSizes, self).returned - 2 * self.widths.inner
-            return dense + self.rows * (2 * model.expert_width + model.width)
+            return super().returned - 2 * self.widths.inner + self.rows * (2 * model.expert_width + model.width)
 
     return SparsePart

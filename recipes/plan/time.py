@@ -20,7 +20,6 @@ from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
-from models.config import LINEARS
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from parallel.owners import flat, newton_schulz_flops
@@ -260,14 +259,11 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> tuple[_P
 
 def _linears(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
     """Seconds of all linears of one layer: forward, backward, and of the last one forward."""
-    width, query, key, inner = work.width, work.query / work.tensor, work.key / work.tensor, work.inner / work.tensor
-    shapes = (query, width), (key, width), (key, width), (width, query), (inner, width), (inner, width), (width, inner)
-    linears = tuple(
-        (columns, depth, "none" if name in work.plain_linears else work.float8)
-        for name, (columns, depth) in zip(LINEARS, shapes, strict=True)
-        if (work.gated or name != "gate_proj") and columns * depth
-    )
-    return _products_of(work.tokens, linears, work.element, gpu, rates)
+    linears = []
+    for name, (columns, depth) in work.linears.items():
+        cut = (columns, depth / work.tensor) if name in ("o_proj", "down_proj") else (columns / work.tensor, depth)
+        linears.append((*cut, "none" if name in work.plain_linears else work.float8))
+    return _products_of(work.tokens, tuple(linears), work.element, gpu, rates)
 
 
 @lru_cache(4096)
@@ -277,25 +273,29 @@ def _products_of(
     """The same for linears of (columns, depth, kind of float8)."""
     forward = backward = last = 0.0
     for columns, depth, float8 in linears:
-        low = float8.removesuffix("_with_gw_hp")
-        low_weights = "none" if low != float8 else float8
-        last = product_seconds(tokens, columns, depth, gpu=gpu, rates=rates, element=element, float8=low)
-        forward += last
-        backward += product_seconds(tokens, depth, columns, gpu=gpu, rates=rates, element=element, float8=low)
-        backward += product_seconds(columns, depth, tokens, gpu=gpu, rates=rates, element=element, float8=low_weights)
+        last, of_input, of_weight = _three_products(tokens, columns, depth, float8, element, gpu, rates)
+        forward, backward = forward + last, backward + of_input + of_weight
     return forward, backward, last
+
+
+def _three_products(
+    tokens: int, columns: float, depth: float, float8: str, element: int, gpu: Gpu, rates: Rates
+) -> list[float]:
+    """Seconds of the output of one linear, of the gradient of its input and of that of its weight."""
+    low = float8.removesuffix("_with_gw_hp")
+    shapes = (tokens, columns, depth), (tokens, depth, columns), (columns, depth, tokens)
+    kinds = low, low, low if low == float8 else "none"
+    return [
+        product_seconds(*shape, gpu=gpu, rates=rates, element=element, float8=kind)
+        for shape, kind in zip(shapes, kinds, strict=True)
+    ]
 
 
 def _head(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float]:
     """Seconds of the output projection and of the loss of one micro-batch."""
     tokens, vocabulary = work.tokens, work.vocabulary / work.tensor
-    shapes = ((tokens, vocabulary, work.width), (tokens, work.width, vocabulary), (vocabulary, work.width, tokens))
-    low = work.float8.removesuffix("_with_gw_hp") if work.float8_head else "none"
-    low_weights = "none" if low != work.float8 else low
-    products = sum(
-        product_seconds(*shape, gpu=gpu, rates=rates, element=work.element, float8=float8)
-        for shape, float8 in zip(shapes, (low, low, low_weights), strict=True)
-    )
+    float8 = work.float8 if work.float8_head else "none"
+    products = sum(_three_products(tokens, vocabulary, work.width, float8, work.element, gpu, rates))
     if work.compiled_loss:
         per_logit = rates.loss_compiled * work.element / 2
     else:
@@ -348,7 +348,7 @@ def _state_bytes(work: Work, in_blocks: float, rest: float, rates: Rates, *, sha
 def _newton_schulz(work: Work, gpu: Gpu, rates: Rates) -> float:
     """Seconds of the products of the owner with most FLOPs, as if all its matrices had the shape that takes most."""
     flops = muon.cost(work).busiest
-    short, long = max({*map(flat, muon.shapes_of(work))}, key=lambda shape: newton_schulz_flops(shape, steps=1))
+    short, long = max({*map(flat, work.linears.values())}, key=lambda shape: newton_schulz_flops(shape, steps=1))
     seconds = flops / newton_schulz_flops((short, long), steps=1) * _one_iteration(short, long, work, gpu, rates)
     if work.experts:  # whole on a process, and multiplied there
         short, long = flat((work.experts.width, work.width))

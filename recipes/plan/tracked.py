@@ -312,8 +312,8 @@ def _name_moments(model: nn.Module, optimizer: torch.optim.Optimizer, live: Live
     def says(moment: str) -> Hook:
         return lambda *_: setattr(live, "moment", moment)
 
-    def names(module: nn.Module, name: str, *, after: str) -> None:
-        """Name what begins with the module's forward pass, and with the gradient of its output."""
+    def names(part: str, moment: str, *, after: str) -> None:
+        """Name what begins with the forward pass of a part, and with the gradient of its output."""
 
         def forward_ends(module: nn.Module, inputs: Any, output: Any) -> None:
             first = next(
@@ -322,16 +322,15 @@ def _name_moments(model: nn.Module, optimizer: torch.optim.Optimizer, live: Live
             if first is not None:
                 first.register_hook(says(after))
 
-        module.register_forward_pre_hook(says(name))
+        module = model.get_submodule(part)
+        module.register_forward_pre_hook(says(moment))
         module.register_forward_hook(forward_ends)
 
     interface = interface_of(model)
     for name in interface.blocks:
         short = plain_name(name).removeprefix("model.")
-        names(model.get_submodule(name), f"the forward pass of {short}", after=f"the backward pass of {short}")
-    names(model.get_submodule(interface.loss), "the loss", after="the gradient of the logits")
-    head = model.get_submodule(cast(str, interface.head or interface.tied_head))
-    names(head, "the head", after="the gradient of the head")
-    embedding = model.get_submodule(cast(str, interface.embedding))
-    names(embedding, "the embedding", after="the gradient of the embedding")
+        names(name, f"the forward pass of {short}", after=f"the backward pass of {short}")
+    names(interface.loss, "the loss", after="the gradient of the logits")
+    names(cast(str, interface.head or interface.tied_head), "the head", after="the gradient of the head")
+    names(cast(str, interface.embedding), "the embedding", after="the gradient of the embedding")
     optimizer.register_step_pre_hook(says("the optimizer"))

@@ -5,12 +5,13 @@ Imports no torch.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
+from math import prod
 from operator import add
 from typing import Literal, NamedTuple
 
 from models.config import LINEARS, ModelConfig
-from parallel.config import ActivationCheckpointingConfig, MeshDegrees
+from parallel.config import MeshDegrees
 from recipes.recipe.schema import Recipe
 
 Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
@@ -143,11 +144,8 @@ class Work:
         """Bytes of an element of a block's gathered weights, on average."""
         if not self.float8_weights:
             return self.element
-        query, key, inner = self.query, self.key, self.inner
-        widths = dict(zip(LINEARS, (query, key, key, query, inner, inner, inner), strict=True))
-        return (
-            1 + (self.element - 1) * self.width * sum(widths[name] for name in self.plain_linears) / self.block_params
-        )
+        plain = sum(prod(shape) for name, shape in self.linears.items() if name in self.plain_linears)
+        return 1 + (self.element - 1) * plain / self.block_params
 
     @property
     def expert_params(self) -> float:
@@ -177,10 +175,22 @@ class Work:
         """Layers of a process, on average."""
         return self.layers / self.pipeline
 
+    @cached_property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Name -> whole (outputs, inputs) of each linear of one layer, without experts."""
+        width, query, key, inner = self.width, self.query, self.key, self.inner
+        query_shape, key_shape, up = (query, width), (key, width), (inner, width)
+        shapes = query_shape, key_shape, key_shape, query_shape[::-1], up, up, up[::-1]
+        return {
+            name: shape
+            for name, shape in zip(LINEARS, shapes, strict=True)
+            if prod(shape) and (self.gated or name != "gate_proj")
+        }
+
     @property
     def block_params(self) -> int:
         """Matrix parameters of one layer, whole, without experts."""
-        return self.width * (2 * self.query + 2 * self.key + (3 if self.gated else 2) * self.inner)
+        return sum(map(prod, self.linears.values()))
 
 
 def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Kernel = "cudnn") -> Work:
@@ -227,7 +237,7 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         newton_schulz=optimizer.ns_steps if optimizer.facts.orthogonalizes else 0,
         clipping=4 + (_scaling_bytes(recipe) if optimizer.grad_clip else 0),
         recompute=checkpointing.mode,
-        recomputed=_share(checkpointing, model.layers),
+        recomputed=len(checkpointing.recomputed(model.layers)) / model.layers,
         compiled=recipe.compile.enabled,
         compiled_loss=recipe.compile.enabled,
         chunked_loss=batch.loss_chunks > 1,
@@ -245,6 +255,7 @@ def _experts(model: ModelConfig, degrees: MeshDegrees) -> Experts:
 
 
 def _inner(model: ModelConfig) -> int:
+    """As in Work."""
     shared = (model.layers - model.dense_layers) * model.shared_experts * model.expert_width
     return round((model.dense_layers * model.feed_forward_width + shared) / model.layers)
 
@@ -272,12 +283,6 @@ def _scaling_bytes(recipe: Recipe) -> int:
     if facts.orthogonalizes or not facts.skips:
         return 8
     return 0 if recipe.compiles_updates else 4
-
-
-@lru_cache
-def _share(checkpointing: ActivationCheckpointingConfig, layers: int) -> float:
-    """The share of the layers that recomputes."""
-    return len(checkpointing.recomputed(layers)) / layers
 
 
 class Moved(NamedTuple):
