@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -274,21 +274,54 @@ class Problem:
         return textwrap.indent(shorten(self.key) + written + origin, "  ") + "\n" + textwrap.indent(body, "    ")
 
 
-def choose_source(values: dict[str, Any], written: Mapping[str, Any], origin: str, *, place: str = "") -> list[Problem]:
-    """Let one source and several replace each other in the values; returns what is wrong where both are written.
+@dataclass
+class Written:
+    """What files and the command line say of a run, or of one of its [[stages]]."""
 
-    written: the values of this origin, by dotted key. place: what the names of problems begin with.
-    """
-    problems = []
-    for one, several in ONE_OR_SEVERAL:
-        if one in written and written.get(several):
-            message = f"cannot be given together with {one} in the same place; remove one of them"
-            problems.append(Problem(place + several, message, "", origin))
-        elif one in written:
-            values.pop(several, None)
-        elif several in written:
-            values.pop(one, None)
-    return problems
+    name: str = ""
+    """Of the stage; "" for the run."""
+    until: int | float | None = None
+    """Of the stage."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Dotted key -> value."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """Dotted key -> where the value was written."""
+
+    @property
+    def prefix(self) -> str:
+        """What the names of problems begin with."""
+        return f"stages.{self.name}." if self.name else ""
+
+    def read(self, table: Mapping[str, Any], origin: str, refusal: Callable[[str], str | None]) -> list[Problem]:
+        """Put a file's values, by dotted key, over the others; returns what is wrong with those that are left out.
+
+        refusal: what is wrong with a key; None if nothing is.
+        """
+        problems, right = [], {}
+        for key, value in table.items():
+            if wrong := refusal(key) or complaint(key, value):
+                problems.append(Problem(self.prefix + key, wrong, toml(value), origin))
+            else:
+                right[key] = accept(field_types()[key], value)
+        return problems + self.put(right, origin)
+
+    def put(self, values: Mapping[str, Any], origin: str) -> list[Problem]:
+        """Put valid values over the others, where one source and several replace each other; returns what is wrong
+        where both are among them."""
+        self.values |= values
+        self.origins |= dict.fromkeys(values, origin)
+        problems = []
+        for one, several in ONE_OR_SEVERAL:
+            if one in values and values.get(several):
+                message = f"cannot be given together with {one} in the same place; remove one of them"
+                problems.append(Problem(self.prefix + several, message, "", origin))
+            elif one in values or several in values:
+                self.remove(several if one in values else one)
+        return problems
+
+    def remove(self, key: str) -> None:
+        self.values.pop(key, None)
+        self.origins.pop(key, None)
 
 
 def one_line(error: UserError) -> str:

@@ -191,7 +191,7 @@ def _keys_set_by(arguments: Sequence[str]) -> set[str]:
         return set()
     from recipes.recipe import command_line  # imports tyro, which is slow
 
-    keys = set(command_line.parse(arguments, Recipe())[0])
+    keys = set(command_line.parse(command_line.split(arguments)[0], Recipe())[0])
     text = {"data.source", "data.mixture"}  # setting one replaces the other
     return keys | text if keys & text else keys
 
