@@ -90,7 +90,7 @@ def violations(
         widths_fit(recipe),
         export_is_possible(recipe.checkpoint, model=model),
         best_is_saved(recipe),
-        phases_fit(recipe, steps=schedule_steps),
+        schedule_fits(recipe.schedule, run=recipe.run, steps=schedule_steps),
         moments_can_move(recipe.optimizer),
         optimizer_fits(recipe.optimizer, fsdp=recipe.fsdp),
         profile_fits(recipe.profile, run=recipe.run),
@@ -256,13 +256,9 @@ def best_is_saved(recipe: Recipe) -> Iterator[Violation]:
     if recipe.checkpoint.keep_best:
         from recipes.recipe.rules_tasks import best_problems
 
-        for message in best_problems(recipe.checkpoint, recipe.validation):
-            yield "checkpoint.keep_best", message
-
-
-def phases_fit(recipe: Recipe, *, steps: int | None) -> Iterator[Violation]:
-    """Warm-up and decay fit into so many steps; None = those of the run."""
-    yield from schedule_fits(recipe.schedule, steps=steps or recipe.run.steps)
+        yield from (
+            ("checkpoint.keep_best", message) for message in best_problems(recipe.checkpoint, recipe.validation)
+        )
 
 
 def profile_fits(profile: ProfileConfig, *, run: RunConfig) -> Iterator[Violation]:
