@@ -25,9 +25,10 @@ from recipes.recipe.fields import (
 )
 from recipes.recipe.paths import settle_paths
 from recipes.recipe.rules import broken_rules
-from recipes.recipe.schema import Recipe, RunConfig
+from recipes.recipe.schema import Recipe, RunConfig, StageConfig
 
 if TYPE_CHECKING:
+    from recipes.recipe.command_line import Flags
     from recipes.weights.locate import InitialWeights, Weights
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -83,12 +84,13 @@ def load_run(
         rules: False skips the rules across fields and the look at the data, for a recipe that is only read.
         elsewhere: True skips only the look at the data and the weights, for a recipe that will run on another machine.
     """
-    run, problems = Written(), list[Problem]()
+    run = Written()
+    problems: list[Problem] = []
     tables_of_stages: tuple[Any, str] = ([], "")
     for origin, tables in [*_read_chain(user_path(path)), *over]:
         tables_of_stages = (tables["stages"], origin) if "stages" in tables else tables_of_stages
         problems += _read({name: table for name, table in tables.items() if name != "stages"}, origin, run)
-    of_stages = {}
+    of_stages: dict[str, Flags] = {}
     if arguments:
         from recipes.recipe import command_line  # tyro takes a third of the time that --check needs
 
@@ -99,7 +101,8 @@ def load_run(
     weights = _initial_weights(run.values)
     if not any(problem.key == "model.name" for problem in problems):
         problems += _size(run, weights)[1]
-    configs, stages = (), list[Written]()
+    configs: tuple[StageConfig, ...] = ()
+    stages: list[Written] = []
     if tables_of_stages[0] != [] or of_stages:
         from recipes.recipe.stage_tables import read_stages
 
