@@ -20,25 +20,24 @@ from recipes.recipe.fields import (
     field_types,
     sections,
     toml,
-    unknown_key,
-    unknown_section,
     value_of,
 )
 from recipes.recipe.schema import Recipe
 
-ORIGIN = COMMAND_LINE
 OPTIONS = ("check", "plan", "processes", "nodes", "help")
 """Options of train.py itself."""
 OF_PLAN = ("gpu", "tokens", "price", "json", "picture", "calibrated_by", "search", "numerics", "write")
 """Options of --plan alone."""
+Flags = list[tuple[str, list[str]]]
+"""(dotted key, its words), in the order of the command line."""
 
 
-def parse(arguments: Sequence[str], defaults: Recipe) -> tuple[dict[str, Any], list[Problem]]:
+def parse(flags: Flags, defaults: Recipe) -> tuple[dict[str, Any], list[Problem]]:
     """The values given, by dotted key, and what is wrong with the invalid ones.
 
     A value that equals the default counts as given too: it overrides the model size.
     """
-    groups, problems = _split(arguments)
+    groups, problems = _groups(flags)
     parsed = _quietly([word for words in groups.values() for word in words], defaults)
     values: dict[str, Any] = {}
     for key, words in groups.items():
@@ -47,9 +46,9 @@ def parse(arguments: Sequence[str], defaults: Recipe) -> tuple[dict[str, Any], l
         message = complaint(key, value, flag=True)
         if own is None:
             message = message or "takes one value; put a value with spaces in quotes"
-            problems.append(Problem(key, message, value, ORIGIN))
+            problems.append(Problem(key, message, value, COMMAND_LINE))
         elif message:
-            problems.append(Problem(key, message, toml(value), ORIGIN))
+            problems.append(Problem(key, message, toml(value), COMMAND_LINE))
         else:
             values[key] = accept(field_types()[key], value)
     return values, problems
@@ -60,6 +59,8 @@ def split_section(arguments: list[str]) -> tuple[list[str], str]:
     named = arguments[-1].strip("[]") if arguments else ""
     if named in sections():
         return arguments[:-1], named
+    from recipes.recipe.synonyms import unknown_section
+
     if len(arguments) == 1 and not Path(named).exists() and "did you mean" in (message := unknown_section(named)):
         raise UserError(f"--help {named}: {message}")
     return arguments, ""
@@ -77,28 +78,39 @@ def print_help(recipe: Recipe | None, *, usage: str, section: str = "") -> None:
     print(usage)
 
 
-def _split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem]]:
-    """Dotted key -> its words for tyro (of a repeated flag, the last), and problems with unknown arguments."""
-    found: list[tuple[str, list[str]]] = []
+def split(arguments: Sequence[str]) -> tuple[Flags, dict[str, Flags], list[Problem]]:
+    """The flags about the whole run, those of each stage (--stages.NAME.section.field), and what precedes them."""
+    flags: Flags = []
+    of_stages: dict[str, Flags] = {}
     problems = []
+    words: list[str] | None = None
     for argument in arguments:
         if argument.startswith("--"):
             flag, equals, value = argument[2:].partition("=")
-            found.append((flag.replace("-", "_"), [value] if equals else []))
-        elif found:
-            found[-1][1].append(argument)
+            key, words, target = flag.replace("-", "_"), [value] if equals else [], flags
+            if key.startswith("stages."):
+                name, _, key = key.removeprefix("stages.").partition(".")
+                target = of_stages.setdefault(name, [])
+            target.append((key, words))
+        elif words is not None:
+            words.append(argument)
         else:
             message = f"unexpected; after the recipe, write --section.field value or --{', --'.join(OPTIONS)}"
-            problems.append(Problem(argument, message, "", ORIGIN))
-    groups = {}
-    for key, values in found:
+            problems.append(Problem(argument, message, "", COMMAND_LINE))
+    return flags, of_stages, problems
+
+
+def _groups(flags: Flags) -> tuple[dict[str, list[str]], list[Problem]]:
+    """Dotted key -> its words for tyro (of a repeated flag, the last), and problems with unknown flags."""
+    groups, problems = {}, []
+    for key, values in flags:
         if (annotation := field_types().get(key)) is None:
-            from recipes.recipe.synonyms import FIELDS
+            from recipes.recipe.synonyms import FIELDS, unknown_key
 
             close = [] if key in FIELDS else get_close_matches(key, (*OPTIONS, *OF_PLAN), n=1)
             message = f"unknown; did you mean --{close[0]}?" if close else unknown_key(key)
             message = "needs --plan" if key in OF_PLAN else message
-            problems.append(Problem(key, message, " ".join(values), ORIGIN))
+            problems.append(Problem(key, message, " ".join(values), COMMAND_LINE))
             continue
         if annotation is bool:
             # As in TOML, and a flag alone switches on.

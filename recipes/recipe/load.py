@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import tomli
 
@@ -14,24 +14,21 @@ from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.files.reading import SHOWN, fault, read_whole, user_path
 from recipes.recipe.fields import (
+    COMMAND_LINE,
     Problem,
-    accept,
-    choose_source,
-    complaint,
+    Written,
     field_types,
     refusal,
     refusal_of,
     sections,
     toml,
-    unknown_key,
-    unknown_section,
 )
 from recipes.recipe.paths import settle_paths
-from recipes.recipe.rules import Given, Written, broken_rules
-from recipes.recipe.schema import Recipe, RunConfig
+from recipes.recipe.rules import broken_rules
+from recipes.recipe.schema import Recipe, RunConfig, StageConfig
 
 if TYPE_CHECKING:
-    from recipes.recipe.stage_tables import Read
+    from recipes.recipe.command_line import Flags
     from recipes.weights.locate import InitialWeights, Weights
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -60,69 +57,65 @@ class LoadedRecipe:
     """Field -> the file that wrote it, or "command line"; None for a recipe that was not loaded."""
 
 
-class LoadOptions(TypedDict, total=False):
-    """How a recipe is loaded."""
-
-    over: Sequence[Layer]
-    """Layers between the file and the command line."""
-    processes: int | None
-    """Check that the layout fits this many processes; None = any."""
-    nodes: int | None
-    """Check that the layout fits this many nodes; None = any."""
-    rules: bool
-    """False skips the rules across fields and the look at the data, for a recipe that is only read."""
-    elsewhere: bool
-    """True skips only the look at the data and the weights, for a recipe that will run on another machine."""
-
-
-def load(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[LoadOptions]) -> Recipe:
+def load(path: str | Path, arguments: Sequence[str] = (), **options: Any) -> Recipe:
     """The recipe alone; takes and raises what load_run does."""
     return load_run(path, arguments, **options).recipe
 
 
-def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[LoadOptions]) -> LoadedRecipe:
+def load_run(
+    path: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    over: Sequence[Layer] = (),
+    processes: int | None = None,
+    nodes: int | None = None,
+    rules: bool = True,
+    elsewhere: bool = False,
+) -> LoadedRecipe:
     """Load a recipe and locate the weights it starts from, once. Raises one UserError that lists everything wrong.
 
     Earlier layers of this list override later ones: command line, the last of `over`, file, its base, that file's
     base, the model size, the schema's defaults.
 
     Args:
-        path: the TOML file.
-        arguments: those of the command line, `--section.field value ...`.
-        options: see LoadOptions.
+        path, arguments: the TOML file, and the `--section.field value ...` of the command line.
+        over: layers between the two.
+        processes, nodes: check that the layout fits these numbers; None = any.
+        rules: False skips the rules across fields and the look at the data, for a recipe that is only read.
+        elsewhere: True skips only the look at the data and the weights, for a recipe that will run on another machine.
     """
-    rules, elsewhere = options.get("rules", True), options.get("elsewhere", False)
-    given: Given = {}
+    run = Written()
     problems: list[Problem] = []
-    written: tuple[Any, str] = ([], "")
-    for origin, tables in [*_read_chain(user_path(path)), *options.get("over", ())]:
-        written = (tables["stages"], origin) if "stages" in tables else written
-        problems += _take({name: table for name, table in tables.items() if name != "stages"}, origin, given)
-    arguments, of_stages = _split(arguments)
+    tables_of_stages: tuple[Any, str] = ([], "")
+    for origin, tables in [*_read_chain(user_path(path)), *over]:
+        tables_of_stages = (tables["stages"], origin) if "stages" in tables else tables_of_stages
+        problems += _read({name: table for name, table in tables.items() if name != "stages"}, origin, run)
+    of_stages: dict[str, Flags] = {}
     if arguments:
         from recipes.recipe import command_line  # tyro takes a third of the time that --check needs
 
-        overrides, wrong = command_line.parse(arguments, _assemble(given, None))
-        given |= {key: (value, command_line.ORIGIN) for key, value in overrides.items()}
-        problems += wrong + choose_source(given, overrides, command_line.ORIGIN)
-    settled = {key: value for key, (value, _) in given.items()}
-    origins = {key: origin for key, (_, origin) in given.items()}
-    problems += settle_paths(settled, origins)
-    given = {key: (value, origins[key]) for key, value in settled.items()}
-    weights = _initial_weights(given)
+        flags, of_stages, unexpected = command_line.split(arguments)
+        overrides, wrong = command_line.parse(flags, _assemble(run, None))
+        problems += unexpected + wrong + run.put(overrides, COMMAND_LINE)
+    problems += settle_paths(run)
+    weights = _initial_weights(run.values)
     if not any(problem.key == "model.name" for problem in problems):
-        problems += _size(given, weights)[1]
-    stages = _stages(written, of_stages, given, weights)
-    problems += stages.problems if stages else ()
-    recipe = replace(_assemble(given, weights), stages=stages.configs if stages else ())
+        problems += _size(run, weights)[1]
+    configs: tuple[StageConfig, ...] = ()
+    stages: list[Written] = []
+    if tables_of_stages[0] != [] or of_stages:
+        from recipes.recipe.stage_tables import read_stages
+
+        configs, stages, wrong = read_stages(*tables_of_stages, of_stages, _assemble(run, weights), run)
+        problems += wrong
+    recipe = replace(_assemble(run, weights), stages=configs)
     if rules:
-        so_far = Written(given, stages.tables if stages else (), {problem.key for problem in problems})
-        layout = {"processes": options.get("processes"), "nodes": options.get("nodes")}
-        problems += broken_rules(recipe, so_far, weights, elsewhere=elsewhere, **layout)
+        wrong_keys, world = {problem.key for problem in problems}, {"processes": processes, "nodes": nodes}
+        problems += broken_rules(recipe, weights, [run, *stages], wrong=wrong_keys, elsewhere=elsewhere, **world)
     if problems:
         raise refusal(problems, where=shown(Path(path)))
     needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
-    return LoadedRecipe(recipe, weights.find() if weights and needs_weights else None, origins)
+    return LoadedRecipe(recipe, weights.find() if weights and needs_weights else None, run.origins)
 
 
 def print_help(arguments: list[str], *, usage: str) -> None:
@@ -134,40 +127,15 @@ def print_help(arguments: list[str], *, usage: str) -> None:
     command_line.print_help(recipe, usage=usage, section=section)
 
 
-def _initial_weights(given: Given) -> "InitialWeights | None":
+def _initial_weights(values: Mapping[str, Any]) -> "InitialWeights | None":
     """What finds the weights, or the config, that these values name; None if they name neither."""
-    named = {
-        key: given.get(key, ("", ""))[0] for key in ("model.weights", "model.config", "model.name", "data.tokenizer")
-    }
+    named = {key: values.get(key, "") for key in ("model.weights", "model.config", "model.name", "data.tokenizer")}
     if not (named["model.weights"] or named["model.config"] or {FROM_WEIGHTS, FROM_CONFIG} & {*named.values()}):
         return None
     from recipes.weights.locate import InitialWeights
 
-    run = {key: given[f"run.{key}"][0] for key in ("name", "output") if f"run.{key}" in given}
+    run = {key: values[f"run.{key}"] for key in ("name", "output") if f"run.{key}" in values}
     return InitialWeights(named["model.weights"], RunConfig(**run).folder, named["model.config"])
-
-
-def _split(arguments: Sequence[str]) -> tuple[Sequence[str], dict[str, list[str]]]:
-    """The arguments about the whole run, and those of each stage."""
-    if not any(argument.startswith("--stages.") for argument in arguments):
-        return arguments, {}
-    from recipes.recipe.stage_tables import split
-
-    return split(arguments)
-
-
-def _stages(
-    written: tuple[Any, str], of_stages: dict[str, list[str]], given: Given, weights: "InitialWeights | None"
-) -> "Read | None":
-    """What files and command line say of stages; None if they say nothing. The last one may say run.steps."""
-    if written[0] == [] and not of_stages:
-        return None
-    from recipes.recipe.stage_tables import read
-
-    found = read(*written, of_stages, _assemble(given, weights), has_steps="run.steps" in given)
-    if found.steps:
-        given["run.steps"] = found.steps, written[1]
-    return found
 
 
 def to_toml(recipe: Recipe) -> str:
@@ -190,42 +158,49 @@ def to_toml(recipe: Recipe) -> str:
     )
 
 
-def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
+def _read(tables: dict[str, Any], origin: str, run: Written) -> list[Problem]:
     """Put the values of one file over those of its bases; returns what is wrong with them."""
     problems: list[Problem] = []
-    written: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for section, table in tables.items():
-        if section not in sections() and isinstance(table, dict):
-            problems.append(Problem(f"[{section}]", unknown_section(section), "", origin))
-        elif section not in sections():
-            problems.append(Problem(section, unknown_key(section), toml(table), origin))
+        if section not in sections():
+            from recipes.recipe.synonyms import unknown_key, unknown_section
+
+            if isinstance(table, dict):
+                problems.append(Problem(f"[{section}]", unknown_section(section), "", origin))
+            else:
+                problems.append(Problem(section, unknown_key(section), toml(table), origin))
         elif not isinstance(table, dict):
             message = f"is a section; write [{section}] on a separate line and its keys below"
             problems.append(Problem(section, message, toml(table), origin))
         else:
-            for key, value in ((f"{section}.{name}", value) for name, value in table.items()):
-                if wrong := complaint(key, value) if key in field_types() else unknown_key(key):
-                    problems.append(Problem(key, wrong, toml(value), origin))
-                else:
-                    written[key] = accept(field_types()[key], value)
-    given.update((key, (value, origin)) for key, value in written.items())
-    return problems + choose_source(given, written, origin)
+            values |= {f"{section}.{name}": value for name, value in table.items()}
+    return problems + run.read(values, origin, _unknown)
 
 
-def _assemble(given: Given, weights: "InitialWeights | None") -> Recipe:
+def _unknown(key: str) -> str | None:
+    """The message for a key that does not exist; None for one that does."""
+    if key in field_types():
+        return None
+    from recipes.recipe.synonyms import unknown_key
+
+    return unknown_key(key)
+
+
+def _assemble(run: Written, weights: "InitialWeights | None") -> Recipe:
     """The recipe of these values over size and defaults. weights: know the model of "from_..."; None = any will do."""
     values: dict[str, dict[str, Any]] = {section: {} for section in sections()}
-    for key, (value, _) in given.items():
+    for key, value in run.values.items():
         section, _, name = key.partition(".")
         values[section][name] = value
-    size, fields_of_model = _size(given, weights)[0], values.pop("model")
+    size, fields_of_model = _size(run, weights)[0], values.pop("model")
     if size.by_transformers:  # _size refuses the other fields
         fields_of_model = {name: value for name, value in fields_of_model.items() if name in NO_SHAPE}
     model = replace(size, **fields_of_model)
     return Recipe(model=model, **{section: sections()[section](**given) for section, given in values.items()})
 
 
-def _size(given: Given, weights: "InitialWeights | None") -> tuple[ModelConfig, list[Problem]]:
+def _size(run: Written, weights: "InitialWeights | None") -> tuple[ModelConfig, list[Problem]]:
     """The model that provides the [model] fields these values omit, and what is wrong with its name; the schema's
     default where there is none."""
     default = Recipe().model
@@ -233,40 +208,41 @@ def _size(given: Given, weights: "InitialWeights | None") -> tuple[ModelConfig, 
         f"the sizes in models/sizes.py are {', '.join(SIZES)}; {FROM_WEIGHTS} takes the model of model.weights,"
         f" {FROM_CONFIG} that of model.config, and {CUSTOM} the fields that you write"
     )
-    if "model.name" not in given:
+    if "model.name" not in run.values:
         missing = f'is missing; write name = "smollm3_debug" below [model]; {known}'
         return default, [Problem("model.name", missing)]
-    name, origin = given["model.name"]
+    name, origin = run.values["model.name"], run.origins["model.name"]
     if name in SIZES:
         return SIZES[name], []
     if name == CUSTOM:  # what has a default is not that of another size
         rule = 'is missing; name = "custom" takes nothing from a size; write it below [model]'
-        missing_fields = [field for field in SHAPE if f"model.{field}" not in given]
+        missing_fields = [field for field in SHAPE if f"model.{field}" not in run.values]
         size = ModelConfig(name=CUSTOM, **{field: getattr(default, field) for field in SHAPE})
         return size, [Problem(f"model.{field}", rule, "", origin) for field in missing_fields]
     if name in (FROM_WEIGHTS, FROM_CONFIG):
-        return _size_of(name, given, weights)
+        return _size_of(name, run, weights)
     close = get_close_matches(name, [*SIZES, FROM_WEIGHTS, FROM_CONFIG, CUSTOM], n=1)
     hint = f"did you mean {toml(close[0])}? " if close else ""
     return default, [Problem("model.name", f"unknown size; {hint}{known}", toml(name), origin)]
 
 
-def _size_of(name: str, given: Given, weights: "InitialWeights | None") -> tuple[ModelConfig, list[Problem]]:
+def _size_of(name: str, run: Written, weights: "InitialWeights | None") -> tuple[ModelConfig, list[Problem]]:
     """As _size(), of weights or a config."""
     default, key = Recipe().model, "model.weights" if name == FROM_WEIGHTS else "model.config"
-    path, origin = given.get(key, ("", given["model.name"][1]))
+    path, origin = run.values.get(key, ""), run.origins.get(key, run.origins["model.name"])
     problems = [] if path else [Problem(key, f'is missing; name = "{name}" takes its model', "", origin)]
     # In a resolved recipe no field of the shape is missing; older versions did not write two of them.
     shape = {f"model.{field.name}" for field in fields(ModelConfig)}
     shape -= {f"model.{field}" for field in (*NO_SHAPE, "upcycle", "logit_softcap")}
-    if weights is None or shape <= given.keys():
+    if weights is None or shape <= run.values.keys():
         return default, problems
     if refused := refusal_of(weights.model):
         return default, problems or [Problem(key, refused, toml(path), origin)]
     if weights.model().by_transformers and path:
+        message = "belongs to config.json for a model of transformers; remove it here"
         problems = [
-            Problem(key, "belongs to config.json for a model of transformers; remove it here", toml(value), where)
-            for key, (value, where) in given.items()
+            Problem(key, message, toml(value), run.origins[key])
+            for key, value in run.values.items()
             if key.startswith("model.") and key.partition(".")[2] not in NO_SHAPE
         ]
     return weights.model(), problems

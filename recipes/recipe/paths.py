@@ -9,7 +9,7 @@ from typing import Any
 
 from models.config import FROM_CONFIG, FROM_WEIGHTS
 from recipes.files.reading import is_remote, path_problem, shorten
-from recipes.recipe.fields import Problem, toml
+from recipes.recipe.fields import Problem, Written, toml
 
 ROOT = Path(__file__).resolve().parents[2]
 READ = (
@@ -23,24 +23,21 @@ NO_PATHS = ("hf:", "train:", "python-stdlib", FROM_WEIGHTS, FROM_CONFIG)
 """What else these fields may say, by its beginning."""
 
 
-def settle_paths(values: dict[str, Any], origins: Mapping[str, str], *, place: str = "") -> list[Problem]:
-    """Replace the relative paths to read among these values by where they are; returns what is wrong with others, which
-    are left out.
-
-    origins: dotted key -> the file that wrote it, or another word. place: what the names of problems begin with.
-    """
+def settle_paths(written: Written) -> list[Problem]:
+    """Replace the relative paths to read among its values by where they are; returns what is wrong with others, which
+    are left out."""
     problems = []
-    for key in [key for key in (*READ, *WRITTEN) if key in values]:
-        value, origin = values[key], origins.get(key, "")
+    for key in [key for key in (*READ, *WRITTEN) if key in written.values]:
+        value, origin = written.values[key], written.origins[key]
         texts = [value] if isinstance(value, str) else value.values() if key == "validation.sources" else value
         paths = [text for text in texts if is_path(text, key)]
         wrong = next(filter(None, (path_problem(path, inside=WRITTEN.get(key, 0)) for path in paths)), "")
         if wrong:
-            problems.append(Problem(place + key, wrong, shorten(toml(value)), origin))
-            del values[key]
+            problems.append(Problem(written.prefix + key, wrong, shorten(toml(value)), origin))
+            written.remove(key)
         elif key in READ:
             beside = Path(origin.rpartition(".toml")[0]).parent if ".toml" in origin else ROOT
-            values[key] = _replaced(value, {path: located(path, beside) for path in paths})
+            written.values[key] = _replaced(value, {path: located(path, beside) for path in paths})
     return problems
 
 

@@ -6,7 +6,7 @@ a value that is wrong itself raises, and then it is skipped. Imports no torch.
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from models.config import OF_EXPERTS, ModelConfig
@@ -14,7 +14,7 @@ from parallel.errors import listed
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.metrics.config import ProfileConfig
 from recipes.recipe.conflicts import Unreadable, conflicts
-from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, sections, toml, value_of
+from recipes.recipe.fields import Problem, Violation, Written, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import (
     data_is_there,
     needs_are_met,
@@ -28,23 +28,7 @@ from recipes.recipe.schema import Recipe, RunConfig
 from recipes.recipe.stages import Stage, stages_of
 
 if TYPE_CHECKING:
-    from recipes.recipe.stage_tables import StageTable
     from recipes.weights.locate import InitialWeights
-
-
-Given = dict[str, tuple[Any, str]]
-"""Dotted key -> (value, where it was written)."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """What files and the command line say of a recipe."""
-
-    given: Given
-    tables: "Sequence[StageTable]"
-    """What they say of each stage."""
-    wrong: Collection[str]
-    """Keys with other problems, which no rule reads."""
 
 
 def readable(recipe: Recipe, broken: Collection[str]) -> Recipe:
@@ -106,7 +90,7 @@ def violations(
         widths_fit(recipe),
         export_is_possible(recipe.checkpoint, model=model),
         best_is_saved(recipe),
-        phases_fit(recipe, steps=schedule_steps),
+        schedule_fits(recipe.schedule, run=recipe.run, steps=schedule_steps),
         moments_can_move(recipe.optimizer),
         optimizer_fits(recipe.optimizer, fsdp=recipe.fsdp),
         profile_fits(recipe.profile, run=recipe.run),
@@ -126,31 +110,44 @@ def violations(
             yield from rule
 
 
-def broken_rules(recipe: Recipe, written: Written, weights: "InitialWeights | None", **options: Any) -> list[Problem]:
-    """The rules that the recipe of any stage breaks, as problems. options: of violations()."""
-    given = written.given
+def broken_rules(
+    recipe: Recipe,
+    weights: "InitialWeights | None",
+    written: Sequence[Written],
+    *,
+    wrong: Collection[str],
+    **options: Any,
+) -> list[Problem]:
+    """The rules that the recipe of any stage breaks, as problems.
+
+    Args:
+        recipe, weights, options: see violations().
+        written: what was written of the run, and of each stage.
+        wrong: keys with other problems, which no rule reads.
+    """
+    run, *of_stages = written
     broken_in: dict[Violation, list[Stage]] = {}
     for stage in stages_of(recipe):
         changes = recipe.stages[stage.number].changes if recipe.stages else {}
-        wrong = {key.removeprefix(f"stages.{stage.name}.") for key in written.wrong}
+        broken = {key.removeprefix(f"stages.{stage.name}.") for key in wrong}
         # An unknown key may mean any field of its section, and these say what the others of the model are.
         whole = {"model.name", "model.weights", "model.config"}
-        wrong = {key if key in field_types() and key not in whole else key.partition(".")[0] for key in wrong}
+        broken = {key if key in field_types() and key not in whole else key.partition(".")[0] for key in broken}
         for violation in violations(
             stage.recipe,
             weights,
-            broken=wrong & {*field_types(), *sections()},
-            written=given.keys() | changes.keys(),
+            broken=broken & {*field_types(), *sections()},
+            written=run.values.keys() | changes.keys(),
             schedule_steps=stage.schedule_span[1] if stage.own_schedule else None,
             **options,
         ):
             broken_in.setdefault(violation, []).append(stage)
     problems: dict[Problem, None] = {}
     for (key, message), (stage, *others) in broken_in.items():
-        located = _located(key, message, stage.recipe, given)
+        located = _located(key, message, stage.recipe, run)
         if recipe.stages and (len(others) + 1 < len(recipe.stages) or key in recipe.stages[stage.number].changes):
             also = f"; also in stage {listed(other.name for other in others)}" if others else ""
-            origin = written.tables[stage.number].origins.get(key, located.origin)
+            origin = of_stages[stage.number].origins.get(key, located.origin)
             name = f"stages.{stage.name}.{key}"
             located = replace(located, key=name, origin=origin, message=message + also)
         problems[located] = None
@@ -158,17 +155,17 @@ def broken_rules(recipe: Recipe, written: Written, weights: "InitialWeights | No
         from recipes.recipe.stage_tables import violations_of_stages
 
         for key, message in violations_of_stages(recipe):
-            problems[Problem(key, message) if key == "stages" else _located(key, message, recipe, given)] = None
+            problems[Problem(key, message) if key == "stages" else _located(key, message, recipe, run)] = None
     return list(problems)
 
 
-def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:
+def _located(key: str, message: str, recipe: Recipe, run: Written) -> Problem:
     """A broken rule as a Problem, with the value and where it was written."""
     if key not in field_types():  # a section
-        origins = dict.fromkeys(origin for known, (_, origin) in given.items() if known.startswith(f"{key}."))
+        origins = dict.fromkeys(origin for known, origin in run.origins.items() if known.startswith(f"{key}."))
         return Problem(key, message, "", ", ".join(origins) or "default")
     unwritten = f"size {recipe.model.name}" if key.startswith("model.") else "default"
-    return Problem(key, message, toml(value_of(recipe, key)), given[key][1] if key in given else unwritten)
+    return Problem(key, message, toml(value_of(recipe, key)), run.origins.get(key, unwritten))
 
 
 # Rules that most recipes do not meet import what they need only for those.
@@ -259,13 +256,9 @@ def best_is_saved(recipe: Recipe) -> Iterator[Violation]:
     if recipe.checkpoint.keep_best:
         from recipes.recipe.rules_tasks import best_problems
 
-        for message in best_problems(recipe.checkpoint, recipe.validation):
-            yield "checkpoint.keep_best", message
-
-
-def phases_fit(recipe: Recipe, *, steps: int | None) -> Iterator[Violation]:
-    """Warm-up and decay fit into so many steps; None = those of the run."""
-    yield from schedule_fits(recipe.schedule, steps=steps or recipe.run.steps)
+        yield from (
+            ("checkpoint.keep_best", message) for message in best_problems(recipe.checkpoint, recipe.validation)
+        )
 
 
 def profile_fits(profile: ProfileConfig, *, run: RunConfig) -> Iterator[Violation]:

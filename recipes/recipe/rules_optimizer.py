@@ -7,10 +7,12 @@ from dataclasses import fields
 from parallel.config import FSDPConfig
 from recipes.optimization.config import OPTIMIZERS, OptimizerConfig, ScheduleConfig
 from recipes.recipe.fields import Violation, toml
+from recipes.recipe.schema import RunConfig
 
 
-def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation]:
-    """Warm-up and decay fit into the run."""
+def schedule_fits(schedule: ScheduleConfig, *, run: RunConfig, steps: int | None) -> Iterator[Violation]:
+    """Warm-up and decay fit into so many steps; None = those of the run."""
+    steps = steps or run.steps
     warmup, decay = schedule.phases(steps)
     if decay and schedule.kind != "wsd":
         yield "schedule.decay_steps", f'is for kind = "wsd" only, not "{schedule.kind}"; write decay_steps = 0'

@@ -78,17 +78,23 @@ def why_not_cut(tensor: int, *, model: ModelConfig, float8: Float8Config) -> str
     for name in ("key_value_heads", "feed_forward_width", "vocabulary"):
         if getattr(model, name) % tensor:
             return f"{tensor} processes cannot share model.{name} = {getattr(model, name)} equally"
-    widths = {
-        "feed_forward_width": model.feed_forward_width,
-        "heads x head_width": model.heads * model.head_width,
-        "key_value_heads x head_width": model.key_value_heads * model.head_width,
-    }
-    if not model.tied_embeddings and "lm_head" not in float8.exclude:
-        widths["model.vocabulary"] = model.vocabulary
-    for name, width in widths.items() if float8.recipe != "none" else ():
+    for field, (name, width) in _widths(model, float8).items() if float8.recipe != "none" else ():
         if fit([width]) and not fit([width // tensor]):  # float8_fits reports the others
+            name = "model.vocabulary" if field == "vocabulary" else name
             return f"float8 needs parts that are multiples of {UNIT}, but {name} {width} / {tensor} is not"
     return None
+
+
+def _widths(model: ModelConfig, float8: Float8Config) -> dict[str, tuple[str, int]]:
+    """Field -> (in words, elements) of the sides of matrices in float8 that tensor groups cut."""
+    widths = {
+        "feed_forward_width": ("feed_forward_width", model.feed_forward_width),
+        "heads": ("heads x head_width", model.heads * model.head_width),
+        "key_value_heads": ("key_value_heads x head_width", model.key_value_heads * model.head_width),
+    }
+    if not model.tied_embeddings and "lm_head" not in float8.exclude:
+        widths["vocabulary"] = ("vocabulary, the width of lm_head,", model.vocabulary)
+    return widths
 
 
 def like_nodes(processes: int | None, nodes: int | None) -> list[tuple[str, int]]:
@@ -149,14 +155,7 @@ def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violati
     """
     if float8.recipe == "none" or model.by_transformers:
         return
-    widths = {
-        "width": ("width", model.width),
-        "feed_forward_width": ("feed_forward_width", model.feed_forward_width),
-        "heads": ("heads x head_width", model.heads * model.head_width),
-        "key_value_heads": ("key_value_heads x head_width", model.key_value_heads * model.head_width),
-    }
-    if not model.tied_embeddings and "lm_head" not in float8.exclude:
-        widths["vocabulary"] = ("vocabulary, the width of lm_head,", model.vocabulary)
+    widths = {"width": ("width", model.width)} | _widths(model, float8)
     for field, (words, width) in widths.items():
         if not fit([width]):
             remedy = f'change it to {width + -width % UNIT}, or write float8.recipe = "none"'

@@ -3,29 +3,31 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Interval
 
 from parallel.errors import listed
 from recipes.recipe.fields import (
+    COMMAND_LINE,
     Problem,
     Violation,
-    accept,
+    Written,
     accepts,
-    choose_source,
-    complaint,
     describe,
     field_types,
     sections,
     toml,
-    unknown_key,
 )
 from recipes.recipe.paths import settle_paths
 from recipes.recipe.schema import Recipe, StageConfig
 from recipes.recipe.stages import Stage, stages_of
+from recipes.recipe.synonyms import unknown_key
+
+if TYPE_CHECKING:
+    from recipes.recipe.command_line import Flags
 
 Until = Annotated[int, Ge(1)] | Annotated[float, Interval(gt=0, le=1)]
 """A step, or a share of run.steps."""
@@ -68,37 +70,12 @@ REASONS = {
 """Fields that are the same in the whole run, and why."""
 
 
-@dataclass
-class StageTable:
-    """What was written about one stage."""
-
-    name: str
-    until: int | float | None
-    changes: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    """Key -> where it was written."""
-
-
-def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """The arguments that are not --stages..., and those of each stage, as they would be written without stages."""
-    plain: list[str] = []
-    of_stages: dict[str, list[str]] = {}
-    words = plain
-    for argument in arguments:
-        if found := re.match(r"--stages\.([^.=]*)\.?(.*)", argument, re.DOTALL):
-            words, argument = of_stages.setdefault(found[1].replace("-", "_"), []), f"--{found[2]}"
-        elif argument.startswith("--"):
-            words = plain
-        words.append(argument)
-    return plain, of_stages
-
-
-def _tables(tables: Any, origin: str) -> tuple[list[StageTable], list[Problem]]:
+def _tables(tables: Any, origin: str) -> tuple[list[Written], list[Problem]]:
     """What a file says about stages, and what is wrong. Names and single values are checked, not yet `until`."""
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         example = 'is a list of tables; write [[stages]], and below it name = "first", until = 1000 and what changes'
         return [], [Problem("stages", example, toml(tables), origin)]
-    found: list[StageTable] = []
+    found: list[Written] = []
     problems: list[Problem] = []
     for number, table in enumerate(tables, start=1):
         name = table.get("name")
@@ -113,19 +90,13 @@ def _tables(tables: Any, origin: str) -> tuple[list[StageTable], list[Problem]]:
         if until is not None and not accepts(Until, until):
             problems.append(_wrong_until(name, until, origin))
             until = None
-        stage = StageTable(name, until)
-        found.append(stage)
-        for key, value in _flat({key: value for key, value in table.items() if key not in ("name", "until")}):
-            if wrong := _refusal(key) or complaint(key, value):
-                problems.append(Problem(f"stages.{name}.{key}", wrong, toml(value), origin))
-            else:
-                stage.changes[key] = accept(field_types()[key], value)
-                stage.origins[key] = origin
-        problems += choose_source(stage.changes, stage.changes, origin, place=f"stages.{name}.")
+        found.append(stage := Written(name, until))
+        changes = {key: value for key, value in table.items() if key not in ("name", "until")}
+        problems += stage.read(dict(_flat(changes)), origin, _refusal)
     return found, problems
 
 
-def _override(stages: Sequence[StageTable], of_stages: Mapping[str, Sequence[str]], base: Recipe) -> list[Problem]:
+def _override(stages: Sequence[Written], of_stages: Mapping[str, "Flags"], base: Recipe) -> list[Problem]:
     """Put what the command line says about stages into them; returns what is wrong with it."""
     if not of_stages:
         return []
@@ -133,74 +104,59 @@ def _override(stages: Sequence[StageTable], of_stages: Mapping[str, Sequence[str
 
     problems: list[Problem] = []
     known = {stage.name: stage for stage in stages}
-    for name, arguments in of_stages.items():
+    for name, flags in of_stages.items():
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"the stages are {listed(known)}" if known else ""
             hint = hint or "the recipe has none; a file adds them with [[stages]]"
-            problems.append(Problem(f"--stages.{name}", f"unknown stage; {hint}", "", command_line.ORIGIN))
+            problems.append(Problem(f"--stages.{name}", f"unknown stage; {hint}", "", COMMAND_LINE))
             continue
-        stage, words = known[name], list(arguments)
-        flags = [place for place, word in enumerate(words) if word.partition("=")[0] == "--until"]
-        for place in reversed(flags):
-            _, equals, text = words.pop(place).partition("=")
-            if not equals:
-                text = words.pop(place) if place < len(words) and not words[place].startswith("--") else ""
-            number: Any = _number(text)
+        stage = known[name]
+        for words in [words for key, words in flags if key == "until"]:
+            number: Any = _number(" ".join(words))
             if accepts(Until, number):
-                stage.until = number if place == flags[-1] else stage.until
+                stage.until = number
             else:
-                problems.append(_wrong_until(name, number, command_line.ORIGIN))
-        values, wrong = command_line.parse(words, base)
+                problems.append(_wrong_until(name, number, COMMAND_LINE))
+        values, wrong = command_line.parse([flag for flag in flags if flag[0] != "until"], base)
         for problem in wrong:
-            own = problem.message.replace(f"--{problem.key} ", f"--stages.{name}.{problem.key} ")
-            problems.append(replace(problem, key=f"stages.{name}.{problem.key}", message=own))
-        for key, value in values.items():
-            if message := _refusal(key):
-                problems.append(Problem(f"stages.{name}.{key}", message, toml(value), command_line.ORIGIN))
-            else:
-                stage.changes[key], stage.origins[key] = value, command_line.ORIGIN
-        problems += choose_source(stage.changes, values, command_line.ORIGIN, place=f"stages.{name}.")
+            message = problem.message.replace(f"--{problem.key} ", f"--{stage.prefix}{problem.key} ")
+            problems.append(replace(problem, key=stage.prefix + problem.key, message=message))
+        for key in [*values]:
+            if refused := _refusal(key):
+                problems.append(Problem(stage.prefix + key, refused, toml(values.pop(key)), COMMAND_LINE))
+        problems += stage.put(values, COMMAND_LINE)
     return problems
 
 
-@dataclass(frozen=True)
-class Read:
-    """The stages of a recipe."""
-
-    configs: tuple[StageConfig, ...] = ()
-    tables: tuple[StageTable, ...] = ()
-    """The stages as they were written."""
-    steps: int | None = None
-    """The run.steps that the last stage gives; None if it gives none."""
-    problems: tuple[Problem, ...] = ()
-
-
-def read(written: Any, origin: str, of_stages: Mapping[str, Sequence[str]], base: Recipe, *, has_steps: bool) -> Read:
-    """The stages as a file and the command line write them.
+def read_stages(
+    tables: Any, origin: str, of_stages: Mapping[str, "Flags"], base: Recipe, run: Written
+) -> tuple[tuple[StageConfig, ...], list[Written], list[Problem]]:
+    """The stages as a file and the command line write them: settled, as they were written, and what is wrong.
 
     Args:
-        written: the value of `stages` in the file.
-        origin: the file.
-        of_stages: arguments of the command line, as split() returns them.
+        tables, origin: the value of `stages` in the file, and the file.
+        of_stages: the flags of each stage.
         base: the recipe without stages.
-        has_steps: whether run.steps is written; otherwise the last stage says it.
+        run: what is written of the run; without run.steps, it gets that of the last stage.
     """
-    tables, problems = _tables(written, origin)
-    problems += _override(tables, of_stages, base)
-    for stage in tables:
-        problems += settle_paths(stage.changes, stage.origins, place=f"stages.{stage.name}.")
-    if any(problem.key.endswith(".until") or not tables for problem in problems):
-        return Read(problems=tuple(problems))
-    steps = tables[-1].until if tables and not has_steps else None
-    if tables and not has_steps and not isinstance(steps, int):
-        message = "is missing; write it below [run], or the last step of the last stage as its until"
-        return Read(tables=tuple(tables), problems=(*problems, Problem("run.steps", message, "", origin)))
-    configs, wrong = _settle(tables, steps=int(steps or base.run.steps), origin=origin)
-    return Read(configs, tuple(tables), int(steps) if steps else None, (*problems, *wrong))
+    stages, problems = _tables(tables, origin)
+    problems += _override(stages, of_stages, base)
+    for stage in stages:
+        problems += settle_paths(stage)
+    if any(problem.key.endswith(".until") or not stages for problem in problems):
+        return (), stages, problems
+    if "run.steps" not in run.values:
+        steps = stages[-1].until
+        if not isinstance(steps, int):
+            message = "is missing; write it below [run], or the last step of the last stage as its until"
+            return (), stages, [*problems, Problem("run.steps", message, "", origin)]
+        run.put({"run.steps": steps}, origin)
+    configs, wrong = _settle(stages, steps=run.values["run.steps"], origin=origin)
+    return configs, stages, problems + wrong
 
 
-def _settle(stages: Sequence[StageTable], *, steps: int, origin: str) -> tuple[tuple[StageConfig, ...], list[Problem]]:
+def _settle(stages: Sequence[Written], *, steps: int, origin: str) -> tuple[tuple[StageConfig, ...], list[Problem]]:
     """The stages of a run of so many steps, and what is wrong with their order."""
     problems: list[Problem] = []
     settled: list[StageConfig] = []
@@ -227,7 +183,7 @@ def _settle(stages: Sequence[StageTable], *, steps: int, origin: str) -> tuple[t
             problems.append(Problem(f"stages.{stage.name}.until", message, shown, origin))
         else:
             before = step
-        settled.append(StageConfig(stage.name, step, stage.changes))
+        settled.append(StageConfig(stage.name, step, stage.values))
     return (() if problems else tuple(settled)), problems
 
 

@@ -205,48 +205,34 @@ class Facts:
         """Bytes that a GPU is predicted to hold; 0 without a prediction."""
         return self.prediction.peak if self.prediction else 0
 
-    @property
-    def pipeline(self) -> list[str]:
-        """A line about the stages of a pipeline; none without."""
-        recipe, degree = self.recipe, self.degrees.pipeline
-        return [f"pipeline: {recipe.pipeline.schedule}, {recipe.pipeline_stages(degree)}"] if degree > 1 else []
-
-    @property
-    def memory(self) -> list[str]:
-        """Lines about what a GPU is predicted to hold; none for a recipe that is not made for one."""
-        if self.prediction is None or (self.recipe.run.device != "cuda" and self.hardware is None):
-            return []
-        return summary(self.prediction, self.hardware.memory if self.hardware else None)
-
 
 def _lines_of_stages(stages: Sequence[Facts], other: str) -> list[str]:
     """What is trained on what; for later stages only what differs from the stage before."""
     found: list[str] = []
     before: list[str] = []
     for facts in stages:
-        batch = facts.recipe.batch
+        recipe, degrees, hardware = facts.recipe, facts.degrees, facts.hardware
         states = f"parameters, gradients and moments take {size(facts.states)} per process"
-        lines = [
-            f"on {facts.on}: {facts.degrees}; {states}{other}",
-            *facts.memory,
-            *facts.pipeline,
-            f"batch: {batch.global_batch_size:,} sequences = {batch.divided(facts.degrees)}",
-            *_parts(facts.recipe),
-        ]
+        lines = [f"on {facts.on}: {degrees}; {states}{other}"]
+        if facts.prediction and (recipe.run.device == "cuda" or hardware):  # made for GPUs
+            lines += summary(facts.prediction, hardware.memory if hardware else None)
+        if degrees.pipeline > 1:
+            lines.append(f"pipeline: {recipe.pipeline.schedule}, {recipe.pipeline_stages(degrees.pipeline)}")
+        lines.append(f"batch: {recipe.batch.global_batch_size:,} sequences = {recipe.batch.divided(degrees)}")
+        lines += _parts(recipe)
         indent = "  " if facts.stage.name else ""
         found += [_steps(facts.stage), *(f"{indent}{line}" for line in lines if line not in before)]
         before = lines
     return found
 
 
-def _head(recipe: Recipe) -> list[str]:
+def _head(recipe: Recipe) -> Iterator[str]:
     """What is trained."""
     tokens = sum(tokens_of(stage) for stage in stages_of(recipe))
     total = f"; {recipe.run.steps:,} steps, {tokens:,} tokens in {len(recipe.stages)} stages" if recipe.stages else ""
-    return [
-        f"{recipe.run.name}: {recipe.model.name} with {recipe.model.parameters}{total}",
-        *([f"model: {recipe.model.computed_by}"] if recipe.model.name.startswith("from_") else []),
-    ]
+    yield f"{recipe.run.name}: {recipe.model.name} with {recipe.model.parameters}{total}"
+    if recipe.model.name.startswith("from_"):
+        yield f"model: {recipe.model.computed_by}"
 
 
 def _steps(stage: Stage) -> str:

@@ -19,13 +19,12 @@ from recipes.recipe.fields import (
     refusal,
     sections,
     toml,
-    unknown_key,
-    unknown_section,
     value_of,
     with_values,
 )
 from recipes.recipe.load import CONFIGS, Layer, load, read_toml, shown, to_toml
 from recipes.recipe.schema import Recipe, RunConfig
+from recipes.recipe.synonyms import unknown_key, unknown_section
 
 SWEEPS = CONFIGS / "sweeps"
 LEAST_WINDOWS = 3
@@ -191,7 +190,7 @@ def _keys_set_by(arguments: Sequence[str]) -> set[str]:
         return set()
     from recipes.recipe import command_line  # imports tyro, which is slow
 
-    keys = set(command_line.parse(arguments, Recipe())[0])
+    keys = set(command_line.parse(command_line.split(arguments)[0], Recipe())[0])
     text = {"data.source", "data.mixture"}  # setting one replaces the other
     return keys | text if keys & text else keys
 
