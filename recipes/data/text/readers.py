@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
+from recipes.data.text.plain_text import plain_text
 from recipes.data.text.row import (
     AUTO,
     BROKEN,
@@ -85,17 +86,11 @@ def _rows_after(path: File, place: Place, size: int) -> int:
 
 def _reader(path: File, *, text_field: Fields, start: Place, rule: TextRule) -> Rows:
     name = path.name.lower()
-    if name.endswith(".parquet"):
-        from recipes.data.text.tables import parquet
+    if name.endswith((".parquet", ".csv")):
+        from recipes.data.text.tables import csv_rows, parquet
 
-        return parquet(path, text_field=text_field, start=start)
-    if name.endswith(".csv"):
-        from recipes.data.text.tables import csv_rows
-
-        return csv_rows(path, text_field=text_field, start=start)
+        return (csv_rows if name.endswith(".csv") else parquet)(path, text_field=text_field, start=start)
     if name.endswith(".txt"):
-        from recipes.data.text.plain_text import plain_text
-
         return plain_text(path, rule=rule, start=start)
     if name.endswith(".py"):
         assert isinstance(path, Path), "only the standard library's files are Python"

@@ -116,23 +116,24 @@ def fingerprint(source: str, *, text_field: "Fields", text_documents: str = "aut
 
 
 def _fingerprint(source: str, text_field: "Fields", text_documents: str) -> str:
-    if not is_hub(source):
-        files = find_files(source)
-        has_rows = any(_suffix(file, source) not in (".txt", None) for file in files)  # None: Python sources
-        settings: tuple[object, ...] = (READER_VERSION, text_field if has_rows else None)
-        if text_documents != PIECES and any(_suffix(file) == ".txt" for file in files):
-            settings += (TEXT_VERSION, text_documents)
-        if is_remote(source):
-            from recipes.data.text.remote import remote_fingerprint
+    files = find_files(source)
+    paths = [file for file in files if isinstance(file, Path)]
+    settings: tuple[object, ...]
+    if is_hub(source):
+        dataset = _dataset(pinned(source))
+        settings = (READER_VERSION, text_field, dataset.config, dataset.split)
+        if dataset.folder:
+            return _identity(settings, paths, root=dataset.folder)
+        return _identity((*settings, dataset.name, dataset.revision), [], root=Path())
+    has_rows = any(_suffix(file, source) not in (".txt", None) for file in files)  # None: Python sources
+    settings = (READER_VERSION, text_field if has_rows else None)
+    if text_documents != PIECES and any(_suffix(file) == ".txt" for file in files):
+        settings += (TEXT_VERSION, text_documents)
+    if is_remote(source):
+        from recipes.data.text.remote import remote_fingerprint
 
-            return remote_fingerprint(settings, _remote_files(source))
-        paths = [file for file in files if isinstance(file, Path)]
-        return _identity(settings, paths, root=Path(os.path.commonpath([path.parent for path in paths])))
-    dataset = _dataset(pinned(source))
-    settings = (READER_VERSION, text_field, dataset.config, dataset.split)
-    if dataset.folder:
-        return _identity(settings, _folder_files(dataset.folder), root=dataset.folder)
-    return _identity((*settings, dataset.name, dataset.revision), [], root=Path())
+        return remote_fingerprint(settings, _remote_files(source))
+    return _identity(settings, paths, root=Path(os.path.commonpath([path.parent for path in paths])))
 
 
 def file_states(source: str) -> dict[str, tuple[int, int | str]]:
@@ -142,7 +143,7 @@ def file_states(source: str) -> dict[str, tuple[int, int | str]]:
         raise UserError(f"data.source: {problem}")
     if is_remote(source):
         return {str(file): (file.state.st_size, file.state.tag) for file in _remote_files(source)}
-    states = {str(file): file_state(file) for file in _local_files(source)}
+    states = {str(file): file_state(file) for file in find_files(source)}
     return {name: state for name, state in states.items() if state is not None}
 
 
@@ -214,7 +215,7 @@ def describe(source: str) -> str:
     if is_hub(source) and _dataset(source).folder is None:
         revision = _dataset(source).revision
         return f"commit {revision}" if revision else "its newest commit"
-    files = _local_files(source)
+    files = find_files(source)
     return f"{len(files):,} files with {sum(file.stat().st_size for file in files):,} bytes"
 
 
@@ -247,7 +248,13 @@ def document_hash(text: str) -> int:
 
 
 def find_files(source: str) -> "Sequence[File]":
-    """The files of a source, sorted by path. Hidden files and files of other types are ignored."""
+    """The files of a source, sorted by path; none of a dataset on the hub. Hidden files are ignored, and those of other
+    types where the source is not of the hub's layout."""
+    if is_hub(source):
+        from recipes.data.text.hub_name import folder_files
+
+        folder = _dataset(source).folder
+        return folder_files(folder) if folder else []
     if is_remote(source):
         return _remote_files(source)
     if is_stdlib(source):
@@ -348,19 +355,6 @@ def _remote_files(source: str) -> "list[RemoteFile]":
     from recipes.data.text.remote import found
 
     return found(source, (*SUFFIXES, NAMED) if source.lower().endswith(NAMED) else SUFFIXES)
-
-
-def _local_files(source: str) -> "Sequence[File]":
-    if not is_hub(source):
-        return find_files(source)
-    folder = _dataset(source).folder
-    return _folder_files(folder) if folder else []
-
-
-def _folder_files(folder: Path) -> list[Path]:
-    from recipes.data.text.hub_name import folder_files
-
-    return folder_files(folder)
 
 
 def _suffix(path: "File", source: str = "") -> str | None:

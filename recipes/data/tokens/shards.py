@@ -139,6 +139,15 @@ def read_shard(folder: Path, number: int) -> Shard | None:
         return None
 
 
+def shards_from(folder: Path, number: int) -> Iterator[Shard]:
+    """The shards from this number on, up to the first that is missing, or the end of the source or of its part."""
+    while (shard := read_shard(folder, number)) is not None:
+        yield shard
+        if shard.last:
+            return
+        number += 1
+
+
 def _shard(content: dict[str, Any]) -> Shard:
     """Raises ValueError or TypeError for what does not describe a shard."""
     shard = Shard(**content)
@@ -303,14 +312,9 @@ class Shards:
 
     def refresh(self) -> bool:
         """Look for new shards. Returns whether there are any."""
-        found: list[Shard] = []
-        while not (found and found[-1].last) and not self.complete:
-            shard = read_shard(self.folder, len(self.shards) + len(found))
-            if shard is None:
-                break
-            found.append(shard)
-        self._take(found)
-        return bool(found)
+        new = [] if self.complete else [*shards_from(self.folder, len(self.shards))]
+        self._take(new)
+        return bool(new)
 
     def covering(self, tokens: int) -> int:
         """How many shards hold the first `tokens` tokens; all existing shards if they hold fewer."""

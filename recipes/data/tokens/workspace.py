@@ -31,8 +31,8 @@ from recipes.data.tokens.shards import (
     bad_rows_path,
     read_bad_rows,
     read_index,
-    read_shard,
     shard_path,
+    shards_from,
     tokens_fingerprint,
 )
 from recipes.files.atomic import PART
@@ -40,7 +40,7 @@ from recipes.files.lock import LOCK, NoLocks, open_locked
 from recipes.files.reading import read_patiently
 
 if TYPE_CHECKING:
-    from recipes.data.text.pair_format import PairFields
+    from recipes.data.text.row import Fields
 
 SECONDS_TO_WRITE_A_TEXT = 3600
 """A killed process left an unfinished text that is older than this."""
@@ -78,7 +78,7 @@ class Preparation:
     """A source and how it becomes tokens. Equal fingerprints mean equal shards."""
 
     source: str
-    text_field: "PairFields"
+    text_field: "Fields"
     tokenizer: Tokenizer
     validation_fraction: float
     source_fingerprint: str
@@ -96,7 +96,7 @@ class Preparation:
 def preparation(
     source: str,
     *,
-    text_field: "PairFields",
+    text_field: "Fields",
     text_documents: str = "auto",
     tokenizer: Tokenizer,
     validation_fraction: float,
@@ -108,7 +108,7 @@ def preparation(
     return Preparation(source, text_field, tokenizer, validation_fraction, found, states, pieces, text_documents)
 
 
-def options_of(text_field: "PairFields") -> str:
+def options_of(text_field: "Fields") -> str:
     """The options of scripts/prepare_data.py that read these fields."""
     return f"--text-field {text_field}" if isinstance(text_field, str) else text_field.options
 
@@ -125,15 +125,13 @@ def whole_shards(folder: Path, *, first: int = 0, keep_unread: bool = True) -> l
     remove_left(folder)
     shards: list[Shard] = []
     size = 0
-    while (shard := read_shard(folder, number := first + len(shards))) is not None:
-        size += sum(file_size(array_path(folder, number, kind)) for kind in ARRAYS)
+    for shard in shards_from(folder, first):
+        size += sum(file_size(array_path(folder, shard.number, kind)) for kind in ARRAYS)
         outdated = shard.unread and not keep_unread
         if outdated or (size <= VERIFY_UP_TO_BYTES and damage(folder, shard)):
-            remove_from(folder, number)
+            remove_from(folder, shard.number)
             break
         shards.append(shard)
-        if shard.last:
-            break
     if read_index(folder) is None or not (shards and shards[-1].last):
         (folder / INDEX).unlink(missing_ok=True)
     return shards
