@@ -18,7 +18,7 @@ from recipes.data.text.readers import ARRAY, file_kind
 from recipes.files.reading import fault, is_remote, may_pass, patiently, read_patiently, user_path
 
 if TYPE_CHECKING:
-    from recipes.data.text.hub_name import HubDataset
+    from recipes.data.text.hub import HubDataset
     from recipes.data.text.row import Fields, File
     from recipes.files.remote import RemoteFile
 
@@ -65,7 +65,7 @@ def is_prepared(source: str) -> bool:
 def source_problem(source: str) -> str | None:
     """What is wrong with data.source and what to write instead, or None. Checks names and sizes; reads no text."""
     if is_hub(source):
-        from recipes.data.text.hub_name import hub_problem
+        from recipes.data.text.hub import hub_problem
 
         return hub_problem(source)
     if is_remote(source):
@@ -182,16 +182,10 @@ def would_read(source: str, file: Path) -> bool:
     """Whether the source would read this file, of a supported type, if it existed."""
     if is_stdlib(source) or is_remote(source):
         return False
-    if is_hub(source):
-        folder = _dataset(source).folder
-        if folder is None:
-            return False
-        fixed, pattern = folder, ["**"]
-    elif user_path(source).exists():
-        fixed = user_path(source)
-        pattern = ["**"] if fixed.is_dir() else []
-    else:
-        fixed, pattern = _split_glob(user_path(source))
+    path = _dataset(source).folder if is_hub(source) else user_path(source)
+    if path is None:
+        return False
+    fixed, pattern = (path, ["**"] * path.is_dir()) if path.exists() else _split_glob(path)
     try:
         names = user_path(file).resolve().relative_to(fixed.resolve()).parts
     except ValueError:
@@ -251,7 +245,7 @@ def find_files(source: str) -> "Sequence[File]":
     """The files of a source, sorted by path; none of a dataset on the hub. Hidden files are ignored, and those of other
     types where the source is not of the hub's layout."""
     if is_hub(source):
-        from recipes.data.text.hub_name import folder_files
+        from recipes.data.text.hub import folder_files
 
         folder = _dataset(source).folder
         return folder_files(folder) if folder else []
@@ -340,13 +334,13 @@ def pinned(source: str) -> str:
     """A hub source at its revision's commit now; others unchanged. Raises UserError if the hub does not answer."""
     if not is_hub(source):
         return source
-    from recipes.data.text.hub_name import pinned_dataset
+    from recipes.data.text.hub import pinned_dataset
 
     return pinned_dataset(source)
 
 
 def _dataset(source: str) -> "HubDataset":
-    from recipes.data.text.hub_name import parse
+    from recipes.data.text.hub import parse
 
     return parse(source)
 

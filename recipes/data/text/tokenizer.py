@@ -193,7 +193,7 @@ def tokenizer_file(spec: str) -> Path:
             )
         return file
     if not path.exists():
-        from recipes.data.text.hub_name import download_hint
+        from recipes.data.text.hub import download_hint
 
         if hint := download_hint(spec, "tokenizer.json"):
             raise UserError(f"data.tokenizer: {spec!r} does not exist{hint}")

@@ -7,7 +7,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,11 +108,6 @@ def preparation(
     return Preparation(source, text_field, tokenizer, validation_fraction, found, states, pieces, text_documents)
 
 
-def options_of(text_field: "Fields") -> str:
-    """The options of scripts/prepare_data.py that read these fields."""
-    return f"--text-field {text_field}" if isinstance(text_field, str) else text_field.options
-
-
 def would_read_itself(source: str, folder: Path) -> bool:
     """Whether the source would read shards in this folder as text."""
     return any(would_read(source, folder / name) for name in TEXTS)
@@ -184,22 +179,17 @@ def claimed(folder: Path, *, fingerprint: str, tokenizer: str) -> Iterator[Path]
     unfinished files, which is deleted afterwards. Any number of processes may claim the folder for the same tokens.
     Raises UserError if it holds, or another process is making, something else; OSError if it cannot be written."""
     _require_no_others(folder)  # before anything is written
-    with alone(folder):
-        _remove_left(folder)
-        part = folder / f"{PART}{uuid.uuid4().hex}"
-        part.mkdir()
-        lock = None
-        try:
+    with ExitStack() as stack:
+        with alone(folder):
+            _remove_left(folder)
+            part = folder / f"{PART}{uuid.uuid4().hex}"
+            part.mkdir()
+            stack.callback(shutil.rmtree, part, ignore_errors=True)
             with suppress(NoLocks):
-                lock = open_locked(part / LOCK, owner="descriptor")
+                if (lock := open_locked(part / LOCK, owner="descriptor")) is not None:
+                    stack.callback(os.close, lock)
             _take(folder, part, fingerprint, tokenizer)
-        except BaseException:
-            _end(part, lock)
-            raise
-    try:
         yield part
-    finally:
-        _end(part, lock)
 
 
 def publish(part: Path, file: Path, text: str) -> None:
@@ -302,9 +292,3 @@ def _in_use(part: Path) -> bool:
         return (part / LOCK).exists()
     os.close(descriptor)
     return False
-
-
-def _end(part: Path, lock: int | None) -> None:
-    shutil.rmtree(part, ignore_errors=True)
-    if lock is not None:
-        os.close(lock)
