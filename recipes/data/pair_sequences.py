@@ -8,7 +8,7 @@ torch.
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -92,17 +92,14 @@ def find_pairs(shards: Any) -> Pairs:
 def fitting(pairs: Pairs, limits: Limits) -> tuple[Pairs, np.ndarray]:
     """The pairs within the limits, cut if they may be, and which of all are left out: (n,) bool."""
     if limits.answer is None:
-        over = pairs.lengths - 1 - limits.prompt  # the last token is only a target
-        too_long = over >= pairs.prompts  # at least one token stays, from which the first answer is predicted
+        cut = np.maximum(pairs.lengths - 1 - limits.prompt, 0)  # the last token is only a target
+        left_out = (cut > 0) & (cut >= pairs.prompts)  # a token stays, from which the first answer is predicted
     else:
-        over = pairs.prompts - limits.prompt
-        too_long = pairs.lengths - pairs.prompts > limits.answer
-    cut = np.maximum(over, 0)
-    left_out = ((cut > 0) & too_long) if limits.answer is None else too_long
+        cut = np.maximum(pairs.prompts - limits.prompt, 0)
+        left_out = pairs.lengths - pairs.prompts > limits.answer
     if limits.long == "leave_out":
         left_out |= cut > 0
-    kept = pairs.take(~left_out)
-    return Pairs(kept.starts, kept.lengths, kept.prompts, cut[~left_out]), left_out
+    return replace(pairs, cut=cut).take(~left_out), left_out
 
 
 def pack(sizes: np.ndarray, *, capacity: int, key: int) -> list[np.ndarray]:

@@ -58,10 +58,12 @@ def read_file(path: File, *, text_field: Fields, start: Place, size: int, rule: 
         yield Row("", start.file, place.number + 1, problem, _rows_after(path, place, size)), Place(start.file + 1)
 
 
-def file_kind(path: Path) -> str:
+def file_kind(path: File) -> str:
     """What is at a path: "file", "folder", or something that is not read."""
-    if path.is_file() or path.is_dir():
-        return "file" if path.is_file() else "folder"
+    if not isinstance(path, Path) or path.is_file():
+        return "file"
+    if path.is_dir():
+        return "folder"
     if path.is_symlink():
         return "a broken link"
     return "a pipe or device" if path.exists() else "a missing file"

@@ -316,14 +316,10 @@ def _is_loop(folder: Path) -> bool:
 def _by_kind(files: "Sequence[File]") -> str:
     """The number of files of each kind, most first."""
     kinds = Counter(
-        (file.suffix.lower() or "without a suffix") if (kind := _kind(file)) == "file" else kind for file in files
+        (file.suffix.lower() or "without a suffix") if (kind := file_kind(file)) == "file" else kind for file in files
     )
     most_first = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {kind.removeprefix('a ')}" for kind, count in most_first)
-
-
-def _kind(file: "File") -> str:
-    return file_kind(file) if isinstance(file, Path) else "file"
 
 
 def _json_hint(files: Sequence[Path]) -> str:
