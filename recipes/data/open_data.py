@@ -23,7 +23,7 @@ from recipes.files.units import counted
 
 if TYPE_CHECKING:
     from recipes.data.pair_sequences import Pairing, PairSequences
-    from recipes.data.text.pair_format import PairFields
+    from recipes.data.text.row import Fields
     from recipes.data.tokens.background import Background
 
 
@@ -47,7 +47,7 @@ class DataSettings:
     """Names of the sources that the run reads at several sequence lengths."""
 
     @property
-    def fields(self) -> "PairFields":
+    def fields(self) -> "Fields":
         """What is read of a row."""
         return self.data.text_field if self.pairing is None else self.pairing.format
 
@@ -208,19 +208,11 @@ class _Opening:
         seed: int,
         setting: str = "data.source",
     ) -> tuple[Source, dict[str, Any]]:
-        """A source, which may still be tokenized, and its entry in Data.data_state.
+        """A source, which may still be tokenized, and its entry in Data.data_state. Raises UserError if it is bad, or
+        this process sees other text than the one that writes.
 
-        Args:
-            name: as the recipe writes it.
-            text: the source, at a commit if it is on the hub.
-            then: its entry in the data_state to resume from.
-            fraction: of its documents that are held out.
-            seed: of the order of its sequences.
-            setting: names it in the recipe.
-
-        Raises:
-            UserError: if it is bad, or this process sees other text than the one that writes.
-        """
+        name, setting: as the recipe writes them. text: the source, at a commit if it is on the hub. then: its entry in
+        the data_state to resume from. fraction: of its documents that are held out. seed: of its order."""
         settings, launch, background, shards = self.settings, self.launch, None, None
         prepared = is_prepared(name) if launch.looks else then["prepared"]
         if prepared:

@@ -8,8 +8,8 @@ torch.
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -92,17 +92,14 @@ def find_pairs(shards: Any) -> Pairs:
 def fitting(pairs: Pairs, limits: Limits) -> tuple[Pairs, np.ndarray]:
     """The pairs within the limits, cut if they may be, and which of all are left out: (n,) bool."""
     if limits.answer is None:
-        over = pairs.lengths - 1 - limits.prompt  # the last token is only a target
-        too_long = over >= pairs.prompts  # at least one token stays, from which the first answer is predicted
+        cut = np.maximum(pairs.lengths - 1 - limits.prompt, 0)  # the last token is only a target
+        left_out = (cut > 0) & (cut >= pairs.prompts)  # a token stays, from which the first answer is predicted
     else:
-        over = pairs.prompts - limits.prompt
-        too_long = pairs.lengths - pairs.prompts > limits.answer
-    cut = np.maximum(over, 0)
-    left_out = ((cut > 0) & too_long) if limits.answer is None else too_long
+        cut = np.maximum(pairs.prompts - limits.prompt, 0)
+        left_out = pairs.lengths - pairs.prompts > limits.answer
     if limits.long == "leave_out":
         left_out |= cut > 0
-    kept = pairs.take(~left_out)
-    return Pairs(kept.starts, kept.lengths, kept.prompts, cut[~left_out]), left_out
+    return replace(pairs, cut=cut).take(~left_out), left_out
 
 
 def pack(sizes: np.ndarray, *, capacity: int, key: int) -> list[np.ndarray]:
@@ -161,7 +158,7 @@ class PairSource:
         if limits.answer is None:
             sizes = self.pairs.lengths - 1 - self.pairs.cut
             self._rows = pack(sizes, capacity=limits.prompt, key=self._seed)
-        self._orders: dict[int, np.ndarray] = {}
+        self._order = lru_cache(maxsize=2)(self._order_of)  # two threads may look at two epochs
 
     @property
     def sequences(self) -> int:
@@ -208,16 +205,14 @@ class PairSource:
         prompt, answer = np.split(tokens, [int(self.pairs.prompts[pair] - self.pairs.cut[pair])])
         return prompt, answer
 
-    def _order(self, epoch: int) -> np.ndarray:
+    def _order_of(self, epoch: int) -> np.ndarray:
         """The sequences of an epoch: (sequences,) int64."""
-        if (found := self._orders.get(epoch)) is None:
-            key = xxhash.xxh3_64_intdigest(f"{self._seed} {epoch}".encode())
-            found = _shuffled(self.sequences, key)
-            if self._rows is None:
-                encoder, decoder = (-(-one // PADDED_TO) for one in self.tokens)
-                found = runs_of_similar(found, (encoder, decoder), run=self._run, key=key)
-            self._orders = {**dict(list(self._orders.items())[-1:]), epoch: found}  # two threads may look at two epochs
-        return found
+        key = xxhash.xxh3_64_intdigest(f"{self._seed} {epoch}".encode())
+        order = _shuffled(self.sequences, key)
+        if self._rows is not None:
+            return order
+        encoder, decoder = (-(-one // PADDED_TO) for one in self.tokens)
+        return runs_of_similar(order, (encoder, decoder), run=self._run, key=key)
 
     def _require_enough(self, every: Pairs, limits: Limits, budget: float) -> None:
         bad, rows = (sum(getattr(shard, name) for shard in self.source.shards.shards) for name in ("bad", "rows"))

@@ -17,7 +17,7 @@ from parallel.mesh import Mesh
 from recipes.data.batches import MicroBatch
 from recipes.data.config import BatchConfig
 from recipes.data.loader import DataLoader
-from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers, text_batches
+from recipes.data.text.tokenizer import Tokenizer, batches_of, parallel_tokenizers
 from recipes.evaluation.losses import finite_loss, without_dropout
 from recipes.evaluation.sampling import Sampling, next_token
 
@@ -87,7 +87,7 @@ def evaluate_text(
 
     def tokens() -> Iterator[list[int]]:
         with parallel_tokenizers():
-            for texts in text_batches(documents):
+            for texts in batches_of(documents, size=len):
                 counted["bytes"] += sum(len(text.encode()) for text in texts)
                 counted["documents"] += len(texts)
                 for ids in tokenizer.encode_batch(texts):

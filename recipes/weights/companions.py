@@ -13,8 +13,8 @@ from parallel.errors import UserError, listed
 from recipes.data.text.tokens_beside import (
     SPECIAL_TOKENS,
     TOKENIZER_CONFIG,
-    end_of,
     read_beside,
+    text_of,
     vocabulary_of,
     with_tokens_beside,
 )
@@ -62,7 +62,7 @@ def generation_ends(companions: Mapping[str, str], *, where: Path) -> tuple[int,
 
 def tokenizer_ends(companions: Mapping[str, str], tokenizer: str) -> tuple[int, ...]:
     """The token that ends texts by tokenizer_config.json, if it names one of the tokenizer's."""
-    end = end_of(json.loads(companions.get(TOKENIZER_CONFIG, "{}")))
+    end = text_of(json.loads(companions.get(TOKENIZER_CONFIG, "{}")).get("eos_token"))
     return tuple(number for number, token in token_names(tokenizer).items() if token == end) if end else ()
 
 

@@ -64,7 +64,7 @@ def config_file(path: str) -> Path:
     if is_folder(file):
         file = file / HF_CONFIG
     if not file.exists():
-        from recipes.data.text.hub_name import download_hint
+        from recipes.data.text.hub import download_hint
 
         hint = download_hint(path, HF_CONFIG) or f"; write the path of a {HF_CONFIG}, or of a folder with one"
         raise UserError(f"{file} does not exist{hint}")

@@ -174,7 +174,7 @@ def find_weights(path: str | Path) -> Weights:
     if not is_folder(folder):
         if folder.exists():
             raise UserError(f"{folder} is not a folder")
-        from recipes.data.text.hub_name import download_hint
+        from recipes.data.text.hub import download_hint
 
         raise UserError(f"{folder} does not exist{download_hint(str(path))}")
     if HF_CONFIG in (names := names_in(folder)):

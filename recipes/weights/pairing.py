@@ -10,7 +10,7 @@ from recipes.data.config import DataConfig
 from recipes.data.pair_rules import pair_problems
 from recipes.data.pair_sequences import Pairing
 from recipes.data.text.chat import chat_settings, read_chat_files
-from recipes.data.text.pair_format import PairFormat
+from recipes.data.text.pair_format import SETTINGS, PairFormat
 from recipes.data.text.tokens_beside import TOKENIZER_CONFIG
 from recipes.files.reading import user_path
 from recipes.weights.companions import GENERATION_CONFIG
@@ -42,15 +42,8 @@ def pair_format(data: DataConfig, files: Mapping[str, str], *, encoder_decoder: 
             tokenizer = user_path(data.tokenizer)
             beside = read_chat_files(tokenizer if tokenizer.is_dir() else tokenizer.parent)
         chat = chat_settings({**files, **beside}, template=data.chat_template, date=data.chat_date)
-    return PairFormat(
-        prompt=data.prompt_field,
-        answer=data.answer_field,
-        messages=data.messages_field,
-        prefix=data.prompt_prefix,
-        suffix=data.prompt_suffix,
-        encoder_decoder=encoder_decoder,
-        **chat,
-    )
+    given = {name: getattr(data, setting) for name, setting in SETTINGS.items()}
+    return PairFormat(**given, encoder_decoder=encoder_decoder, **chat)
 
 
 def pairing_problems(data: DataConfig, model: ModelConfig, initial: InitialWeights | None) -> Iterator[tuple[str, str]]:

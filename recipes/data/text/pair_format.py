@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,14 @@ LEARNED, FIRST = 1 << 31, 1 << 30
 ID = FIRST - 1
 """The other bits: its id."""
 PAIR_TYPE = np.dtype("<u4")
+SETTINGS = {
+    "prompt": "prompt_field",
+    "answer": "answer_field",
+    "messages": "messages_field",
+    "prefix": "prompt_prefix",
+    "suffix": "prompt_suffix",
+}
+"""The fields of PairFormat that [data] has under other names."""
 THOUGHTS = "reasoning_content", "thinking", "reasoning"
 """Names that data sets give to what an assistant thought before its answer."""
 
@@ -72,14 +80,7 @@ class PairFormat:
 
     @property
     def _settings(self) -> dict[str, str]:
-        given = {
-            "prompt_field": self.prompt,
-            "answer_field": self.answer,
-            "messages_field": self.messages,
-            "prompt_prefix": self.prefix,
-            "prompt_suffix": self.suffix,
-        }
-        return {name: value for name, value in given.items() if value}
+        return {setting: value for name, setting in SETTINGS.items() if (value := getattr(self, name))}
 
     @property
     def setting(self) -> str:
@@ -137,10 +138,6 @@ class PairFormat:
     def words_of(self, text: str) -> str:
         """What a person wrote in the JSON of a pair, to train a tokenizer on."""
         return "\n".join(part if isinstance(part, str) else str(part.get(CONTENT) or "") for part in json.loads(text))
-
-
-PairFields: TypeAlias = "str | PairFormat"
-"""What is read of a row: its text field, or those that make a pair."""
 
 
 def prepared_otherwise(prepared: str, expected: str) -> str:

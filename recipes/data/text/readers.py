@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
+from recipes.data.text.plain_text import plain_text
 from recipes.data.text.row import (
     AUTO,
     BROKEN,
@@ -57,10 +58,12 @@ def read_file(path: File, *, text_field: Fields, start: Place, size: int, rule: 
         yield Row("", start.file, place.number + 1, problem, _rows_after(path, place, size)), Place(start.file + 1)
 
 
-def file_kind(path: Path) -> str:
+def file_kind(path: File) -> str:
     """What is at a path: "file", "folder", or something that is not read."""
-    if path.is_file() or path.is_dir():
-        return "file" if path.is_file() else "folder"
+    if not isinstance(path, Path) or path.is_file():
+        return "file"
+    if path.is_dir():
+        return "folder"
     if path.is_symlink():
         return "a broken link"
     return "a pipe or device" if path.exists() else "a missing file"
@@ -85,17 +88,11 @@ def _rows_after(path: File, place: Place, size: int) -> int:
 
 def _reader(path: File, *, text_field: Fields, start: Place, rule: TextRule) -> Rows:
     name = path.name.lower()
-    if name.endswith(".parquet"):
-        from recipes.data.text.tables import parquet
+    if name.endswith((".parquet", ".csv")):
+        from recipes.data.text.tables import csv_rows, parquet
 
-        return parquet(path, text_field=text_field, start=start)
-    if name.endswith(".csv"):
-        from recipes.data.text.tables import csv_rows
-
-        return csv_rows(path, text_field=text_field, start=start)
+        return (csv_rows if name.endswith(".csv") else parquet)(path, text_field=text_field, start=start)
     if name.endswith(".txt"):
-        from recipes.data.text.plain_text import plain_text
-
         return plain_text(path, rule=rule, start=start)
     if name.endswith(".py"):
         assert isinstance(path, Path), "only the standard library's files are Python"

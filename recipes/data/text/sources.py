@@ -18,7 +18,7 @@ from recipes.data.text.readers import ARRAY, file_kind
 from recipes.files.reading import fault, is_remote, may_pass, patiently, read_patiently, user_path
 
 if TYPE_CHECKING:
-    from recipes.data.text.hub_name import HubDataset
+    from recipes.data.text.hub import HubDataset
     from recipes.data.text.row import Fields, File
     from recipes.files.remote import RemoteFile
 
@@ -65,7 +65,7 @@ def is_prepared(source: str) -> bool:
 def source_problem(source: str) -> str | None:
     """What is wrong with data.source and what to write instead, or None. Checks names and sizes; reads no text."""
     if is_hub(source):
-        from recipes.data.text.hub_name import hub_problem
+        from recipes.data.text.hub import hub_problem
 
         return hub_problem(source)
     if is_remote(source):
@@ -116,23 +116,24 @@ def fingerprint(source: str, *, text_field: "Fields", text_documents: str = "aut
 
 
 def _fingerprint(source: str, text_field: "Fields", text_documents: str) -> str:
-    if not is_hub(source):
-        files = find_files(source)
-        has_rows = any(_suffix(file, source) not in (".txt", None) for file in files)  # None: Python sources
-        settings: tuple[object, ...] = (READER_VERSION, text_field if has_rows else None)
-        if text_documents != PIECES and any(_suffix(file) == ".txt" for file in files):
-            settings += (TEXT_VERSION, text_documents)
-        if is_remote(source):
-            from recipes.data.text.remote import remote_fingerprint
+    files = find_files(source)
+    paths = [file for file in files if isinstance(file, Path)]
+    settings: tuple[object, ...]
+    if is_hub(source):
+        dataset = _dataset(pinned(source))
+        settings = (READER_VERSION, text_field, dataset.config, dataset.split)
+        if dataset.folder:
+            return _identity(settings, paths, root=dataset.folder)
+        return _identity((*settings, dataset.name, dataset.revision), [], root=Path())
+    has_rows = any(_suffix(file, source) not in (".txt", None) for file in files)  # None: Python sources
+    settings = (READER_VERSION, text_field if has_rows else None)
+    if text_documents != PIECES and any(_suffix(file) == ".txt" for file in files):
+        settings += (TEXT_VERSION, text_documents)
+    if is_remote(source):
+        from recipes.data.text.remote import remote_fingerprint
 
-            return remote_fingerprint(settings, _remote_files(source))
-        paths = [file for file in files if isinstance(file, Path)]
-        return _identity(settings, paths, root=Path(os.path.commonpath([path.parent for path in paths])))
-    dataset = _dataset(pinned(source))
-    settings = (READER_VERSION, text_field, dataset.config, dataset.split)
-    if dataset.folder:
-        return _identity(settings, _folder_files(dataset.folder), root=dataset.folder)
-    return _identity((*settings, dataset.name, dataset.revision), [], root=Path())
+        return remote_fingerprint(settings, _remote_files(source))
+    return _identity(settings, paths, root=Path(os.path.commonpath([path.parent for path in paths])))
 
 
 def file_states(source: str) -> dict[str, tuple[int, int | str]]:
@@ -142,7 +143,7 @@ def file_states(source: str) -> dict[str, tuple[int, int | str]]:
         raise UserError(f"data.source: {problem}")
     if is_remote(source):
         return {str(file): (file.state.st_size, file.state.tag) for file in _remote_files(source)}
-    states = {str(file): file_state(file) for file in _local_files(source)}
+    states = {str(file): file_state(file) for file in find_files(source)}
     return {name: state for name, state in states.items() if state is not None}
 
 
@@ -181,16 +182,10 @@ def would_read(source: str, file: Path) -> bool:
     """Whether the source would read this file, of a supported type, if it existed."""
     if is_stdlib(source) or is_remote(source):
         return False
-    if is_hub(source):
-        folder = _dataset(source).folder
-        if folder is None:
-            return False
-        fixed, pattern = folder, ["**"]
-    elif user_path(source).exists():
-        fixed = user_path(source)
-        pattern = ["**"] if fixed.is_dir() else []
-    else:
-        fixed, pattern = _split_glob(user_path(source))
+    path = _dataset(source).folder if is_hub(source) else user_path(source)
+    if path is None:
+        return False
+    fixed, pattern = (path, ["**"] * path.is_dir()) if path.exists() else _split_glob(path)
     try:
         names = user_path(file).resolve().relative_to(fixed.resolve()).parts
     except ValueError:
@@ -214,7 +209,7 @@ def describe(source: str) -> str:
     if is_hub(source) and _dataset(source).folder is None:
         revision = _dataset(source).revision
         return f"commit {revision}" if revision else "its newest commit"
-    files = _local_files(source)
+    files = find_files(source)
     return f"{len(files):,} files with {sum(file.stat().st_size for file in files):,} bytes"
 
 
@@ -247,7 +242,13 @@ def document_hash(text: str) -> int:
 
 
 def find_files(source: str) -> "Sequence[File]":
-    """The files of a source, sorted by path. Hidden files and files of other types are ignored."""
+    """The files of a source, sorted by path; none of a dataset on the hub. Hidden files are ignored, and those of other
+    types where the source is not of the hub's layout."""
+    if is_hub(source):
+        from recipes.data.text.hub import folder_files
+
+        folder = _dataset(source).folder
+        return folder_files(folder) if folder else []
     if is_remote(source):
         return _remote_files(source)
     if is_stdlib(source):
@@ -315,14 +316,10 @@ def _is_loop(folder: Path) -> bool:
 def _by_kind(files: "Sequence[File]") -> str:
     """The number of files of each kind, most first."""
     kinds = Counter(
-        (file.suffix.lower() or "without a suffix") if (kind := _kind(file)) == "file" else kind for file in files
+        (file.suffix.lower() or "without a suffix") if (kind := file_kind(file)) == "file" else kind for file in files
     )
     most_first = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {kind.removeprefix('a ')}" for kind, count in most_first)
-
-
-def _kind(file: "File") -> str:
-    return file_kind(file) if isinstance(file, Path) else "file"
 
 
 def _json_hint(files: Sequence[Path]) -> str:
@@ -333,13 +330,13 @@ def pinned(source: str) -> str:
     """A hub source at its revision's commit now; others unchanged. Raises UserError if the hub does not answer."""
     if not is_hub(source):
         return source
-    from recipes.data.text.hub_name import pinned_dataset
+    from recipes.data.text.hub import pinned_dataset
 
     return pinned_dataset(source)
 
 
 def _dataset(source: str) -> "HubDataset":
-    from recipes.data.text.hub_name import parse
+    from recipes.data.text.hub import parse
 
     return parse(source)
 
@@ -348,19 +345,6 @@ def _remote_files(source: str) -> "list[RemoteFile]":
     from recipes.data.text.remote import found
 
     return found(source, (*SUFFIXES, NAMED) if source.lower().endswith(NAMED) else SUFFIXES)
-
-
-def _local_files(source: str) -> "Sequence[File]":
-    if not is_hub(source):
-        return find_files(source)
-    folder = _dataset(source).folder
-    return _folder_files(folder) if folder else []
-
-
-def _folder_files(folder: Path) -> list[Path]:
-    from recipes.data.text.hub_name import folder_files
-
-    return folder_files(folder)
 
 
 def _suffix(path: "File", source: str = "") -> str | None:

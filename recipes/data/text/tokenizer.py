@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import xxhash
 
@@ -44,6 +44,8 @@ TRAINER_VERSION = 1
 
 # Text tokenized in one call: enough to keep all cores busy, little enough to hold as lists of ids.
 BATCH_CHARACTERS = 2_000_000
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -131,16 +133,19 @@ def stored_text(spec: str) -> str | None:
     return None if training_size(spec) is not None else read_tokenizer(tokenizer_file(spec))
 
 
-def text_batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """The documents in lists of at least BATCH_CHARACTERS, each worth a call of the tokenizer."""
-    batch: list[str] = []
-    size = 0
-    for text in documents:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_CHARACTERS:
+def batches_of(
+    items: Iterable[Item], *, size: Callable[[Item], int], characters: int = BATCH_CHARACTERS, most: int = 0
+) -> Iterator[list[Item]]:
+    """Lists of at least so many characters, or of `most` items, each worth a call of the tokenizer. size: characters
+    of an item."""
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= characters or len(batch) == most:
             yield batch
-            batch, size = [], 0
+            batch, total = [], 0
     if batch:
         yield batch
 
@@ -188,7 +193,7 @@ def tokenizer_file(spec: str) -> Path:
             )
         return file
     if not path.exists():
-        from recipes.data.text.hub_name import download_hint
+        from recipes.data.text.hub import download_hint
 
         if hint := download_hint(spec, "tokenizer.json"):
             raise UserError(f"data.tokenizer: {spec!r} does not exist{hint}")

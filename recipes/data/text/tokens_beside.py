@@ -65,7 +65,7 @@ def with_tokens_beside(text: str, file: Path) -> str:
     except (ValueError, TypeError, KeyError, AttributeError):
         where = " or ".join(str(folder / name) for name in found)
         raise UserError(f"{where} cannot be used: its tokens are not as transformers writes them") from None
-    return _with_end(_with_added(text, content, missing) if missing else text, end_of(config))
+    return _with_end(_with_added(text, content, missing) if missing else text, text_of(config.get("eos_token")))
 
 
 def _with_end(text: str, end: str) -> str:
@@ -99,11 +99,6 @@ def without_mark(text: str) -> str:
     for token in content["added_tokens"]:
         token.pop(ENDS, None)
     return json.dumps(content, indent=2, ensure_ascii=False)
-
-
-def end_of(config: Mapping[str, Any]) -> str:
-    """The token that ends texts by the contents of a tokenizer_config.json; "" where they name none."""
-    return text_of(config.get("eos_token"))
 
 
 def text_of(token: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from parallel.errors import TemporaryError, UserError
 from recipes.data.tokens.shards import INDEX, PROBLEMS, Shards, problem_path, write_problem
-from recipes.data.tokens.workspace import Preparation, options_of
+from recipes.data.tokens.workspace import Preparation
 from recipes.files.exit_codes import REFUSED, TEMPORARY, leave
 from recipes.files.reading import may_pass
 from recipes.files.units import counted
@@ -125,12 +125,13 @@ class Background:
         return f"signal {-code}"
 
     def _message(self) -> str:
-        source, tokenizer = self._work.source, self.folder / "tokenizer.json"
+        source, fields, tokenizer = self._work.source, self._work.text_field, self.folder / "tokenizer.json"
+        options = f"--text-field {fields}" if isinstance(fields, str) else fields.options
         return (
             f"data.source: the process that tokenizes {source!r} ended early {self._deaths} times, the last time with:"
             f" {self._why()}. What it wrote is kept, and the same command continues; if it ends again, give the run"
             f" more memory, or tokenize beforehand: python scripts/prepare_data.py '{source}' FOLDER --tokenizer"
-            f" '{tokenizer}' {options_of(self._work.text_field)} --validation-fraction"
+            f" '{tokenizer}' {options} --validation-fraction"
             f' {self._work.validation_fraction}, then data.source = "FOLDER"'
         )
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from parallel.errors import UserError
 from recipes.data.text.row import BROKEN, PIECE, Fields, File, Place, names_of
 from recipes.data.text.sources import find_files
-from recipes.data.tokens.shards import INDEX, OWNER, PART_SHARDS, PARTS, Shard, read_shard
+from recipes.data.tokens.shards import INDEX, OWNER, PART_SHARDS, PARTS, Shard, read_shard, shards_from
 from recipes.data.tokens.workspace import Preparation, alone, damage, publish, remove_from
 from recipes.files.reading import fault, user_path
 
@@ -108,14 +108,8 @@ def place_of(cut: Cut, work: Preparation) -> Place:
 def parts_in(folder: Path) -> dict[Part, list[Shard]]:
     """The shards that are there of each part in a folder; empty if it has no parts. Raises UserError."""
     count = len(read_cuts(folder)) - 1
-    return {part: _shards_of(folder, part) for part in (Part(number, count) for number in range(1, count + 1))}
-
-
-def _shards_of(folder: Path, part: Part) -> list[Shard]:
-    shards: list[Shard] = []
-    while not _is_whole(shards) and (shard := read_shard(folder, part.first + len(shards))) is not None:
-        shards.append(shard)
-    return shards
+    parts = [Part(number, count) for number in range(1, count + 1)]
+    return {part: [*shards_from(folder, part.first)] for part in parts}
 
 
 def whole_parts(folder: Path) -> list[Shard] | None:
@@ -162,7 +156,7 @@ def unfinished_problem(source: str) -> str | None:
 def state(folder: Path, work: Preparation) -> list[str]:
     """How much of each part is there, in words."""
     cuts, lines = read_cuts(folder), list[str]()
-    if not cuts and (shards := _shards_of(folder, ALL)):
+    if not cuts and (shards := [*shards_from(folder, ALL.first)]):
         return [f"begun without --part: {len(shards)} shards, {'whole' if _is_whole(shards) else 'not whole'}"]
     before = [0, *accumulate(size for size, _ in work.states.values())]
     for (part, shards), (begins, ends) in zip(parts_in(folder).items(), pairwise(cuts), strict=True):

@@ -3,7 +3,7 @@ batch is read and the previous written. Where batches and shards end depends onl
 for any number of cores and interruptions. Interrupted work continues after the last whole shard. Imports no torch."""
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -18,7 +18,7 @@ from parallel.errors import UserError
 from recipes.data.text.row import UNREADABLE, Row
 from recipes.data.text.rows import START, RowStream, open_rows
 from recipes.data.text.sources import document_hash, is_hub, require_unchanged
-from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
+from recipes.data.text.tokenizer import Tokenizer, batches_of, parallel_tokenizers
 from recipes.data.tokens.parts import ALL, Part, ends_of, place_of, require_intact, require_same_files, whole_parts
 from recipes.data.tokens.shards import (
     ARRAYS,
@@ -192,17 +192,12 @@ def _counted(batches: Iterator[Batch], progress: Callable[[int], None]) -> Itera
 
 def _batches(rows: RowStream, pieces: Pieces) -> Iterator[tuple[list[Row], Any]]:
     """Rows that are worth a call of the tokenizer, and the cursor after them. At least one batch, maybe empty."""
-    batch: list[Row] = []
-    size, any_yet = 0, False
-    for row in rows:
-        batch.append(row)
-        size += len(row.text)
-        if size >= pieces.batch_characters or len(batch) >= pieces.batch_rows:
-            any_yet = True
-            yield batch, rows.cursor
-            batch, size = [], 0
-    if batch or not any_yet:
+    batch: list[Row] | None = None
+    limits = {"characters": pieces.batch_characters, "most": pieces.batch_rows}
+    for batch in batches_of(rows, size=lambda row: len(row.text), **limits):
         yield batch, rows.cursor
+    if batch is None:
+        yield [], rows.cursor
 
 
 def _write_shard(
@@ -257,7 +252,7 @@ class ShardWriter:
         self._files = {kind: ArrayWriter((part / kind).open("wb"), dtype) for kind, dtype in types.items()}
         self._bad_file: TextIO = (part / "bad").open("w", encoding="utf-8")
         self._names, self._held_out_below = files, int(work.validation_fraction * HASHES)
-        self._held_out = self._empty = self._bad = 0
+        self._counts = Counter(held_out=0, empty=0, bad=0)
         self._unread = False
         self._lowest, self._highest = 1.0, 0.0
 
@@ -272,7 +267,7 @@ class ShardWriter:
 
     @property
     def rows(self) -> int:
-        return self._files[DOCUMENTS].length + self._held_out + self._empty + self._bad
+        return self._files[DOCUMENTS].length + self._counts.total()
 
     def add(self, batch: Batch) -> None:
         """Append rows, the bad ones to the list."""
@@ -280,12 +275,12 @@ class ShardWriter:
         documents = iter(batch.documents)
         for row in batch.rows:
             if row.problem:
-                self._bad += row.lost
+                self._counts["bad"] += row.lost
                 self._unread |= row.kind == UNREADABLE
                 where = {"file": self._names[row.file], "row": row.number, "reason": row.problem}
                 self._bad_file.write(json.dumps(where) + "\n")
             elif not row.has_text:
-                self._empty += 1
+                self._counts["empty"] += 1
             else:
                 tokens, number = next(documents), document_hash(row.text)
                 self._lowest, self._highest = min(self._lowest, number / HASHES), max(self._highest, number / HASHES)
@@ -296,7 +291,7 @@ class ShardWriter:
                     train.append(tokens)
                     end += len(tokens)
                     records.append((end, row.file, row.number))
-        self._held_out += len(validation)
+        self._counts["held_out"] += len(validation)
         arrays = {TRAIN: train, VALIDATION: validation, DOCUMENTS: [np.array(records, dtype=DOCUMENT)]}
         for kind, of_kind in arrays.items():
             self._files[kind].extend(of_kind)
@@ -305,12 +300,8 @@ class ShardWriter:
         """Finish the files. Returns what the shard holds. cursor, last: where the source continues, if it does."""
         checksums = {kind: file.finish() for kind, file in self._files.items()}
         return Shard(
-            train=self._files[TRAIN].length,
-            validation=self._files[VALIDATION].length,
-            documents=self._files[DOCUMENTS].length,
-            held_out=self._held_out,
-            empty=self._empty,
-            bad=self._bad,
+            **{kind: file.length for kind, file in self._files.items()},
+            **self._counts,
             lowest=self._lowest,
             highest=self._highest,
             cursor=cursor,

@@ -19,9 +19,9 @@ Imports no torch.
 """
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,15 @@ def read_shard(folder: Path, number: int) -> Shard | None:
         return _shard(json.loads(_text(shard_path(folder, number))) | {"number": number})
     except (OSError, ValueError, TypeError, RecursionError):
         return None
+
+
+def shards_from(folder: Path, number: int) -> Iterator[Shard]:
+    """The shards from this number on, up to the first that is missing, or the end of the source or of its part."""
+    while (shard := read_shard(folder, number)) is not None:
+        yield shard
+        if shard.last:
+            return
+        number += 1
 
 
 def _shard(content: dict[str, Any]) -> Shard:
@@ -280,11 +289,10 @@ class Shards:
     def __init__(self, folder: Path, kind: str = TRAIN, *, only: Sequence[Shard] | None = None, maps: int = 64) -> None:
         """kind: TRAIN or VALIDATION. only: these first shards, as if the source ended there. maps: files at a time."""
         self.folder, self.kind = folder, kind
-        self._most_maps = maps
+        self._map = lru_cache(maxsize=maps)(lambda number: _mapped(array_path(folder, number, kind)))
         self.shards: list[Shard] = []
         self._closed = only is not None
         self._ends = np.zeros(1, dtype=np.int64)  # (shards + 1,): tokens before each shard, and in total
-        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()  # the last used at the end
         if only is not None:
             self._take(only)
         elif index := read_index(folder):
@@ -303,14 +311,9 @@ class Shards:
 
     def refresh(self) -> bool:
         """Look for new shards. Returns whether there are any."""
-        found: list[Shard] = []
-        while not (found and found[-1].last) and not self.complete:
-            shard = read_shard(self.folder, len(self.shards) + len(found))
-            if shard is None:
-                break
-            found.append(shard)
-        self._take(found)
-        return bool(found)
+        new = [] if self.complete else [*shards_from(self.folder, len(self.shards))]
+        self._take(new)
+        return bool(new)
 
     def covering(self, tokens: int) -> int:
         """How many shards hold the first `tokens` tokens; all existing shards if they hold fewer."""
@@ -374,13 +377,8 @@ class Shards:
         return array_path(self.folder, self.shards[place].number, kind)
 
     def _array(self, number: int) -> np.ndarray:
-        if number in self._maps:
-            self._maps.move_to_end(number)
-        else:
+        array = self._map(self.shards[number].number)
+        if array.shape != (int(self._ends[number + 1] - self._ends[number]),):
             file = self._path(number, self.kind)
-            self._maps[number] = _mapped(file)
-            if self._maps[number].shape != (int(self._ends[number + 1] - self._ends[number]),):
-                raise UserError(f"data.source: '{file}' does not match its index; remove {self.folder}")
-            if len(self._maps) > self._most_maps:
-                self._maps.popitem(last=False)
-        return self._maps[number]
+            raise UserError(f"data.source: '{file}' does not match its index; remove {self.folder}")
+        return array

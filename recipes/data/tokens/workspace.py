@@ -7,7 +7,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,8 @@ from recipes.data.tokens.shards import (
     bad_rows_path,
     read_bad_rows,
     read_index,
-    read_shard,
     shard_path,
+    shards_from,
     tokens_fingerprint,
 )
 from recipes.files.atomic import PART
@@ -40,7 +40,7 @@ from recipes.files.lock import LOCK, NoLocks, open_locked
 from recipes.files.reading import read_patiently
 
 if TYPE_CHECKING:
-    from recipes.data.text.pair_format import PairFields
+    from recipes.data.text.row import Fields
 
 SECONDS_TO_WRITE_A_TEXT = 3600
 """A killed process left an unfinished text that is older than this."""
@@ -78,7 +78,7 @@ class Preparation:
     """A source and how it becomes tokens. Equal fingerprints mean equal shards."""
 
     source: str
-    text_field: "PairFields"
+    text_field: "Fields"
     tokenizer: Tokenizer
     validation_fraction: float
     source_fingerprint: str
@@ -96,7 +96,7 @@ class Preparation:
 def preparation(
     source: str,
     *,
-    text_field: "PairFields",
+    text_field: "Fields",
     text_documents: str = "auto",
     tokenizer: Tokenizer,
     validation_fraction: float,
@@ -106,11 +106,6 @@ def preparation(
     states = file_states(source)  # first: then a change while the contents are read is noticed when they are tokenized
     found = fingerprint(source, text_field=text_field, text_documents=text_documents)
     return Preparation(source, text_field, tokenizer, validation_fraction, found, states, pieces, text_documents)
-
-
-def options_of(text_field: "PairFields") -> str:
-    """The options of scripts/prepare_data.py that read these fields."""
-    return f"--text-field {text_field}" if isinstance(text_field, str) else text_field.options
 
 
 def would_read_itself(source: str, folder: Path) -> bool:
@@ -125,15 +120,13 @@ def whole_shards(folder: Path, *, first: int = 0, keep_unread: bool = True) -> l
     remove_left(folder)
     shards: list[Shard] = []
     size = 0
-    while (shard := read_shard(folder, number := first + len(shards))) is not None:
-        size += sum(file_size(array_path(folder, number, kind)) for kind in ARRAYS)
+    for shard in shards_from(folder, first):
+        size += sum(file_size(array_path(folder, shard.number, kind)) for kind in ARRAYS)
         outdated = shard.unread and not keep_unread
         if outdated or (size <= VERIFY_UP_TO_BYTES and damage(folder, shard)):
-            remove_from(folder, number)
+            remove_from(folder, shard.number)
             break
         shards.append(shard)
-        if shard.last:
-            break
     if read_index(folder) is None or not (shards and shards[-1].last):
         (folder / INDEX).unlink(missing_ok=True)
     return shards
@@ -186,22 +179,17 @@ def claimed(folder: Path, *, fingerprint: str, tokenizer: str) -> Iterator[Path]
     unfinished files, which is deleted afterwards. Any number of processes may claim the folder for the same tokens.
     Raises UserError if it holds, or another process is making, something else; OSError if it cannot be written."""
     _require_no_others(folder)  # before anything is written
-    with alone(folder):
-        _remove_left(folder)
-        part = folder / f"{PART}{uuid.uuid4().hex}"
-        part.mkdir()
-        lock = None
-        try:
+    with ExitStack() as stack:
+        with alone(folder):
+            _remove_left(folder)
+            part = folder / f"{PART}{uuid.uuid4().hex}"
+            part.mkdir()
+            stack.callback(shutil.rmtree, part, ignore_errors=True)
             with suppress(NoLocks):
-                lock = open_locked(part / LOCK, owner="descriptor")
+                if (lock := open_locked(part / LOCK, owner="descriptor")) is not None:
+                    stack.callback(os.close, lock)
             _take(folder, part, fingerprint, tokenizer)
-        except BaseException:
-            _end(part, lock)
-            raise
-    try:
         yield part
-    finally:
-        _end(part, lock)
 
 
 def publish(part: Path, file: Path, text: str) -> None:
@@ -304,9 +292,3 @@ def _in_use(part: Path) -> bool:
         return (part / LOCK).exists()
     os.close(descriptor)
     return False
-
-
-def _end(part: Path, lock: int | None) -> None:
-    shutil.rmtree(part, ignore_errors=True)
-    if lock is not None:
-        os.close(lock)

@@ -28,7 +28,6 @@ NOT_ASKED_FOR = {
     "recipes.cluster.links",
     "recipes.cluster.preflight",
     "recipes.data.text.hub",
-    "recipes.data.text.hub_name",
     "recipes.data.validation",
     "recipes.metrics.breakdown",
     "recipes.metrics.float8_samples",

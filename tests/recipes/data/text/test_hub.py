@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from parallel.errors import UserError
-from recipes.data.text import hub_name, sources
+from recipes.data.text import hub, sources
 from recipes.data.text.row import Row
 from recipes.data.text.rows import open_rows, readable_documents
 from tests.recipes.data.text.hub_server import COMMIT, serve
@@ -286,8 +286,8 @@ def test_malformed_hub_source_is_refused(tmp_path: Path, source: str, problem: s
 )
 def test_hub_name_is_parsed_and_written_back_unchanged(source: str) -> None:
     assert sources.source_problem(source) is None
-    assert hub_name.parse(source).source == source
-    assert hub_name.parse(source).folder is None
+    assert hub.parse(source).source == source
+    assert hub.parse(source).folder is None
 
 
 def test_unknown_configuration_or_split_is_refused_with_the_known_ones(tmp_path: Path) -> None:
