@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from parallel.messages import Channel, Messages
 from recipes.files.exit_codes import ECHO_SECONDS, PREEMPTED, SIGNALS, ended_by
-from recipes.files.screen import put
+from recipes.files.screen import SHOW_CURSOR, put
 
 BETWEEN_STAGES = "{}: interrupted between two stages; all steps are saved, and the same command resumes\n"
-SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Agreement:
@@ -123,7 +122,7 @@ class Interruption:
             self.noted, self._noted_at = number, time.monotonic()
         elif number != self.noted or time.monotonic() - self._noted_at > ECHO_SECONDS:
             if sys.stdout.isatty():
-                put(sys.stdout.fileno(), SHOW_CURSOR)  # which the live line hides
+                put(sys.stdout.fileno(), SHOW_CURSOR)
             os._exit(ended_by(number))
 
 

@@ -96,13 +96,9 @@ class Recorder:
             from recipes.training.foresight import foresight
 
             self._foresight = foresight(recipe, mesh.degrees, device=throughput.device_name, nodes=len(world.nodes))
-        self._beside = _beside(recipe, tokens=self.tokens(self._steps), log=console.log)
+        self._beside = _beside(recipe, tokens=loader.tokens(self._steps), log=console.log)
         self.metrics = process.metrics or _writer(recipe, world, progress, console)
         self.metrics.stage = stage.name
-
-    def tokens(self, step: int) -> int:
-        """Tokens of so many steps."""
-        return self._loader.tokens(step)
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Take in a step's micro-batches, for how many tokens attend to how many."""
@@ -114,7 +110,7 @@ class Recorder:
 
     def _rates(self, step: int, step_seconds: float) -> dict[str, float | None]:
         """The rate columns of the steps since the last row. All ranks call it."""
-        steps, tokens = step - self._logged, self.tokens(step) - self.tokens(self._logged)
+        steps, tokens = step - self._logged, self._loader.tokens(step) - self._loader.tokens(self._logged)
         self._logged = step
         if self._pair_lengths is not None:
             return self._throughput.row(step_seconds, lengths=self._pair_lengths.take() / steps)
@@ -137,7 +133,7 @@ class Recorder:
             memory, full = self._memory.compare(memory_numbers)
             row = dict[str, Any](  # raises TypeError for a column of two owners
                 step=step,
-                tokens=self.tokens(step),
+                tokens=self._loader.tokens(step),
                 loss=mean_loss,
                 grad_norm=measured.norm.item(),
                 **{column: value.item() for column, value in measured.columns.items()},
@@ -189,7 +185,7 @@ class Recorder:
         """Record the steps skipped since the last call. Raises NonFiniteRun after too many in a row."""
         for step, norm in self._guard.skipped():
             self.goodput.move(STEP, SKIPPED, self._clock.seconds_per_step()[0])
-            row = {"step": step, "tokens": self.tokens(step), "skipped": True, "grad_norm": norm}
+            row = {"step": step, "tokens": self._loader.tokens(step), "skipped": True, "grad_norm": norm}
             self.metrics.write(row | {"documents": self._loader.documents(step - 1)})
             self._console.log(f"step {step:>6}  SKIPPED, gradient norm {norm:.2f}; metrics.jsonl names its documents")
 
@@ -217,7 +213,7 @@ class Recorder:
     def _note_validation(self, step: int, columns: dict[str, float]) -> None:
         """Write a row, and remember its finite values for a checkpoint of this step."""
         if step > self._first_step:  # a finished run that is started again has the row
-            self.metrics.write({"step": step, "tokens": self.tokens(step), **columns})
+            self.metrics.write({"step": step, "tokens": self._loader.tokens(step), **columns})
         before = self._validated if step == self._validated_at else {}
         finite = {name: value for name, value in columns.items() if isfinite(value)}
         self._validated, self._validated_at = {**before, **finite}, step
@@ -233,12 +229,8 @@ class Recorder:
         if self._foresight and (row := self._foresight.row()):
             from recipes.training.foresight import line
 
-            self.metrics.write({"step": step, "tokens": self.tokens(step), **row})
+            self.metrics.write({"step": step, "tokens": self._loader.tokens(step), **row})
             self._console.log(line(row))
-
-    def sync(self) -> None:
-        """Make all rows survive a power cut. Call it before a checkpoint, so that none is newer than its rows."""
-        self.metrics.sync()
 
     def state(self, *, finished: bool) -> dict[str, Any]:
         """What a checkpoint of this step keeps, as plain JSON. finished: the run has no steps left."""
