@@ -19,13 +19,8 @@ class TensorBoard:
     """One run's numbers by step, of all its starts."""
 
     def __init__(self, folder: Path, *, done: int, recipe: Mapping[str, Any], log: Callable[[str], None]) -> None:
-        """
-        Args:
-            folder: the run folder.
-            done: completed steps; what earlier starts wrote about later steps is not shown any more.
-            recipe: shown as text, section by section.
-            log: receives one line if something cannot be written.
-        """
+        """done: completed steps; what earlier starts wrote about later ones is not shown any more. recipe: shown as
+        text. Other arguments: see MetricsWriter."""
         self._log, self._off = log, False
 
         def begin() -> None:

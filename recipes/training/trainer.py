@@ -84,7 +84,7 @@ class Trainer:
             with self.clock(LOADING):
                 batches = self.loader.batch(self.step)
             if self.recorder.counts_lengths:
-                self.recorder.count(batches)
+                self.recorder.lengths.count(batches)
             return train_step(
                 self.built,
                 batches,
