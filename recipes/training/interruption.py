@@ -80,16 +80,13 @@ class Interruption:
         self.can_wait = True
         if not self._listens:
             self._listens = True
-            self._catch_signals()
+            ours, pythons = os.pipe()
+            os.set_blocking(pythons, False)
+            signal.set_wakeup_fd(pythons)
+            for number in SIGNALS:
+                signal.signal(number, lambda number, frame: None)  # without a handler Python writes nothing to the pipe
+            threading.Thread(target=self._listen, args=(ours,), daemon=True, name="signals").start()
         self.agreed_now()
-
-    def _catch_signals(self) -> None:
-        ours, pythons = os.pipe()
-        os.set_blocking(pythons, False)
-        signal.set_wakeup_fd(pythons)
-        for number in SIGNALS:
-            signal.signal(number, lambda number, frame: None)  # without a handler Python writes nothing to the pipe
-        threading.Thread(target=self._listen, args=(ours,), daemon=True, name="signals").start()
 
     def agreed(self) -> int:
         """The signal that any rank had received by the previous call, or 0. Every rank calls it once per step."""
