@@ -33,7 +33,12 @@ class TensorBoard:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add the numbers of one row."""
-        self._unless_off(lambda: [self._writer.add_scalar(name, value, row["step"]) for name, value in scalars(row)])
+
+        def add() -> None:
+            for name, value in scalars(row):
+                self._writer.add_scalar(name, value, row["step"])
+
+        self._unless_off(add)
 
     def flush(self) -> None:
         """Hand all rows to the file."""
