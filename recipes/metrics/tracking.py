@@ -1,4 +1,7 @@
-"""Sends rows to Weights & Biases from a thread of its own, so that nothing that happens there delays or ends a run."""
+"""Sends rows to Weights & Biases from a thread of its own, so that nothing that happens there delays or ends a run.
+
+Imports no torch.
+"""
 
 import logging
 import os

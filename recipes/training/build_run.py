@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from recipes.metrics.float8_samples import CastSampler
     from recipes.metrics.profile import StepProfiler
     from recipes.training.kept_code import KeptCode
+    from recipes.weights.description import Description
     from recipes.weights.locate import Weights
 
     Observer = KeptCode | StepProfiler | CastSampler
@@ -131,9 +132,7 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
 
         description = describe(recipe, loader, weights, checkpoint, log=console.log)
         if recipe.validation.tasks:
-            from recipes.training.validation import load_tasks
-
-            tasks = load_tasks(recipe, process, built, description)
+            tasks = _validation_tasks(recipe, process, built, description)
         if saves:
             checkpoints, progress = resume(recipe, built, loader, checkpoint, description, log=console.log)
     clock.step = progress.get("step", 0)
@@ -266,6 +265,37 @@ def _open_data(
     for line in early_notes(recipe, entries=loader.tokenizer.vocabulary):
         process.console.log(line)
     return loader
+
+
+def _validation_tasks(
+    recipe: Recipe, process: Process, built: Built, description: "Description"
+) -> Callable[[], Mapping[str, float]]:
+    """Load the tasks with their data. Returns what evaluates them: "TASK/METRIC" -> value, equal on all processes.
+
+    Raises UserError, on all processes, for a task that is not there or that this model cannot answer. The model looks
+    at as many tokens as the run's sequences have: it is not trained for more.
+    """
+    from recipes.evaluation.tasks import harness
+    from recipes.recipe.rules_tasks import require_row
+
+    tests, validation, batch, world = harness(), recipe.validation, recipe.batch, process.world
+    limit = validation.task_limit or None
+    tasks = on_main_first(world, lambda: tests.load_tasks(validation.tasks, limit=limit))
+    require_row(recipe.checkpoint.keep_best, tasks.directions)
+    model = tests.harness_model(
+        tests.Scored(
+            built.model,
+            built.mesh,
+            world.device,
+            getattr(torch, recipe.fsdp.param_dtype),
+            max_length=batch.sequence_length,
+            batch_tokens=batch.micro_batch_size * batch.sequence_length,
+            on_batch=process.clock.progressed,
+        ),
+        description,
+    )
+    tests.require_answerable(model, tasks)
+    return lambda: tests.rows_of(tests.results_of(model, tasks))
 
 
 def observers_of(recipe: Recipe, process: Process, built: Built) -> "tuple[Observer, ...]":

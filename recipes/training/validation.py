@@ -1,55 +1,15 @@
 """What a run makes of its model: losses on held-out text, also of averaged weights; at its end, a sample and files."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-import torch
-
-from parallel.dist import on_main, on_main_first
+from parallel.dist import on_main
 from recipes.evaluation.losses import mean_loss
 from recipes.files.layout import EXPORT
-from recipes.recipe.schema import Recipe
-from recipes.training.build import Built
-from recipes.training.process import Process
+from recipes.training.build_run import Run
 from recipes.training.run_folder import own_checkpoint
 
-if TYPE_CHECKING:
-    from recipes.training.build_run import Run
-    from recipes.weights.description import Description
 
-
-def load_tasks(
-    recipe: Recipe, process: Process, built: Built, description: "Description"
-) -> Callable[[], Mapping[str, float]]:
-    """Load the tasks with their data. Returns what evaluates them: "TASK/METRIC" -> value, equal on all processes.
-
-    Raises UserError, on all processes, for a task that is not there or that this model cannot answer. The model looks
-    at as many tokens as the run's sequences have: it is not trained for more.
-    """
-    from recipes.evaluation.tasks import harness
-    from recipes.recipe.rules_tasks import require_row
-
-    tests, validation, batch, world = harness(), recipe.validation, recipe.batch, process.world
-    limit = validation.task_limit or None
-    tasks = on_main_first(world, lambda: tests.load_tasks(validation.tasks, limit=limit))
-    require_row(recipe.checkpoint.keep_best, tasks.directions)
-    model = tests.harness_model(
-        tests.Scored(
-            built.model,
-            built.mesh,
-            world.device,
-            getattr(torch, recipe.fsdp.param_dtype),
-            max_length=batch.sequence_length,
-            batch_tokens=batch.micro_batch_size * batch.sequence_length,
-            on_batch=process.clock.progressed,
-        ),
-        description,
-    )
-    tests.require_answerable(model, tasks)
-    return lambda: tests.rows_of(tests.results_of(model, tasks))
-
-
-def validate(run: "Run") -> dict[str, float]:
+def validate(run: Run) -> dict[str, float]:
     """Record the losses of this step, also of its average with the checkpoints before if its stage has enough.
 
     Returns those of its own weights, by the names of the texts.
@@ -70,7 +30,7 @@ def validate(run: "Run") -> dict[str, float]:
     return losses
 
 
-def _losses(run: "Run", averaged: Sequence[int] = ()) -> dict[str, float]:
+def _losses(run: Run, averaged: Sequence[int] = ()) -> dict[str, float]:
     losses, clock = dict[str, float](), run.process.clock
     for name, text in run.loader.validation_batches(run.stage.recipe.validation.batches).items():
         losses[name] = mean_loss(run.built.model, clock.with_progress(text), mesh=run.built.mesh)
@@ -78,7 +38,7 @@ def _losses(run: "Run", averaged: Sequence[int] = ()) -> dict[str, float]:
     return losses
 
 
-def write_results(run: "Run", *, saved: bool) -> None:
+def write_results(run: Run, *, saved: bool) -> None:
     """Write a sample to the log and the weights to files, if the recipe asks for them. All processes must call it.
 
     saved: whether the last checkpoint is, of which weights are exported.
