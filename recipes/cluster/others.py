@@ -8,7 +8,6 @@ import json
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -17,7 +16,7 @@ from itertools import zip_longest
 from parallel.dist import World
 from parallel.heartbeats import ALARM, ENDED, HUNG, OVER, SPOKEN, VERDICT, Heartbeats
 from parallel.nodes import Node
-from recipes.cluster.watchdog import LAST_RESORT, LEFT, LOOK_SECONDS, STACKS, Report, after, for_a_while
+from recipes.cluster.reports import LAST_RESORT, LEFT, LOOK_SECONDS, STACKS, Report, after, for_a_while, verdict
 from recipes.files import exit_codes
 
 ANSWERS, GONE = json.dumps({"answers": True}).strip("{}"), json.dumps({"phase": LEFT}).strip("{}")
@@ -40,9 +39,7 @@ class Others:
 
     def post(self, report: Report) -> None:
         """Show the state of this process to the others of its node."""
-        about = asdict(report)
-        del about["rank"], about["node"]  # which its place on the board tells
-        self._beats.board.write(json.dumps(about))
+        self._beats.board.write(word_of(report))
 
     def alarmed(self) -> bool:
         """Whether one of them has found that the run hangs."""
@@ -175,6 +172,11 @@ class Others:
         return json.dumps([speaker, verdict(reports)])
 
 
+def word_of(report: Report) -> str:
+    """What the board says of a process, whose rank and node its place there tells."""
+    return json.dumps({key: value for key, value in asdict(report).items() if key not in ("rank", "node")})
+
+
 def reports_of(nodes: Sequence[Node], words_of_nodes: Sequence[Sequence[str]]) -> list[Report]:
     """The reports of all processes, by rank, from the boards of all nodes."""
     reports = {}
@@ -182,42 +184,3 @@ def reports_of(nodes: Sequence[Node], words_of_nodes: Sequence[Sequence[str]]) -
         for rank, word in zip_longest(node.ranks, words[: len(node.ranks)]):
             reports[rank] = replace(Report(rank, node.name), **json.loads(word or "{}"))
     return [reports[rank] for rank in sorted(reports)]
-
-
-def verdict(reports: Sequence[Report]) -> str:
-    """Names the processes that hold up the others, judged by the reports of all processes in the order of ranks."""
-    longest = max(report.idle for report in reports)
-    culprits, why = _culprits(reports)
-    lines = [f"HUNG: no progress for {longest:.0f} s; {why}"]
-    for report in culprits[:8]:
-        # A process that does not answer may have moved since its last report.
-        where = report.where if report.answers else f"last seen in {replace(report, place='').where}"
-        lines.append(f"  {report.process}: {where}")
-    if len(culprits) > 8:
-        lines.append(f"  and {len(culprits) - 8} more")
-    blamed = {report.rank for report in culprits}
-    if others := [report for report in reports if report.rank not in blamed]:
-        first = others[0]
-        lines.append(f"  {len(others)} of {len(reports)} processes wait for it, {first.process} in {first.where}")
-    return "\n".join(lines)
-
-
-def _culprits(reports: Sequence[Report]) -> tuple[list[Report], str]:
-    """The processes to name, and what they have in common."""
-    if silent := [report for report in reports if not report.answers]:
-        return silent, "does not answer; the process is frozen or its node is gone:"
-    busy = [report for report in reports if not report.waits]
-    if busy and len(busy) < len(reports):
-        return busy, "busy on its own while others wait for it:"
-    first = min(report.step for report in reports)
-    behind = [report for report in reports if report.step == first]
-    if len(behind) < len(reports):
-        return behind, "behind the others by one step or more:"
-    places = Counter((report.phase, report.place) for report in reports)
-    (_, most), *rest = places.most_common()
-    if rest and rest[0][1] < most:
-        rare = [report for report in reports if places[report.phase, report.place] < most]
-        return rare, "waits in a different place than most:"
-    if rest:
-        return list(reports), "the processes wait for each other in different places:"
-    return [reports[0]], f"all {len(reports)} processes are in the same place, as rank 0 is (network, device?):"

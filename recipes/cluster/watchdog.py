@@ -12,16 +12,27 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel.dist import World, flight_record
-from recipes.files.atomic import Lines, utc_now
+from recipes.cluster.reports import (
+    LAST_RESORT,
+    LEFT,
+    LOOK_SECONDS,
+    STACKS,
+    Report,
+    add_to_log,
+    after,
+    for_a_while,
+    place_of,
+    verdict,
+)
+from recipes.files.atomic import utc_now
 from recipes.files.exit_codes import HUNG
-from recipes.files.layout import LOG_FILE, RECIPE
+from recipes.files.layout import RECIPE
 from recipes.files.screen import SHOW_CURSOR, tell
 from recipes.metrics.clock import LOADING, START, STEP, RunClock
 
@@ -37,49 +48,6 @@ MEETING_SECONDS = 120.0
 """How long processes that have joined may take, at least, until all of them watch each other."""
 FOLDER = "hang"
 """Folder in the run's folder: Python stacks of every process, and NCCL's flight recorder."""
-LAST_RESORT = 60.0
-"""Seconds after which a process exits even if it is still writing its stacks: the disk may be what hangs."""
-WRITE_SECONDS = 4.0
-LOOK_SECONDS = 1.0
-"""How often a process looks at its node's board, at least."""
-LEFT = "ended"
-ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
-STACKS = "(stacks)"
-"""Stands for the line that says where they are."""
-WAITING = ("parallel/dist.py", "parallel/messages.py", "recipes/training/interruption.py")
-"""Files in which a process waits for others."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """The state of one process."""
-
-    rank: int
-    node: str = "unknown"
-    phase: str = START
-    step: int = 0
-    """The current step, counted from 1."""
-    idle: float = 0.0
-    """Seconds since the last progress."""
-    place: str = ""
-    """The innermost line of our code that its main thread is at."""
-    waits: bool = False
-    """Whether the main thread waits for other processes there, in a collective for example."""
-    answers: bool = False
-    """Whether it has responded to the alarm."""
-    part: str = ""
-    """Which part of a pipeline it has."""
-    beat: int = 0
-    """Counts reports, so that no two are equal."""
-
-    @property
-    def process(self) -> str:
-        return f"rank {self.rank} on {self.node}{self.part}"
-
-    @property
-    def where(self) -> str:
-        at = f", at {self.place}" if self.place else ""
-        return f"phase {self.phase}{f' of step {self.step}' if self.phase != START else ''}{at}"
 
 
 class Watchdog:
@@ -173,8 +141,7 @@ class Watchdog:
                 self._others.end(own, write_stacks=lambda: self._write_stacks(own), say=self._say)
             else:
                 for_a_while(lambda: self._write_stacks(own))
-                stuck = f"HUNG: no progress for {own.idle:.0f} s; the only process is stuck:"
-                self._say(f"{stuck}\n  {own.process}: {own.where}\n{STACKS}")
+                self._say(f"{verdict([own])}\n{STACKS}")
         finally:
             os._exit(HUNG)
 
@@ -201,48 +168,3 @@ class Watchdog:
                 file.write("\n")
             if self._world.device.type == "cuda":
                 (place / f"nccl-{own.rank}").write_bytes(flight_record())
-
-
-def after(seconds: float, work: Callable[[], None]) -> threading.Timer:
-    """Do this later, unless the process has ended or the timer is cancelled."""
-    timer = threading.Timer(seconds, work)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
-def for_a_while(work: Callable[[], None]) -> None:
-    """Do this work, which writes to a file system that may hang; after some seconds, go on without it."""
-    worker = threading.Thread(target=work, daemon=True)
-    worker.start()
-    worker.join(WRITE_SECONDS)
-
-
-def add_to_log(folder: Path, text: str) -> None:
-    """Append to the log.txt of a run that has begun, if its disk answers. folder: that of the run."""
-
-    def append() -> None:
-        with suppress(OSError):
-            if (folder / RECIPE).is_file():
-                Lines(folder / LOG_FILE, log=lambda line: None).append(f"{utc_now()} {text}")
-
-    for_a_while(append)
-
-
-def place_of(thread: int | None) -> tuple[str, bool]:
-    """The innermost line of our code that a thread is at, and whether it waits there for other processes."""
-    frame = sys._current_frames().get(thread or 0)
-    waits = computes = False
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(ROOT) and "site-packages" not in file:
-            file = file.removeprefix(ROOT)
-            if file not in WAITING:
-                return f"{file}:{frame.f_lineno} {frame.f_code.co_name}", waits and not computes
-            waits = True
-        # A schedule of pipeline stages, which is in torch.distributed, too, computes a backward pass there.
-        computes = computes or (not waits and file.endswith("torch/distributed/pipelining/_backward.py"))
-        # Code that torch.compile has generated calls collectives by this name, past the functions of torch.distributed.
-        waits = waits or "torch/distributed/" in file or "_c10d_functional" in frame.f_code.co_names
-        frame = frame.f_back
-    return "", waits

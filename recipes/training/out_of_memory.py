@@ -12,7 +12,7 @@ from models.transformers_config import TransformersConfig
 from parallel.dist import World
 from parallel.errors import UserError
 from parallel.heartbeats import is_first_of_all
-from recipes.cluster.watchdog import add_to_log
+from recipes.cluster.reports import add_to_log
 from recipes.files.layout import RECIPE
 from recipes.files.screen import tell
 from recipes.metrics.clock import START, RunClock

@@ -11,7 +11,8 @@ import torch
 
 from parallel.dist import World, lost_a_peer, start, stop
 from parallel.errors import UserError
-from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog, add_to_log
+from recipes.cluster.reports import add_to_log
+from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
 from recipes.data.text.sources import is_prepared
 from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, OUT_OF_MEMORY, PREEMPTED
 from recipes.metrics.clock import START, RunClock

@@ -140,9 +140,8 @@ def require_same_data(checkpoint: Path, data_state: dict[str, Any]) -> None:
         if ("text" in was and was["text"] != now["text"]) or (same_tokenizer and was.get("tokens") != now["tokens"]):
             texts.append(f"other text behind {toml(name)}: {was.get('about')} then, {now['about']} now")
         elif "prepared" in was and was["prepared"] != now["prepared"]:
-            kinds = "prepared shards", "text that is tokenized during training"
-            then_now = "{} then, {} now".format(*(kinds if was["prepared"] else kinds[::-1]))
-            others.append(f"another order of {toml(name)}: {then_now}")
+            kinds = f"{_kind(was['prepared'])} then, {_kind(now['prepared'])} now"
+            others.append(f"another order of {toml(name)}: {kinds}")
     if not same_tokenizer:
         others.append("another tokenizer" + (' (one of "train:N" changes with the text)' if texts else ""))
     problems = texts + others
@@ -152,6 +151,10 @@ def require_same_data(checkpoint: Path, data_state: dict[str, Any]) -> None:
             "; restore the old files (.txt files of a run from before data.text_documents existed need"
             " --data.text_documents pieces), or start another run (--run.name OTHER)"
         )
+
+
+def _kind(prepared: bool) -> str:
+    return "prepared shards" if prepared else "text that is tokenized during training"
 
 
 def schedule_notes(old: Recipe, new: Recipe, done: int) -> list[str]:
