@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parallel.nodes import Node, abbreviated
 from recipes.cluster.links import BUFFER, Links, slow_pairs, slow_processes
@@ -33,18 +34,21 @@ class Room:
     free_temporary: int
 
 
-Measured = tuple[Room, tuple[float, float], Links]
-"""What one process measured; the numbers are the least and most seconds that its clock is ahead of rank 0's."""
+class Measured(NamedTuple):
+    """What one process measured."""
+
+    room: Room
+    clock: tuple[float, float]
+    """The least and most seconds that its clock is ahead of rank 0's."""
+    links: Links
 
 
 def report(everyone: Sequence[Measured], nodes: Sequence[Node], *, device: str) -> list[str]:
-    """The speed of the network, a table of several nodes, and what is unusual."""
-    rooms, clocks, links = map(list, zip(*everyone, strict=True))
-    warnings = list(node_warnings(rooms, clocks, nodes))
+    """The speed of the network, a table of several nodes, and what is unusual. everyone: by rank, as below."""
+    links, warnings = [each.links for each in everyone], list(node_warnings(everyone, nodes))
     if device == "cuda":  # processes on CPUs share cores, so their speeds vary
         warnings += [*slow_links(links, nodes), *slow_pairs(links, nodes, share=SLOW)]
-    named = [name for name, _ in warnings]
-    lines = table(rooms, clocks, links, nodes, always=named) if len(nodes) > 1 else []
+    lines = table(everyone, nodes, always=[name for name, _ in warnings]) if len(nodes) > 1 else []
     return [speeds(links, BUFFER[device]), *lines, *(f"{name}: {what}" for name, what in warnings)]
 
 
@@ -77,10 +81,9 @@ def speeds(links: Sequence[Links], size_bytes: int) -> str:
     return ", ".join(said)
 
 
-def node_warnings(
-    rooms: Sequence[Room], clocks: Sequence[tuple[float, float]], nodes: Sequence[Node]
-) -> Iterator[tuple[str, str]]:
+def node_warnings(everyone: Sequence[Measured], nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
     """(node, what is unusual about it). Only warnings: what a run needs is known only later."""
+    rooms = [each.room for each in everyone]
     free = [room.free_device for room in rooms if room.free_device is not None]
     usual = statistics.median(free) if free else 0
     for node in nodes:
@@ -94,7 +97,7 @@ def node_warnings(
                 )
         if (temporary := min(rooms[rank].free_temporary for rank in node.ranks)) < TEMPORARY_BYTES:
             yield node.name, f"the folder for temporary files has {size(temporary)} free; set TMPDIR to use another"
-        least, most = clocks[node.ranks[0]]
+        least, most = everyone[node.ranks[0]].clock
         if least > CLOCK_SECONDS or most < -CLOCK_SECONDS:
             yield (
                 node.name,
@@ -114,40 +117,28 @@ def slow_links(links: Sequence[Links], nodes: Sequence[Node]) -> Iterator[tuple[
         )
 
 
-def table(
-    rooms: Sequence[Room],
-    clocks: Sequence[tuple[float, float]],
-    links: Sequence[Links],
-    nodes: Sequence[Node],
-    *,
-    always: Sequence[str],
-) -> list[str]:
+def table(everyone: Sequence[Measured], nodes: Sequence[Node], *, always: Sequence[str]) -> list[str]:
     """A row for each node, with the worst value of its processes.
 
-    Args:
-        rooms: By rank.
-        clocks: Seconds ahead of rank 0's clock, at least and at most, by rank.
-        links: By rank.
-        nodes: All nodes.
-        always: Nodes that get a row even if there are more than MOST_ROWS; the rest then share one row of minima.
+    always: nodes that get a row even if there are more than MOST_ROWS; the rest then share one row of minima.
     """
     chosen = [node for node in nodes if len(nodes) <= MOST_ROWS or node.name in always][:MOST_ROWS]
     minima = Node(f"least of {len(nodes)}", tuple(rank for node in nodes for rank in node.ranks))
     rows = [["node", "ranks", "GPU free", "host free", "disk free", "tmp free", "clock", "to the next"]]
     for node in [*chosen, *([minima] if len(chosen) < len(nodes) else [])]:
-        own = [rooms[rank] for rank in node.ranks]
-        gpus = [room.free_device for room in own if room.free_device is not None]
-        hosts = [room.free_host for room in own if room.free_host is not None]
-        sent = [speed for rank in node.ranks for speed in links[rank].exchanges.values()]
+        rooms, clocks, links = zip(*(everyone[rank] for rank in node.ranks), strict=True)
+        gpus = [room.free_device for room in rooms if room.free_device is not None]
+        hosts = [room.free_host for room in rooms if room.free_host is not None]
+        sent = [speed for link in links for speed in link.exchanges.values()]
         rows.append(
             [
                 node.name,
                 f"{node.ranks[0]}-{node.ranks[-1]}" if len(node.ranks) > 1 else str(node.ranks[0]),
                 size(min(gpus)) if gpus else "",
                 size(min(hosts)) if hosts else "",
-                size(min(room.free_disk for room in own)),
-                size(min(room.free_temporary for room in own)),
-                _offset(*max((clocks[rank] for rank in node.ranks), key=lambda bounds: abs(sum(bounds)))),
+                size(min(room.free_disk for room in rooms)),
+                size(min(room.free_temporary for room in rooms)),
+                _offset(*max(clocks, key=lambda bounds: abs(sum(bounds)))),
                 f"{size(int(min(sent)))}/s" if sent else "",
             ]
         )

@@ -132,14 +132,13 @@ def groups_along(*, pipeline: int = 1, context: int, tensor: int, processes: int
     """The groups in which activations travel, by axis; none for a mesh that does not fit, which others refuse."""
     if processes % (pipeline * context * tensor):
         return {}
-    copies = range(0, processes, context * tensor)
-    between = processes // pipeline  # from a process to the one with the next stage
-    axes = {
-        "pipeline": [range(first, processes, between) for first in range(between)],
-        "tensor": [range(first, first + tensor) for first in range(0, processes, tensor)],
-        "context": [range(c + t, c + t + context * tensor, tensor) for c in copies for t in range(tensor)],
+    # How many are in a group, and how far apart neighbours in it are.
+    axes = {"pipeline": (pipeline, processes // pipeline), "tensor": (tensor, 1), "context": (context, tensor)}
+    return {
+        axis: [range(rank, rank + size * stride, stride) for rank in range(processes) if rank // stride % size == 0]
+        for axis, (size, stride) in axes.items()
+        if size > 1
     }
-    return {axis: groups for axis, groups in axes.items() if len(groups[0]) > 1}
 
 
 def slow_pairs(links: Sequence[Links], nodes: Sequence[Node], *, share: float) -> Iterator[tuple[str, str]]:

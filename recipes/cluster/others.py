@@ -104,13 +104,7 @@ class Others:
                 last, self._neighbour_moved_at = reports, self._store_answered_at
 
     def end(self, own: Report, *, write_stacks: Callable[[], None], say: Callable[[str], None]) -> None:
-        """Raise the alarm, agree with the others, and return when this process may exit.
-
-        Args:
-            own: the report of this process, its answer.
-            write_stacks: writes its stacks to files.
-            say: prints a text and logs it.
-        """
+        """Raise the alarm, agree with the others, and return when this process may exit. own: its report and answer."""
         self._own, self._say = own, say
         after(LAST_RESORT / 2 - 2, self._blame_store)
         board = self._beats.board

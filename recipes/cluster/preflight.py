@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ import xxhash
 from parallel.dist import World, on_node
 from parallel.errors import UserError
 from parallel.nodes import Node, abbreviated
-from recipes.cluster.findings import Room, report, wrong_results
+from recipes.cluster.findings import Measured, Room, report, wrong_results
 from recipes.cluster.links import clock_bounds, measure_links
 from recipes.files.layout import holds_results
 from recipes.files.reading import user_path
@@ -46,8 +45,6 @@ MUST_MATCH = {
 
 Facts = dict[str, str | None]
 """The values of MUST_MATCH on one process. None: not present, or not visible."""
-Places = dict[str, dict[str, list[tuple[int, int]]]]
-"""Key of MUST_MATCH -> value -> the ranks that have it: the first and the last of each row of neighbours."""
 
 
 def preflight(
@@ -78,8 +75,8 @@ def preflight(
         return
     nodes, several = world.nodes, len(world.nodes) > 1
     facts = local_facts(world.device, recipe=recipe, sources=on_node(world, hash_of_sources))
-    places = world.messages.reduce(places_of(facts, world.rank), together)
-    if problems := world.messages.from_main(differences(places, nodes) if world.is_main else []):
+    values = world.messages.to_main([*facts.values()])  # a hundred bytes of each process, without the names
+    if problems := world.messages.from_main(differences(values, nodes) if values else []):
         raise refusal("the processes differ", problems)
     agree = f"pre-flight: {world.size} processes on {len(nodes)} {'nodes' if several else 'node'} agree"
     if several:
@@ -88,7 +85,7 @@ def preflight(
         cache = world.messages.from_main(cache)
         if cache is not None:
             require_one_folder(user_path(cache) / "tokens", world, what="the token cache", field="data.cache")
-    mine = local_room(folder, world.device), clock_bounds(world), measure_links(world, groups)
+    mine = Measured(local_room(folder, world.device), clock_bounds(world), measure_links(world, groups))
     everyone = world.messages.to_main(mine)  # rank 0 alone judges and logs
     if problems := world.messages.from_main(wrong_results([link for *_, link in everyone], nodes) if everyone else []):
         raise refusal("the network between the processes returns wrong numbers", problems)
@@ -151,43 +148,18 @@ def _find(file: str, pattern: str) -> str | None:
     return None
 
 
-def places_of(facts: Facts, rank: int) -> Places:
-    """The facts of one process, to be put together with those of others."""
-    return {field: {} if value is None else {value: [(rank, rank)]} for field, value in facts.items()}
-
-
-def together(one: Places, other: Places) -> Places:
-    """The facts of both. What all have in common stays as short as for one process."""
-    return {
-        field: {
-            value: _joined([*values.get(value, ()), *other[field].get(value, ())]) for value in values | other[field]
-        }
-        for field, values in one.items()
-    }
-
-
-def _joined(rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """These ranks in as few rows of neighbours as possible."""
-    joined: list[tuple[int, int]] = []
-    for first, last in sorted(rows):
-        if joined and first == joined[-1][1] + 1:
-            joined[-1] = joined[-1][0], last
-        else:
-            joined.append((first, last))
-    return joined
-
-
-def differences(places: Places, nodes: Sequence[Node]) -> list[str]:
-    """One line per value that differs from the most common one of its field."""
+def differences(everyone: Sequence[Sequence[str | None]], nodes: Sequence[Node]) -> list[str]:
+    """One line per value that differs from the most common one of its field. everyone: the facts by rank, each in the
+    order of MUST_MATCH."""
     lines = []
-    for field, (name, remedy) in MUST_MATCH.items():
-        ranks = {
-            value: [*chain(*(range(first, last + 1) for first, last in rows))] for value, rows in places[field].items()
-        }
-        usual, *others = sorted(ranks, key=lambda value: (-len(ranks[value]), ranks[value][0])) or [""]
+    for (name, remedy), values in zip(MUST_MATCH.values(), zip(*everyone, strict=True), strict=True):
+        ranks: dict[str, set[int]] = {}
+        for rank, value in enumerate(values):
+            if value is not None:
+                ranks.setdefault(value, set()).add(rank)
+        usual, *others = sorted(ranks, key=lambda value: -len(ranks[value])) or [""]  # of as many, the first rank's
         for value in others:
-            own = {*ranks[value]}
-            where = [node.name for node in nodes if not own.isdisjoint(node.ranks)]
+            where = [node.name for node in nodes if not ranks[value].isdisjoint(node.ranks)]
             lines.append(f"{name}: {value} on {abbreviated(where)}, {usual} on the others; {remedy}")
     return lines
 

@@ -5,9 +5,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from recipes.files.atomic import Lines, utc_now
+from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.metrics.clock import START
 
 LAST_RESORT = 60.0
@@ -68,6 +71,17 @@ def for_a_while(work: Callable[[], None]) -> None:
     worker = threading.Thread(target=work, daemon=True)
     worker.start()
     worker.join(WRITE_SECONDS)
+
+
+def add_to_log(folder: Path, text: str) -> None:
+    """Append to the log.txt of a run that has begun, if its disk answers. folder: that of the run."""
+
+    def append() -> None:
+        with suppress(OSError):
+            if (folder / RECIPE).is_file():
+                Lines(folder / LOG_FILE, log=lambda line: None).append(f"{utc_now()} {text}")
+
+    for_a_while(append)
 
 
 def verdict(reports: Sequence[Report]) -> str:

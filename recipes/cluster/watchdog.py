@@ -24,6 +24,7 @@ from recipes.cluster.reports import (
     LOOK_SECONDS,
     STACKS,
     Report,
+    add_to_log,
     after,
     for_a_while,
     place_of,
@@ -31,8 +32,8 @@ from recipes.cluster.reports import (
 )
 from recipes.files.atomic import utc_now
 from recipes.files.exit_codes import HUNG
-from recipes.files.layout import LOG_FILE, RECIPE
-from recipes.files.screen import tell
+from recipes.files.layout import RECIPE
+from recipes.files.screen import SHOW_CURSOR, tell
 from recipes.metrics.clock import LOADING, START, STEP, RunClock
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ MEETING_SECONDS = 120.0
 """How long processes that have joined may take, at least, until all of them watch each other."""
 FOLDER = "hang"
 """Folder in the run's folder: Python stacks of every process, and NCCL's flight recorder."""
-SHOW_CURSOR = "\x1b[?25h\n"
 
 
 class Watchdog:
@@ -147,15 +147,9 @@ class Watchdog:
 
     def _say(self, text: str) -> None:
         text = text.replace(STACKS, f"  Python stacks of every process: {self._stacks or 'above'}")
-        cursor = SHOW_CURSOR if sys.stdout.isatty() else ""  # the progress line hides it
+        cursor = SHOW_CURSOR.decode() if sys.stdout.isatty() else ""
         tell(f"{cursor}{text}")
-
-        def log() -> None:
-            if (self._folder / RECIPE).exists():
-                with suppress(OSError), (self._folder / LOG_FILE).open("a", encoding="utf-8") as file:
-                    file.write(f"{utc_now()} {text}\n")
-
-        for_a_while(log)
+        add_to_log(self._folder, text)
 
     def _write_stacks(self, own: Report) -> None:
         head = f"{utc_now()} {own.process}, {own.where}, no progress for {own.idle:.0f} s\n"

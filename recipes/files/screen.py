@@ -10,6 +10,8 @@ from typing import Any
 
 PATIENCE = 2.0
 """How many seconds to wait for a reader, such as `less` or a terminal after Ctrl-S, before lines are lost."""
+SHOW_CURSOR = b"\x1b[?25h\n"
+"""What shows a terminal's cursor, which the live line hides."""
 PIPE_BUF = 4096
 """A pipe that can be written takes as many bytes without blocking."""
 

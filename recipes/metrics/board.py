@@ -4,12 +4,12 @@ Imports no torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from recipes.files.layout import TENSORBOARD
+from recipes.metrics.tracking import reason
 
 SECONDS = 30
 """Seconds after which rows that TensorBoard has taken are on the disk; before a checkpoint, at once."""
@@ -19,49 +19,44 @@ class TensorBoard:
     """One run's numbers by step, of all its starts."""
 
     def __init__(self, folder: Path, *, done: int, recipe: Mapping[str, Any], log: Callable[[str], None]) -> None:
-        """
-        Args:
-            folder: the run folder.
-            done: completed steps; what earlier starts wrote about later steps is not shown any more.
-            recipe: shown as text, section by section.
-            log: receives one line if something cannot be written.
-        """
-        self._log = log
-        self._writer: Any = None
-        with self._off_after_a_fault():
+        """done: completed steps; what earlier starts wrote about later ones is not shown any more. recipe: shown as
+        text. Other arguments: see MetricsWriter."""
+        self._log, self._off = log, False
+
+        def begin() -> None:
             from torch.utils.tensorboard.writer import SummaryWriter
 
             self._writer = SummaryWriter(str(folder / TENSORBOARD), purge_step=done + 1, flush_secs=SECONDS)
             self._writer.add_text("recipe", _text(recipe), done)
 
+        self._unless_off(begin)
+
     def write(self, row: Mapping[str, Any]) -> None:
         """Add the numbers of one row."""
-        if self._writer is not None:
-            with self._off_after_a_fault():
-                for name, value in scalars(row):
-                    self._writer.add_scalar(name, value, row["step"])
+
+        def add() -> None:
+            for name, value in scalars(row):
+                self._writer.add_scalar(name, value, row["step"])
+
+        self._unless_off(add)
 
     def flush(self) -> None:
         """Hand all rows to the file."""
-        if self._writer is not None:
-            with self._off_after_a_fault():
-                self._writer.flush()
+        self._unless_off(lambda: self._writer.flush())
 
     def close(self) -> None:
         """Finish writing."""
-        if self._writer is not None:
-            with self._off_after_a_fault():
-                self._writer.close()
-            self._writer = None
+        self._unless_off(lambda: self._writer.close())
+        self._off = True
 
-    @contextmanager
-    def _off_after_a_fault(self) -> Iterator[None]:
+    def _unless_off(self, work: Callable[[], object]) -> None:
+        if self._off:
+            return
         try:
-            yield
+            work()
         except Exception as error:  # of the disk, often met by the writer's thread and raised by its next call
-            self._writer = None
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            self._log(f"TensorBoard: off until the next start ({reason}); metrics.jsonl has every row")
+            self._off = True
+            self._log(f"TensorBoard: off until the next start ({reason(error)}); metrics.jsonl has every row")
 
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -236,12 +236,9 @@ def _scopes(events: Sequence[Event], inner: Mapping[Any, Event]) -> dict[Any, li
 
 
 def _label(name: str, group: str, around: Sequence[str]) -> str:
-    """What a collective is for, such as "tensor: all-gather".
+    """What a collective is for, such as "tensor: all-gather". name, around: as in _kind().
 
-    Args:
-        name: that of the kernel or the operator.
-        group: description of the process group, which NCCL's kernels carry; "" if unknown, then the operators tell.
-        around: the enclosing operators, innermost first.
+    group: description of the process group, which NCCL's kernels carry; "" if unknown, then the operators tell.
     """
     collective = _collective(name)
     if collective == BETWEEN_STAGES or (group == "mesh_pipeline" and collective == "all-to-all"):

@@ -15,8 +15,8 @@ from parallel.passes import sum_over_group
 
 if TYPE_CHECKING:
     from models.counts import Lengths
-    from models.documents import Documents
     from models.transformers_config import TransformersConfig
+    from recipes.data.batches import MicroBatch
 
 ATTENTION: tuple[AttentionFlops, AttentionFlops] = ("causal", "full")
 
@@ -29,21 +29,24 @@ class AttentionLength:
         self._group, self._device = group, device
         self._squared_lengths = self._tokens = 0
 
-    def count(self, micro_batches: "Iterable[Documents | None]") -> None:
+    def count(self, micro_batches: "Iterable[MicroBatch]") -> None:
         """Count one step of this process. The numbers are on the host, so nothing waits for the device."""
-        for documents in micro_batches:
+        for _, _, documents in micro_batches:
             if documents is not None:
                 self._squared_lengths += documents.squared_lengths
                 self._tokens += documents.positions.numel()
 
-    def take(self) -> float | None:
-        """The mean in tokens, or None without documents; then start again. Every process must call it."""
+    def per_step(self, steps: int) -> dict[str, Any]:
+        """What Throughput.row() needs: the mean in tokens, if there are documents. Then start again.
+
+        steps: how many were counted. Every process must call it.
+        """
         if self._tokens == 0:
-            return None
+            return {}
         sums = torch.tensor([self._squared_lengths, self._tokens], dtype=torch.float64, device=self._device)
         squared_lengths, tokens = sum_over_group(sums, self._group).tolist()
         self._squared_lengths = self._tokens = 0
-        return squared_lengths / tokens
+        return {"attention_length": squared_lengths / tokens}
 
 
 class Throughput:

@@ -1,4 +1,7 @@
-"""Sends rows to Weights & Biases from a thread of its own, so that nothing that happens there delays or ends a run."""
+"""Sends rows to Weights & Biases from a thread of its own, so that nothing that happens there delays or ends a run.
+
+Imports no torch.
+"""
 
 import logging
 import os
@@ -57,7 +60,7 @@ class Tracker:
         try:
             import wandb  # noqa: F401  # not in the thread: half-done imports of two threads can meet
         except Exception as error:
-            self._note(f"off, because wandb cannot be imported ({_reason(error)}); {KEPT}")
+            self._note(f"off, because wandb cannot be imported ({reason(error)}); {KEPT}")
             return
         self._thread = Thread(target=self._work, daemon=True, name="Weights & Biases")
         self._thread.start()
@@ -66,6 +69,9 @@ class Tracker:
         """Send one row, some time."""
         self._rows.put(row)
         self._show_notes()
+
+    def flush(self) -> None:
+        """Wait for nothing: the thread sends what there is."""
 
     def close(self) -> None:
         """Wait for what is still to send, but not for long."""
@@ -93,7 +99,7 @@ class Tracker:
                 return self._send()
             except Exception as error:  # of wandb, or of the connection to its wandb-core
                 then = "tracking starts again" if attempt + 1 < STARTS else "tracking is off"
-                self._note(f"stopped ({_reason(error)}); {then}, and {KEPT}")
+                self._note(f"stopped ({reason(error)}); {then}, and {KEPT}")
                 _forget()
 
     def _send(self) -> None:
@@ -131,7 +137,7 @@ class Tracker:
                 return wandb.init(**options, mode="offline" if offline else None)
             except Exception as error:
                 self._offline = True
-                self._note(f"offline, because it cannot start ({_reason(error)}); {self._later('offline-run-*')}")
+                self._note(f"offline, because it cannot start ({reason(error)}); {self._later('offline-run-*')}")
                 _forget()
         return wandb.init(**options, mode="offline")
 
@@ -144,6 +150,6 @@ def _forget() -> None:
         wandb.teardown()
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The first line of an error."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

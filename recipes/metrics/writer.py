@@ -4,15 +4,24 @@ import json
 from collections.abc import Callable, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from recipes.files.atomic import Lines, sync, utc_now
 from recipes.files.layout import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
 from recipes.metrics.config import MetricsConfig
 
-if TYPE_CHECKING:
-    from recipes.metrics.board import TensorBoard
-    from recipes.metrics.tracking import Tracker
+
+class Sink(Protocol):
+    """Where rows go besides metrics.jsonl. Nothing that happens there ends a run."""
+
+    def write(self, row: dict[str, Any], /) -> None:
+        """Take one row."""
+
+    def flush(self) -> None:
+        """Keep the rows so far from getting lost, if that takes no time."""
+
+    def close(self) -> None:
+        """Finish writing."""
 
 
 class MetricsWriter:
@@ -45,19 +54,19 @@ class MetricsWriter:
         self.stage = ""
         """The name of the run's present stage, for a column of every row; "" = there are no stages."""
         self._wandb_id: str | None = before.get("wandb_id")
-        self._tracker: Tracker | None = None
+        self._sinks: list[Sink] = []
         if enabled and config.wandb:
             from recipes.metrics import tracking
 
-            self._tracker = tracking.Tracker(
+            tracker = tracking.Tracker(
                 folder, project=config.wandb_project, name=run_name, recipe=recipe, run_id=self._wandb_id, log=log
             )
-            self._wandb_id = self._tracker.id
-        self._board: TensorBoard | None = None
+            self._wandb_id = tracker.id
+            self._sinks.append(tracker)
         if enabled and config.tensorboard:
             from recipes.metrics import board
 
-            self._board = board.TensorBoard(folder, done=before.get("step", 0), recipe=recipe, log=log)
+            self._sinks.append(board.TensorBoard(folder, done=before.get("step", 0), recipe=recipe, log=log))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores, so that a resumed run continues the same run at Weights & Biases."""
@@ -72,17 +81,15 @@ class MetricsWriter:
             key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()
         }
         self._lines.append(json.dumps(finite, allow_nan=False))
-        if self._tracker is not None:
-            self._tracker.write(row)
-        if self._board is not None:
-            self._board.write(row)
+        for sink in self._sinks:
+            sink.write(row)
 
     def sync(self) -> None:
         """Flush to disk before a checkpoint: a power cut must not leave the checkpoint but lose the rows before it."""
         if not self._enabled:
             return
-        if self._board is not None:
-            self._board.flush()
+        for sink in self._sinks:
+            sink.flush()
         try:
             sync(self._folder, (METRICS, FLOAT8_SHARES, QUARANTINE, LOG_FILE))
         except OSError as error:
@@ -90,7 +97,5 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Finish sending to Weights & Biases, which takes less than a minute, and writing for TensorBoard."""
-        if self._board is not None:
-            self._board.close()
-        if self._tracker is not None:
-            self._tracker.close()
+        for sink in reversed(self._sinks):
+            sink.close()

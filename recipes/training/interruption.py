@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from parallel.messages import Channel, Messages
 from recipes.files.exit_codes import ECHO_SECONDS, PREEMPTED, SIGNALS, ended_by
-from recipes.files.screen import put
+from recipes.files.screen import SHOW_CURSOR, put
 
 BETWEEN_STAGES = "{}: interrupted between two stages; all steps are saved, and the same command resumes\n"
-SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Agreement:
@@ -81,16 +80,13 @@ class Interruption:
         self.can_wait = True
         if not self._listens:
             self._listens = True
-            self._catch_signals()
+            ours, pythons = os.pipe()
+            os.set_blocking(pythons, False)
+            signal.set_wakeup_fd(pythons)
+            for number in SIGNALS:
+                signal.signal(number, lambda number, frame: None)  # without a handler Python writes nothing to the pipe
+            threading.Thread(target=self._listen, args=(ours,), daemon=True, name="signals").start()
         self.agreed_now()
-
-    def _catch_signals(self) -> None:
-        ours, pythons = os.pipe()
-        os.set_blocking(pythons, False)
-        signal.set_wakeup_fd(pythons)
-        for number in SIGNALS:
-            signal.signal(number, lambda number, frame: None)  # without a handler Python writes nothing to the pipe
-        threading.Thread(target=self._listen, args=(ours,), daemon=True, name="signals").start()
 
     def agreed(self) -> int:
         """The signal that any rank had received by the previous call, or 0. Every rank calls it once per step."""
@@ -123,7 +119,7 @@ class Interruption:
             self.noted, self._noted_at = number, time.monotonic()
         elif number != self.noted or time.monotonic() - self._noted_at > ECHO_SECONDS:
             if sys.stdout.isatty():
-                put(sys.stdout.fileno(), SHOW_CURSOR)  # which the live line hides
+                put(sys.stdout.fileno(), SHOW_CURSOR)
             os._exit(ended_by(number))
 
 

@@ -12,8 +12,8 @@ from models.transformers_config import TransformersConfig
 from parallel.dist import World
 from parallel.errors import UserError
 from parallel.heartbeats import is_first_of_all
-from recipes.files.atomic import Lines, utc_now
-from recipes.files.layout import LOG_FILE, RECIPE
+from recipes.cluster.reports import add_to_log
+from recipes.files.layout import RECIPE
 from recipes.files.screen import tell
 from recipes.metrics.clock import START, RunClock
 from recipes.plan.memory import predict
@@ -79,7 +79,7 @@ def report(error: BaseException, recipe: Recipe, world: World, clock: RunClock) 
                 torch.cuda.memory._dump_snapshot(str(snapshot))
                 lines.append(f"  what the memory held: {snapshot}")
                 tell(lines[-1])
-        Lines(folder / LOG_FILE, log=lambda line: None).append(f"{utc_now()} {lines[0]}", *lines[1:], *details)
+        add_to_log(folder, "\n".join([*lines, *details]))
 
 
 def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True) -> list[str]:

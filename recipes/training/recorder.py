@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from models.interface import interface_of
 from parallel.dist import World
 from parallel.passes import gather_loss_and_numbers
 from recipes.checkpoint.config import AVERAGE_LOSS, AVERAGED, KEEP_BEST, VALIDATION
-from recipes.data.batches import MicroBatch
 from recipes.data.loader import DataLoader
 from recipes.evaluation.config import TASK
 from recipes.files.reading import user_path
@@ -29,7 +28,6 @@ from recipes.training.process import Process
 from recipes.training.run_folder import draw_curves
 
 if TYPE_CHECKING:
-    from models.encoder_decoder import EncoderDecoderInputs
     from recipes.cluster.stragglers import ComputeTime, Stragglers
     from recipes.metrics.ladder import Beside
     from recipes.metrics.memory import GpuMemory
@@ -58,23 +56,19 @@ class Recorder:
         self._world, self._mesh, self._clock, self._console = world, mesh, clock, console
         self._loader, self._guard, self._throughput = loader, guard, throughput
         self._balance = built.balance
-        self._steps, self._folder = recipe.run.steps, recipe.run.folder
-        self._draws = recipe.metrics.picture and world.is_main
+        self._recipe, self._steps = recipe, recipe.run.steps
         self._knows_pace = False  # the first row's step compiled, and says nothing about the others
         self.counts_lengths = recipe.data.document_mask or recipe.data.has_pairs
-        """Whether count() must be told of every step."""
-        self._attention_length = AttentionLength(mesh.data_group, device=world.device)
-        self._pair_lengths: PairLengths | None = None
+        """Whether lengths.count() must be told of every step."""
+        self.lengths: AttentionLength | PairLengths = AttentionLength(mesh.data_group, device=world.device)
         if recipe.model.is_encoder_decoder:
             from recipes.metrics import pair_lengths
 
-            self._pair_lengths = pair_lengths.PairLengths(mesh.data_group, device=world.device)
+            self.lengths = pair_lengths.PairLengths(mesh.data_group, device=world.device)
         self._logged = self._first_step = clock.step  # the newest step that a row describes
         self._validated: dict[str, float] = {}  # the columns of the validation at the step that follows
         self._validated_at = -1
         self._averaged: Sequence[int] = ()  # the steps whose average was validated last
-        self._keep_best = recipe.checkpoint.keep_best
-        self._matrix_share = recipe.optimizer.matrix_share
         self.goodput = process.goodput or Goodput(clock, before=progress)
         self._compute: ComputeTime | None = None
         self._stragglers: Stragglers | None = None
@@ -96,30 +90,15 @@ class Recorder:
             from recipes.training.foresight import foresight
 
             self._foresight = foresight(recipe, mesh.degrees, device=throughput.device_name, nodes=len(world.nodes))
-        self._beside = _beside(recipe, tokens=self.tokens(self._steps), log=console.log)
+        self._beside = _beside(recipe, tokens=loader.tokens(self._steps), log=console.log)
         self.metrics = process.metrics or _writer(recipe, world, progress, console)
         self.metrics.stage = stage.name
 
-    def tokens(self, step: int) -> int:
-        """Tokens of so many steps."""
-        return self._loader.tokens(step)
-
-    def count(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Take in a step's micro-batches, for how many tokens attend to how many."""
-        if self._pair_lengths is None:
-            self._attention_length.count(documents for _, _, documents in micro_batches)
-        else:
-            pairs = [(cast("EncoderDecoderInputs", inputs), targets) for inputs, targets, _ in micro_batches]
-            self._pair_lengths.count(pairs)
-
     def _rates(self, step: int, step_seconds: float) -> dict[str, float | None]:
         """The rate columns of the steps since the last row. All ranks call it."""
-        steps, tokens = step - self._logged, self.tokens(step) - self.tokens(self._logged)
+        steps, tokens = step - self._logged, self._loader.tokens(step) - self._loader.tokens(self._logged)
         self._logged = step
-        if self._pair_lengths is not None:
-            return self._throughput.row(step_seconds, lengths=self._pair_lengths.take() / steps)
-        attention_length = self._attention_length.take()
-        return self._throughput.row(step_seconds, attention_length=attention_length, tokens=tokens / steps)
+        return self._throughput.row(step_seconds, tokens=tokens / steps, **self.lengths.per_step(steps))
 
     def log_step(self, step: int, measured: "Measured", *, learning_rate: float) -> None:
         """Record a step: one row of metrics.jsonl, one line on the screen. The host waits for the device here.
@@ -135,14 +114,15 @@ class Recorder:
             self.log_skipped()
             slow, names = self._stragglers.compare(times) if self._stragglers else ({}, [])
             memory, full = self._memory.compare(memory_numbers)
+            matrix_share = self._recipe.optimizer.matrix_share
             row = dict[str, Any](  # raises TypeError for a column of two owners
                 step=step,
-                tokens=self.tokens(step),
+                tokens=self._loader.tokens(step),
                 loss=mean_loss,
                 grad_norm=measured.norm.item(),
                 **{column: value.item() for column, value in measured.columns.items()},
                 lr=learning_rate,
-                **({"matrix_lr": learning_rate * self._matrix_share} if self._matrix_share else {}),
+                **({"matrix_lr": learning_rate * matrix_share} if matrix_share else {}),
                 step_seconds=step_seconds,
                 eta_seconds=(self._steps - step) * step_seconds if self._knows_pace else None,
                 data_seconds=data_seconds,
@@ -189,7 +169,7 @@ class Recorder:
         """Record the steps skipped since the last call. Raises NonFiniteRun after too many in a row."""
         for step, norm in self._guard.skipped():
             self.goodput.move(STEP, SKIPPED, self._clock.seconds_per_step()[0])
-            row = {"step": step, "tokens": self.tokens(step), "skipped": True, "grad_norm": norm}
+            row = {"step": step, "tokens": self._loader.tokens(step), "skipped": True, "grad_norm": norm}
             self.metrics.write(row | {"documents": self._loader.documents(step - 1)})
             self._console.log(f"step {step:>6}  SKIPPED, gradient norm {norm:.2f}; metrics.jsonl names its documents")
 
@@ -217,7 +197,7 @@ class Recorder:
     def _note_validation(self, step: int, columns: dict[str, float]) -> None:
         """Write a row, and remember its finite values for a checkpoint of this step."""
         if step > self._first_step:  # a finished run that is started again has the row
-            self.metrics.write({"step": step, "tokens": self.tokens(step), **columns})
+            self.metrics.write({"step": step, "tokens": self._loader.tokens(step), **columns})
         before = self._validated if step == self._validated_at else {}
         finite = {name: value for name, value in columns.items() if isfinite(value)}
         self._validated, self._validated_at = {**before, **finite}, step
@@ -233,25 +213,22 @@ class Recorder:
         if self._foresight and (row := self._foresight.row()):
             from recipes.training.foresight import line
 
-            self.metrics.write({"step": step, "tokens": self.tokens(step), **row})
+            self.metrics.write({"step": step, "tokens": self._loader.tokens(step), **row})
             self._console.log(line(row))
-
-    def sync(self) -> None:
-        """Make all rows survive a power cut. Call it before a checkpoint, so that none is newer than its rows."""
-        self.metrics.sync()
 
     def state(self, *, finished: bool) -> dict[str, Any]:
         """What a checkpoint of this step keeps, as plain JSON. finished: the run has no steps left."""
         state = self.metrics.state() | self.goodput.state(finished=finished)
         if self._validated_at == self._clock.step:
             state |= {VALIDATION: self._validated} | ({AVERAGED: [*self._averaged]} if self._averaged else {})
-        return state | ({KEEP_BEST: self._keep_best} if self._keep_best else {})
+        keep_best = self._recipe.checkpoint.keep_best
+        return state | ({KEEP_BEST: keep_best} if keep_best else {})
 
     def close(self, *, in_a_hurry: bool = False) -> None:
         """Finish writing, which may wait for the network, and draw what was written, unless it is in a hurry."""
         self.metrics.close()
-        if self._draws and not in_a_hurry:
-            draw_curves(self._folder, log=self._console.log)
+        if self._recipe.metrics.picture and self._world.is_main and not in_a_hurry:
+            draw_curves(self._recipe.run.folder, log=self._console.log)
 
 
 def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: Console) -> MetricsWriter:

@@ -4,7 +4,6 @@ import gc
 import sys
 import time
 import traceback
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,12 +11,10 @@ import torch
 
 from parallel.dist import World, lost_a_peer, start, stop
 from parallel.errors import UserError
-from recipes.cluster.reports import for_a_while
+from recipes.cluster.reports import add_to_log
 from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
 from recipes.data.text.sources import is_prepared
-from recipes.files.atomic import Lines, utc_now
 from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, OUT_OF_MEMORY, PREEMPTED
-from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.metrics.clock import START, RunClock
 from recipes.recipe.load import LoadedRecipe, to_toml
 from recipes.recipe.schema import Recipe
@@ -61,7 +58,7 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
     except UserError as error:
         forget_signals()
         if clock.now != START:
-            _add_to_log(folder, f"rank {world.rank}: {error}")
+            add_to_log(folder, f"rank {world.rank}: {error}")
         if world.is_main:
             raise
         # Rank 0 most likely prints the same error, and then the launcher ends the others: give it time to do so.
@@ -76,23 +73,12 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
             return OUT_OF_MEMORY
         if lost_a_peer(error):
             time.sleep(WITHOUT_PEER)
-        _add_to_log(folder, f"rank {world.rank} failed after step {clock.step}\n{traceback.format_exc().rstrip()}")
+        add_to_log(folder, f"rank {world.rank} failed after step {clock.step}\n{traceback.format_exc().rstrip()}")
         raise
     finally:
         if world.size == 1:  # nobody to wait for; whoever called this may train again
             stop()
         watchdog.close()
-
-
-def _add_to_log(folder: Path, text: str) -> None:
-    """Append to the log.txt of a run that has begun, if its disk answers."""
-
-    def append() -> None:
-        with suppress(OSError):
-            if (folder / RECIPE).is_file():
-                Lines(folder / LOG_FILE, log=lambda line: None).append(f"{utc_now()} {text}")
-
-    for_a_while(append)
 
 
 def _join(recipe: Recipe) -> World:

@@ -84,7 +84,7 @@ class Trainer:
             with self.clock(LOADING):
                 batches = self.loader.batch(self.step)
             if self.recorder.counts_lengths:
-                self.recorder.count(batches)
+                self.recorder.lengths.count(batches)
             return train_step(
                 self.built,
                 batches,
@@ -111,7 +111,7 @@ class Trainer:
         self.recorder.log_skipped()  # a run that resumes from here does not take these steps again
         with self.clock.synchronized(SAVE):
             require_sound_state(self.built, self.world)  # last, so that little happens before it is copied
-            self.recorder.sync()
+            self.recorder.metrics.sync()
             progress = self.loader.progress(self.step) | self.guard.state()
             progress |= self.recorder.state(finished=self.step == self.recipe.run.steps)
             self.checkpoints.save(self.built.model, self.built.optimizer, step=self.step, progress=progress)
@@ -163,7 +163,7 @@ class Trainer:
             write_results(self.built_run, saved=saved)
         self.recorder.log_consumed(self.step)
         if done:
-            tokens = self.recorder.tokens(self.step) - self.recorder.tokens(process.first_step)
+            tokens = self.loader.tokens(self.step) - self.loader.tokens(process.first_step)
             self.console.log(done_line(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
             self.recorder.log_plan(self.step)
             if not recipe.checkpoint.every:

@@ -1,5 +1,6 @@
 """What rank 0's host does for each logged step, each vote on signals, pre-flight and the check before a save."""
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -11,7 +12,7 @@ from parallel.nodes import FEW, Node, arrange
 from parallel.state_check import _first_lines
 from recipes.cluster.findings import Measured, Room, report, wrong_results
 from recipes.cluster.links import Links
-from recipes.cluster.preflight import MUST_MATCH, Facts, differences, places_of, together
+from recipes.cluster.preflight import differences
 from recipes.cluster.stragglers import WINDOW, Stragglers
 from recipes.metrics.clock import RunClock
 from recipes.metrics.memory import FAILURES, PEAK, RESERVED, RETRIES, GpuMemory
@@ -96,18 +97,18 @@ def _at_main(values: Sequence[Value], merge: Callable[[Value, Value], Value]) ->
 def _preflight(ranks: int) -> dict[str, float]:
     nodes = _nodes(ranks)
     values = ("0" * 8, "1" * 8, "3.12.3", "2.13.0", "0.18", "13.0", "2.29.3", "580.65", "NVIDIA H100 80GB HBM3")
-    facts: Facts = dict(zip(MUST_MATCH, values, strict=True))
-    places, first_bytes = _at_main([places_of(facts, rank) for rank in range(ranks)], together)
+    content = pickle.dumps({0: values})  # of which each process has its own
+    facts, first_bytes = _at_main([{rank: pickle.loads(content)[0]} for rank in range(ranks)], _both)
     everyone, bytes_in = _at_main([{rank: _measured(rank, ranks)} for rank in range(ranks)], _both)
     by_rank = [everyone[rank] for rank in range(ranks)]
 
-    assert not differences(places, nodes)
-    assert not wrong_results([link for *_, link in by_rank], nodes)
+    assert not differences([facts[rank] for rank in range(ranks)], nodes)
+    assert not wrong_results([each.links for each in by_rank], nodes)
     report(by_rank, nodes, device="cuda")
     return {"pre-flight: bytes to rank 0's host": first_bytes + bytes_in}
 
 
-def _both(one: dict[int, Measured], other: dict[int, Measured]) -> dict[int, Measured]:
+def _both(one: dict[int, Value], other: dict[int, Value]) -> dict[int, Value]:
     return one | other
 
 
@@ -118,7 +119,7 @@ def _measured(rank: int, ranks: int) -> Measured:
     neighbours = {(rank + PER_NODE) % ranks, (rank - PER_NODE) % ranks} - {rank}
     inside = {other: 3e11 + rank + other for other in group if other != rank}
     links = Links(False, (), 0.01, 0.01, {other: 4.5e10 + other for other in neighbours}, {"tensor": inside})
-    return room, (-0.001, 0.001), links
+    return Measured(room, (-0.001, 0.001), links)
 
 
 def _check(ranks: int) -> dict[str, float]:

@@ -1,10 +1,8 @@
 """What pre-flight finds before the first step, and the nodes that it names."""
 
 import os
-import pickle
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,23 +14,21 @@ from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.nodes import Node, arrange
 from recipes.cluster import preflight as module
-from recipes.cluster.findings import Room, node_warnings, slow_links, table, wrong_results
+from recipes.cluster.findings import Measured, Room, node_warnings, slow_links, table, wrong_results
 from recipes.cluster.links import Links
 from recipes.cluster.preflight import (
     Facts,
     differences,
     local_facts,
     local_room,
-    places_of,
     preflight,
     require_one_folder,
-    together,
 )
 from tests.processes import run_processes
 
 GB = 10**9
 FINE = Links(False, (), 0.1, 0.1, {})
-TOGETHER = [(-0.001, 0.001)]
+TOGETHER = (-0.001, 0.001)
 
 
 def nodes(count: int) -> tuple[Node, ...]:
@@ -57,11 +53,7 @@ def room(tmp_path: Path) -> Room:
 
 
 def differ(facts: Sequence[Facts], nodes: Sequence[Node]) -> list[str]:
-    """The differences of processes, put together in the order in which a tree of messages does."""
-    alone = [places_of(own, rank) for rank, own in enumerate(facts)]
-    found = differences(reduce(together, alone), nodes)
-    assert found == differences(reduce(together, alone[::-1]), nodes)
-    return found
+    return differences([[*own.values()] for own in facts], nodes)
 
 
 def test_facts_of_a_cpu_process_have_versions_and_free_space_but_no_gpu(tmp_path: Path) -> None:
@@ -109,23 +101,14 @@ def test_a_node_that_differs_is_named_with_the_value_and_the_remedy(
 
 def test_an_invisible_driver_version_is_not_a_difference(facts: Facts) -> None:
     """Containers may hide it."""
-    assert differ([facts] * 8, nodes(4)) == differ([facts, facts, facts | {"driver": None}, facts], nodes(2)) == []
+    assert differ([facts] * 8, nodes(4)) == []
+    assert differ([facts, facts, facts | {"driver": None}, facts], nodes(2)) == []
 
 
 def test_all_fields_and_values_that_differ_are_listed(facts: Facts) -> None:
     odd = facts | {"torch": "1", "python": "2"}
     found = differ([facts, facts, odd, facts, facts | {"torch": "3"}, facts], nodes(3))
     assert [line.partition(" on ")[0] for line in found] == ["Python: 2", "torch: 1", "torch: 3"]
-
-
-def test_the_facts_of_thousands_of_alike_processes_are_as_short_as_those_of_one(facts: Facts) -> None:
-    alone = [places_of(facts, rank) for rank in range(4096)]
-    assert [len(pickle.dumps(reduce(together, alone[:count]))) for count in (1, 2, 4096)] == [
-        pytest.approx(len(pickle.dumps(alone[0])), abs=50)
-    ] * 3
-    odd = [places_of(facts | {"torch": str(rank % 2)}, rank) for rank in range(9)]
-    [line] = differences(reduce(together, odd), arrange([("gpu", 0)] * 9))
-    assert line.startswith("torch: 1 on gpu, 0 on the others; ")
 
 
 def test_wrong_numbers_are_attributed_to_collective_and_node() -> None:
@@ -156,9 +139,9 @@ def test_wrong_numbers_are_attributed_to_collective_and_node() -> None:
 def test_nodes_that_are_unlike_the_others_are_warned_of(
     rank: int, odd: dict[str, int], ahead: tuple[float, float], warnings: list[tuple[str, str]], room: Room
 ) -> None:
-    rooms, clocks = [room] * 6, TOGETHER * 6
-    rooms[rank], clocks[rank] = replace(room, **odd), ahead
-    given = list(node_warnings(rooms, clocks, nodes(3)))
+    everyone = [Measured(room, TOGETHER, FINE)] * 6
+    everyone[rank] = Measured(replace(room, **odd), ahead, FINE)
+    given = list(node_warnings(everyone, nodes(3)))
     assert [node for node, _ in given] == [node for node, _ in warnings]
     assert all(text.startswith(start) for (_, text), (_, start) in zip(given, warnings, strict=True))
 
@@ -188,22 +171,22 @@ def test_neither_of_two_nodes_is_named_as_slow() -> None:
 
 
 def test_the_table_has_a_row_for_each_node_with_its_worst_values(room: Room) -> None:
-    links = [replace(FINE, exchanges={0: 3e9})] * 4
-    head, *rows = table([room] * 3 + [replace(room, free_device=GB)], TOGETHER * 4, links, nodes(2), always=[])
+    usual = Measured(room, TOGETHER, replace(FINE, exchanges={0: 3e9}))
+    head, *rows = table([usual] * 3 + [usual._replace(room=replace(room, free_device=GB))], nodes(2), always=[])
     assert head.split()[:4] == ["node", "ranks", "GPU", "free"]
     assert rows[0].split()[:4] == ["gpu-0", "0-1", "79", "GB"] and rows[1].split()[:4] == ["gpu-1", "2-3", "1", "GB"]
     assert rows[0].endswith("3 GB/s")
 
 
 def test_the_table_has_no_gpu_column_without_gpus(room: Room) -> None:
-    head, *_ = table([replace(room, free_device=None)] * 4, TOGETHER * 4, [FINE] * 4, nodes(2), always=[])
+    head, *_ = table([Measured(replace(room, free_device=None), TOGETHER, FINE)] * 4, nodes(2), always=[])
     assert "GPU" not in head
 
 
 def test_the_table_of_very_many_nodes_has_only_the_named_ones_and_the_minima(room: Room) -> None:
-    everyone = [room] * 200
-    everyone[77] = replace(room, free_device=GB)
-    _, *rows = table(everyone, TOGETHER * 200, [FINE] * 200, nodes(100), always=["gpu-38"])
+    everyone = [Measured(room, TOGETHER, FINE)] * 200
+    everyone[77] = Measured(replace(room, free_device=GB), TOGETHER, FINE)
+    _, *rows = table(everyone, nodes(100), always=["gpu-38"])
     assert [row.split("  ")[0] for row in rows] == ["gpu-38", "least of 100"]
     assert all("1 GB" in row for row in rows)
 

@@ -70,25 +70,25 @@ def test_attention_inside_documents_counts_only_the_flops_it_needs(monkeypatch: 
     assert row["tokens_per_second"] == found.row(16.0)["tokens_per_second"]
 
 
-def attention_lengths() -> list[float | None]:
+def attention_lengths() -> list[dict[str, float]]:
     """Values at three logged steps, with documents of rank + 1 tokens, then of rank + 3, then with none."""
     world = start("cpu", seed=0)
     found, lengths = AttentionLength(dist.group.WORLD, device=CPU), []
     for length in (world.rank + 1, world.rank + 3):
         tokens = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
         tokens[:, length - 1 :: length] = 0
-        documents = Documents.of(tokens, end_of_document=0)
-        found.count([documents, documents])
-        found.count([documents])
-        lengths.append(found.take())
-    lengths.append(found.take())
+        batch = tokens, tokens, Documents.of(tokens, end_of_document=0)
+        found.count([batch, batch])
+        found.count([batch])
+        lengths.append(found.per_step(2))
+    lengths.append(found.per_step(2))
     stop()
     return lengths
 
 
 @pytest.mark.slow
 def test_attention_length_is_the_mean_over_all_processes_since_the_last_logged_step() -> None:
-    assert run_processes(2, attention_lengths) == [[1.5, 3.5, None]] * 2
+    assert run_processes(2, attention_lengths) == [[{"attention_length": 1.5}, {"attention_length": 3.5}, {}]] * 2
 
 
 def test_mfu_is_null_where_the_peak_is_unknown() -> None:
@@ -112,11 +112,11 @@ def test_peak_memory_is_in_gib() -> None:
 # Pairs of an encoder-decoder model
 
 
-def pairs(prompts: list[int], answers: list[int]) -> tuple[EncoderDecoderInputs, torch.Tensor]:
+def pairs(prompts: list[int], answers: list[int]) -> tuple[EncoderDecoderInputs, torch.Tensor, None]:
     """Padded inputs and targets of prompts and answers with so many tokens."""
     mask = torch.arange(8) < torch.tensor(prompts)[:, None]  # (B, 8)
     targets = torch.where(torch.arange(6) < torch.tensor(answers)[:, None], 1, IGNORED)  # (B, 6)
-    return EncoderDecoderInputs(torch.zeros(len(prompts), 8, dtype=torch.int64), mask, targets), targets
+    return EncoderDecoderInputs(torch.zeros(len(prompts), 8, dtype=torch.int64), mask, targets), targets, None
 
 
 def count_pairs() -> list[Lengths]:
@@ -125,7 +125,7 @@ def count_pairs() -> list[Lengths]:
     found = []
     for _ in range(2):
         counted.count([pairs([2, 8], [6, 1])] if world.rank else [pairs([3], [5]), pairs([4], [2])])
-        found.append(counted.take())
+        found.append(counted.per_step(1)["lengths"])
     stop()
     return found
 
