@@ -82,7 +82,7 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(
 def measured_here(home: Path, *arguments: str) -> tuple[int, str, str]:
     """The tiny suite with every row in this process or a fork of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "run", run_forked)
+        patch.setattr(runner, "run", run_forked)
         patch.setattr(gpu, "run", kernels_here)
         return bench_here(home, "--suite", "gpu", "--tiny", "--output", "record", *arguments)
 
