@@ -5,11 +5,10 @@ import shutil
 import signal
 import socket
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 from tests.processes import PATIENCE, free_ports, wait_for
-from tests.scripts.nodes import ROOT, arguments, environment, losses, reached
+from tests.scripts.nodes import ROOT, arguments, environment, kill, losses, reached
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -76,9 +75,7 @@ class Cluster:
         """Simulate a power failure: kill the node's daemon, its helpers and all tasks."""
         daemon = self._nodes[node]
         daemon.kill()
-        for process in self.processes(node, daemons=True):
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill(self.processes(node, daemons=True))
         daemon.wait()
         self._daemons.remove(daemon)
 
@@ -137,8 +134,7 @@ SlurmdTimeout=10
         try:
             wait_for("no process left", lambda: not self.processes())
         finally:
-            for process in self.processes():
-                os.kill(process, signal.SIGKILL)
+            kill(self.processes())
 
     def _ask(self, *command: str) -> str:
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True)

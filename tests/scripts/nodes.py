@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from recipes.cluster.restarts import newest_step
@@ -63,6 +66,13 @@ def reached(folder: Path, name: str, step: int) -> bool:
     """Whether this step is logged and the checkpoint due before it is complete. Saves overlap with steps."""
     due = (step - 1) // EVERY * EVERY
     return len(losses(folder, name)) >= step and newest_step(folder / "runs" / name) >= due
+
+
+def kill(processes: Iterable[int]) -> None:
+    """Kill these processes; some end when others are killed."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def launch(folder: Path, words: list[str], *, network: Path | None = None, **variables: str) -> Command:

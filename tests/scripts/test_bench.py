@@ -82,7 +82,7 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(
 def measured_here(home: Path, *arguments: str) -> tuple[int, str, str]:
     """The tiny suite with every row in this process or a fork of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "run", run_forked)
+        patch.setattr(runner, "run", run_forked)
         patch.setattr(gpu, "run", kernels_here)
         return bench_here(home, "--suite", "gpu", "--tiny", "--output", "record", *arguments)
 
@@ -177,25 +177,7 @@ def test_the_page_shows_the_record(record: tuple[dict[str, Any], str]) -> None:
     assert page.startswith("# One cpu\n")
     assert "\n| works_float8" in page and "\n| zero2 | " in page and "\n| nccl_tensor | " in page
     assert "not run yet" not in page
-    assert "## Kernels\n\n" + UNKNOWN_DEVICE in page
-
-
-UNKNOWN_DEVICE = (
-    "No predictions: cpu: its rates are not known; the model knows H100, H200, A100, A100-40, B200 and H100-500W.\n"
-)
-
-
-@pytest.mark.slow
-def test_a_record_of_other_versions_is_not_mixed_with_new_rows(home: Path, tmp_path: Path) -> None:
-    record = json.loads((home / "record/gpu-cpu.json").read_text())
-    record["environment"]["python"] = "3.1"
-    (tmp_path / "record").mkdir()
-    file = tmp_path / "record/gpu-cpu.json"
-    file.write_text(json.dumps(record))
-    code, out, err = measured_here(tmp_path)
-    assert (code, out) == (2, "")
-    assert "different: python (3.1 there). move it away, or write another --output" in err
-    assert json.loads(file.read_text()) == record
+    assert "## Kernels\n\nNo predictions: cpu: its rates are not known; the model knows H100, H200, A100, " in page
 
 
 @pytest.mark.slow

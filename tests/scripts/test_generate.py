@@ -16,6 +16,7 @@ import pytest
 from recipes.data.text.tokenizer import load_tokenizer
 from tests.commands import Command, run_command
 from tests.processes import until_the_terminal_closes
+from tests.scripts.nodes import arguments
 
 pytestmark = pytest.mark.slow
 
@@ -52,12 +53,12 @@ def generate(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str]:
 
 
 def test_the_same_seed_prints_the_same_text(folder: Path) -> None:
-    arguments = [str(folder), "def main(", "--max-tokens", "30", "--top-k", "50", "--top-p", "0.95", "--seed", "3"]
-    code, out, err = generate(*arguments)
+    words = [str(folder), "def main(", "--max-tokens", "30", "--top-k", "50", "--top-p", "0.95", "--seed", "3"]
+    code, out, err = generate(*words)
     assert code == 0
     assert out.startswith("def main(") and len(out) > 40
     assert "30 tokens in" in err and err.rstrip().endswith("tokens/s")
-    assert generate(*arguments)[1] == out
+    assert generate(*words)[1] == out
     assert not set(map(chr, range(32))) & set(out) - set("\n\t")  # no control characters for the terminal
 
 
@@ -131,25 +132,8 @@ def test_a_run_continues_from_its_newest_checkpoint(corpus: Path, tmp_path: Path
     """A run folder is all that is needed, even after the data and the cache are gone."""
     text = tmp_path / "text.txt"
     text.write_text(corpus.read_text()[:60_000])
-    recipe = str(ROOT / "configs" / "smollm3_debug.toml")
-    changes = {
-        "run.name": "small",
-        "run.steps": "2",
-        "data.source": str(text),
-        "data.tokenizer": "train:300",
-        "data.cache": str(tmp_path / "cache"),
-        "data.validation_fraction": "0.3",
-        "batch.sequence_length": "32",
-        "batch.global_batch_size": "2",
-        "batch.micro_batch_size": "2",
-        "schedule.warmup_steps": "0",
-        "schedule.decay_steps": "0",
-        "checkpoint.every": "1",
-        "validation.every": "0",
-        "validation.sample_tokens": "0",
-    }
-    flags = [word for key, value in changes.items() for word in (f"--{key}", value)]
-    assert run_command("train.py", recipe, *flags, cwd=tmp_path)[0] == 0
+    short = ("--run.steps", "2", "--checkpoint.every", "1", "--data.validation_fraction", "0.3")
+    assert run_command("train.py", *arguments(tmp_path, text, "small", *short))[0] == 0
     shutil.rmtree(tmp_path / "cache")
     text.unlink()
     code, out, err = generate("runs/small", "def ", "--max-tokens", "5", "--greedy", cwd=tmp_path)

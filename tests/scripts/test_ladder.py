@@ -95,11 +95,12 @@ def test_a_run_joins_the_losses_of_its_trunk_and_its_fork(finished: tuple[Path, 
         assert [row["step"] for row in rows if "validation_loss" in row][-1] == fork.run.steps
 
 
-def test_the_same_command_again_trains_nothing_and_answers_the_same(finished: tuple[Path, str], home: Path) -> None:
-    def train(*_: object, **__: object) -> Ended:
-        raise AssertionError("a run was trained again")
+def never(*_: object, **__: object) -> Ended:
+    raise AssertionError("a run was trained again")
 
-    code, out, err = climb(home, train=train)
+
+def test_the_same_command_again_trains_nothing_and_answers_the_same(finished: tuple[Path, str], home: Path) -> None:
+    code, out, err = climb(home, train=never)
     assert (code, err) == (0, "")
     assert out.partition("losses on")[2] == finished[1].partition("losses on")[2]
 
@@ -237,9 +238,5 @@ def test_an_array_of_slurm_trains_a_ladder_that_the_command_then_answers(home: P
         cluster.stop()
     logs = [(home / f"slurm-{task}.out").read_text() for task in range(6)]
     assert all("[3/3]" in log and "FAILED" not in log for log in logs), logs
-
-    def train(*_: object, **__: object) -> Ended:
-        raise AssertionError("a run was trained again")
-
-    code, out, err = climb(home, "--output", "slurm", train=train)
+    code, out, err = climb(home, "--output", "slurm", train=never)
     assert (code, err) == (0, "") and "this recipe" in out

@@ -1,9 +1,7 @@
 """Where the processes of a run accept connections, from their start on."""
 
 import ipaddress
-import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import descendants, free_ports, listening, wait_for
-from tests.scripts.nodes import arguments, launch, losses
+from tests.scripts.nodes import arguments, kill, launch, losses
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +23,7 @@ if sys.platform != "linux":
 
 def end(run: "subprocess.Popen[str]") -> tuple[str, str]:
     """Kill a run. Returns its output and errors."""
-    for process in [run.pid, *descendants(run.pid)]:
-        with suppress(ProcessLookupError):  # some end when others are killed
-            os.kill(process, signal.SIGKILL)
+    kill([run.pid, *descendants(run.pid)])
     return run.communicate()
 
 

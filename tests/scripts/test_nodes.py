@@ -16,7 +16,7 @@ from tests.commands import Command, rank_of_fork
 from tests.processes import descendants, free_ports, untimed, wait_for
 from tests.scripts import network
 from tests.scripts.network import DEVICE, Network
-from tests.scripts.nodes import EVERY, STEPS, arguments, launch, losses, reached, run_sh
+from tests.scripts.nodes import EVERY, STEPS, arguments, kill, launch, losses, reached, run_sh
 
 pytestmark = pytest.mark.slow
 
@@ -215,9 +215,7 @@ def test_nodes_restart_after_a_lost_node_a_frozen_process_and_a_killed_launcher(
     job = Nodes(tmp_path, corpus, "--run.hang_timeout", "5", RESTARTS="3")
     job.reach(EVERY + 2)
     lost = job.nodes[1]
-    for process in [lost.pid, *descendants(lost.pid)]:
-        with suppress(ProcessLookupError):  # some end when others are killed
-            os.kill(process, signal.SIGKILL)
+    kill([lost.pid, *descendants(lost.pid)])
     job.nodes[1] = job.start(1)
     lost.communicate()
     job.reach(2 * EVERY + 2)
@@ -341,9 +339,7 @@ def test_a_node_whose_link_becomes_slow_is_named(tmp_path: Path, corpus: Path) -
             node.terminate()
         said = ends(nodes)
     finally:
-        for process in [process for node in nodes for process in (node.pid, *descendants(node.pid))]:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill(process for node in nodes for process in (node.pid, *descendants(node.pid)))
         hosts.close()
     assert [node.returncode for node in nodes] == [128 + signal.SIGTERM] * 3, said
     host = socket.gethostname()

@@ -1,17 +1,15 @@
 """scripts/prepare_data.py as users call it, and a recipe that reads what it wrote."""
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from recipes.data.tokens.shards import read_shard
 from tests.commands import run_command
 from tests.recipes.data.texts import contents, write_rows
+from tests.scripts.nodes import arguments as training
 
 pytestmark = pytest.mark.slow
 
@@ -45,41 +43,15 @@ def test_prepared_folder_is_read_by_a_recipe(tmp_path: Path) -> None:
     assert "nothing was left to do" in run(*arguments, "--validation-fraction", "0.1")
     assert contents(tmp_path / "out") == before
 
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(
-        f'base = "{ROOT / "configs" / "smollm3_debug.toml"}"\n[data]\nsource = "{tmp_path / "out"}"\n'
-        f'tokenizer = "{tmp_path / "out" / "tokenizer.json"}"\nvalidation_fraction = 0.1\n'
-        f'[run]\nsteps = 2\nname = "prepared"\noutput = "{tmp_path}"\n[batch]\nsequence_length = 32\n'
-        "[schedule]\nwarmup_steps = 0\ndecay_steps = 0\n[checkpoint]\nevery = 0\n[validation]\nevery = 0\n"
-        "sample_tokens = 0\n"
-    )
-    code, out, err = run_command("train.py", recipe)
+    recipe = training(tmp_path, tmp_path / "out", "prepared", "--run.steps", "2", "--data.validation_fraction")
+    code, out, err = run_command("train.py", *recipe, "0.1", "--data.tokenizer", tmp_path / "out" / "tokenizer.json")
     assert code == 0, out + err
     assert "done: 2 steps" in out
-    recipe.write_text(
-        recipe.read_text().replace("0.1", "0.2").replace(f'"{tmp_path / "out" / "tokenizer.json"}"', '"train:300"')
-    )
-    code, _, err = run_command("train.py", recipe, "--check")
+    code, _, err = run_command("train.py", *recipe, "0.2", "--check")
     assert code == 2
     said = " ".join(err.split())
     assert "is tokenized already; write tokenizer =" in said
     assert "was prepared with 0.1; write that" in said
-
-
-def test_killed_preparation_continues(tmp_path: Path) -> None:
-    """Real shards are larger than what a test can tokenize, so the kill comes before the first shard is complete."""
-    arguments = ["python-stdlib", str(tmp_path / "out"), "--tokenizer", "train:300", "--cache", str(tmp_path / "cache")]
-    process = subprocess.Popen([sys.executable, str(SCRIPT), *arguments], stdout=subprocess.DEVNULL)
-    while not list((tmp_path / "out").glob(".part-*/train")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert read_shard(tmp_path / "out", 0) is None
-    run(*arguments)
-    assert not list((tmp_path / "out").glob(".part-*"))
-    run("python-stdlib", tmp_path / "whole", *arguments[2:], "--cores", 1)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_preparation_without_held_out_documents_says_what_it_is_good_for(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 from tests.commands import run_command
 from tests.recipes.data.texts import contents, write_rows
 from tests.recipes.data.tokens.test_parts import everything
-from tests.scripts.test_prepare_data import ROOT, SCRIPT, run
+from tests.scripts.nodes import arguments as training
+from tests.scripts.test_prepare_data import SCRIPT, run
 
 pytestmark = pytest.mark.slow
 
@@ -28,17 +29,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def losses(folder: Path, name: str, tokenizer: Path) -> list[float]:
     """The losses of a short run on a prepared folder."""
-    recipe = folder / f"{name}.toml"
-    recipe.write_text(
-        f'base = "{ROOT / "configs" / "smollm3_debug.toml"}"\n[data]\nsource = "{folder / name}"\n'
-        f'tokenizer = "{tokenizer}"\nvalidation_fraction = 0.01\n[run]\nsteps = 5\nname = "on_{name}"\n'
-        f'output = "{folder}"\n[batch]\nsequence_length = 32\n[schedule]\nwarmup_steps = 0\n'
-        "decay_steps = 0\n[checkpoint]\nevery = 0\n[validation]\nevery = 2\n[metrics]\nevery = 1\n"
-    )
-    code, out, err = run_command("train.py", recipe)
+    short = ("--run.steps", "5", "--validation.every", "2", "--data.validation_fraction", "0.01")
+    recipe = training(folder, folder / name, f"on_{name}", "--data.tokenizer", str(tokenizer), *short)
+    code, out, err = run_command("train.py", *recipe)
     assert code == 0, out + err
-    found = [json.loads(line) for line in (folder / f"on_{name}" / "metrics.jsonl").read_text().splitlines()]
-    return [row[key] for row in found for key in ("loss", "validation_loss") if key in row]
+    rows = [json.loads(line) for line in (folder / "runs" / f"on_{name}" / "metrics.jsonl").read_text().splitlines()]
+    return [row[key] for row in rows for key in ("loss", "validation_loss") if key in row]
 
 
 def test_parts_that_are_killed_repeated_and_doubled_train_as_one_machine(tmp_path: Path, tokenizer: Path) -> None:

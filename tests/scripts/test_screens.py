@@ -5,14 +5,13 @@ import pty
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from recipes.files.exit_codes import OUT_OF_MEMORY, PREEMPTED, REFUSED
 from tests.processes import descendants, rank_of, untimed, wait_for
-from tests.scripts.nodes import EVERY, ROOT, arguments, environment, losses, reached
+from tests.scripts.nodes import EVERY, ROOT, arguments, environment, kill, losses, reached
 
 pytestmark = pytest.mark.slow
 
@@ -65,9 +64,7 @@ def test_a_run_saves_when_its_terminal_is_closed(tmp_path: Path, corpus: Path) -
         os.close(ours)  # the kernel sends SIGHUP
         assert process.wait() == PREEMPTED
     finally:
-        for left in [*descendants(process.pid), process.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(left, signal.SIGKILL)
+        kill([*descendants(process.pid), process.pid])
     assert "SIGTERM: interrupted after step " in log(tmp_path)
 
 

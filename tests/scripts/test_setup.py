@@ -124,13 +124,6 @@ def test_an_environment_that_setup_did_not_create_is_not_deleted(checkout: Path)
 
 
 @pytest.mark.slow
-def test_a_missing_interpreter_is_refused_by_name(checkout: Path) -> None:
-    result = source_setup(checkout, PYTHON="/nonexistent")
-    assert result.returncode != 0
-    assert result.stderr == "set-up failed: PYTHON=/nonexistent does not exist or cannot be executed\n"
-
-
-@pytest.mark.slow
 def test_an_interpreter_that_lacks_packages_is_refused_with_their_names(checkout: Path) -> None:
     venv.create(checkout / "empty", with_pip=False)
     result = source_setup(checkout, PYTHON="empty/bin/python", SETUP_EXTRAS="dev")

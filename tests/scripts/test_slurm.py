@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tests.recipes.data.texts import write_rows
 from tests.recipes.data.tokens.test_parts import everything
 from tests.recipes.training.test_full_disk import fill
 from tests.scripts.cluster import Cluster, Job, missing
-from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, launch, losses
+from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, kill, launch, losses
 
 pytestmark = [
     pytest.mark.slurm,
@@ -130,9 +129,7 @@ def test_a_job_restarts_on_its_nodes_after_a_process_is_frozen_and_all_of_a_node
     job.reach(len(job.losses) + 2 * EVERY)
     killed = cluster.processes("node1")
     assert len(killed) >= 3  # the task of srun, the launcher and a worker
-    for process in killed:
-        with suppress(ProcessLookupError):  # some end when others are killed
-            os.kill(process, signal.SIGKILL)
+    kill(killed)
     assert job.finish() == ("COMPLETED", "0:0"), job.log
     assert job.restarts == "0"  # on the nodes it had
     assert "slurm: attempt 2 crashed; newest checkpoint: step " in job.log

@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import signal
 import sys
 import venv
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from recipes.cluster.pack import CHECKOUT
 from tests.processes import wait_for
 from tests.scripts.cluster import Cluster, Job, cannot_mount, missing
 from tests.scripts.looked_at import HOOK, looked_at
-from tests.scripts.nodes import EVERY, ROOT, losses, reached
+from tests.scripts.nodes import EVERY, ROOT, kill, losses, reached
 
 pytestmark = [
     pytest.mark.slurm,
@@ -75,9 +73,7 @@ def test_nodes_run_from_their_own_disks_also_after_a_crash(
     variables = {"PYTHONPATH": str(opened), "LOOKED_AT": str(opened)}
     job = packed(cluster, checkout, corpus, "own", "--run.steps", "24", **variables)
     wait_for("steps", lambda: reached(cluster.folder, "own", EVERY + 2) or job.state == "FAILED")
-    for process in cluster.processes("node1"):
-        with suppress(ProcessLookupError):  # some end when others are killed
-            os.kill(process, signal.SIGKILL)
+    kill(cluster.processes("node1"))
     assert job.finish() == ("COMPLETED", "0:0"), job.log
     assert "attempt 2 on node[0-1], from step " in job.log
     assert job.log.count("slurm: packed the ") == 2

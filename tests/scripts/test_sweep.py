@@ -24,6 +24,7 @@ from recipes.lab.sweep.runner import Ended
 from tests.commands import Command, run_command
 from tests.processes import wait_for
 from tests.recipes.lab.sweep.forked import run_forked
+from tests.recipes.lab.sweep.test_results import cells
 from tests.scripts.called import call
 
 pytestmark = pytest.mark.slow
@@ -72,12 +73,6 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-def cells(page: str) -> dict[str, list[str]]:
-    """First cell, without "emulated" -> the other cells, for every line of the table."""
-    lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
-    return {line[0].strip().removesuffix(" (emulated)"): [cell.strip() for cell in line[1:]] for line in lines}
-
-
 # The CPU variants of the shipped sweeps
 
 
@@ -96,13 +91,16 @@ class Finished:
     @property
     def speed(self) -> dict[str, list[str]]:
         """The first table of its page, by row."""
-        return cells((self.folder / "table.md").read_text().partition("## Numerics")[0])
+        return self._cells(0)
 
     @property
     def numerics(self) -> dict[str, list[str]]:
         """The second table, by row, without its head."""
-        table = cells((self.folder / "table.md").read_text().partition("## Numerics")[2])
-        return {label: line for label, line in table.items() if label != "against bf16"}
+        return {label: line for label, line in self._cells(2).items() if label != "against bf16"}
+
+    def _cells(self, part: int) -> dict[str, list[str]]:
+        table = cells((self.folder / "table.md").read_text().partition("## Numerics")[part])
+        return {label.removesuffix(" (emulated)"): line for label, line in table.items()}
 
 
 @pytest.fixture(scope="module")
@@ -334,21 +332,21 @@ def test_a_sweep_does_not_end_with_its_terminal(tmp_path: Path) -> None:
         assert subprocess.run(command, cwd=tmp_path, stdout=full, stderr=full).returncode == 0
 
 
-def test_a_sweep_of_gpus_is_refused_where_there_is_none(tmp_path: Path, corpus: Path) -> None:
-    code, out, err = run(tmp_path, "configs/sweeps/fp8.toml", "--data.source", str(corpus), CUDA_VISIBLE_DEVICES="")
-    assert (code, out) == (2, "")
-    assert 'run.device = "cuda", but this machine has no GPU; ' in " ".join(err.split()) and "Traceback" not in err
-
-
-def test_nproc_must_be_a_number(tmp_path: Path) -> None:
-    code, _, err = run(tmp_path, CPU / "attention.toml", NPROC="x")
-    assert code == 2 and err == "NPROC=x: must be a number of processes, 1 or more\n"
-
-
-def test_an_output_that_is_a_file_is_refused(tmp_path: Path, corpus: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "variables", "message"),
+    [
+        (["configs/sweeps/fp8.toml"], {"CUDA_VISIBLE_DEVICES": ""}, 'run.device = "cuda", but this machine has no GPU'),
+        ([CPU / "attention.toml"], {"NPROC": "x"}, "NPROC=x: must be a number of processes, 1 or more"),
+        ([CPU / "attention.toml", "--output", "file"], {}, "cannot be written"),
+    ],
+)
+def test_what_a_sweep_cannot_start_with_is_refused(
+    words: list[Any], variables: dict[str, str], message: str, tmp_path: Path, corpus: Path
+) -> None:
     (tmp_path / "file").touch()
-    code, _, err = run(tmp_path, CPU / "attention.toml", "--output", "file", "--data.source", str(corpus))
-    assert code == 2 and "cannot be written" in err and "Traceback" not in err
+    code, _, err = run(tmp_path, *words, "--data.source", str(corpus), **variables)
+    assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
 
 
 # Signals to a sweep in a process of its own
@@ -368,9 +366,7 @@ batch.micro_batch_size = [1, 2]
 """
 
 
-@pytest.fixture(scope="module")
-def interrupted(home: Path, corpus: Path) -> tuple[list[str], int, str, str]:
-    """A sweep that Ctrl-C has ended in its second row: its arguments, exit code, and what it printed after that."""
+def test_an_interrupted_sweep_keeps_its_rows_and_its_command_runs_the_others(home: Path, corpus: Path) -> None:
     (home / "two_rows.toml").write_text(TWO_ROWS)
     arguments = ["two_rows.toml", "--output", "interrupted", "--data.source", str(corpus)]
     process = Command("scripts/sweep.py", *arguments, cwd=home, env=environment(home))
@@ -378,30 +374,13 @@ def interrupted(home: Path, corpus: Path) -> tuple[list[str], int, str, str]:
     assert "running" in seen
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
-    return arguments, process.wait(), out, err
-
-
-def test_an_interrupted_sweep_keeps_the_rows_that_have_ended(
-    interrupted: tuple[list[str], int, str, str], home: Path
-) -> None:
-    _, code, out, err = interrupted
-    assert (code, out) == (130, "")
-    assert err.strip() == "interrupted; the same command continues from here"
-    assert results(home / "interrupted/two_rows")[0]["label"] == "micro_batch_size=1"
-
-
-def test_the_command_of_an_interrupted_sweep_runs_the_other_rows(
-    interrupted: tuple[list[str], int, str, str], home: Path
-) -> None:
-    before = results(home / "interrupted/two_rows")
-    assert [result["label"] for result in before] == ["micro_batch_size=1"]
-    code, out, err = run(home, *interrupted[0])
+    assert (process.wait(), out, err.strip()) == (130, "", "interrupted; the same command continues from here")
+    folder = home / "interrupted/two_rows"
+    assert [result["label"] for result in results(folder)] == ["micro_batch_size=1"]
+    code, out, err = run(home, *arguments)
     assert (code, err) == (0, "")
-    after = results(home / "interrupted/two_rows")
-    assert [(result["label"], result["outcome"]) for result in after] == [
-        ("micro_batch_size=1", "done"),
-        ("micro_batch_size=2", "done"),
-    ]
+    outcomes = {result["label"]: result["outcome"] for result in results(folder)}
+    assert outcomes == {"micro_batch_size=1": "done", "micro_batch_size=2": "done"} and len(results(folder)) == 2
     assert "[1/2] micro_batch_size=1: as before, " in out
 
 

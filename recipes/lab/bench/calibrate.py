@@ -6,7 +6,6 @@ Imports no torch.
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -16,10 +15,8 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
-from recipes.lab.sweep.runner import exit_code_of, run
-from recipes.recipe.load import CONFIGS
+from recipes.lab.sweep.runner import exit_code_of, launch
 
-ROOT = CONFIGS.parent
 MOST_SECONDS = 1200.0
 """Most seconds of one number of processes: more is a hang."""
 
@@ -55,14 +52,8 @@ def measured(processes: Sequence[int]) -> dict[str, Any]:
         for count in processes:
             begin = time.monotonic()
             out = Path(folder) / f"{count}.json"
-            launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={count}"]
-            ended = run(
-                [*launch, str(ROOT / "scripts/bench.py"), "--suite", "operators", str(out)],
-                stdout=Path(folder) / f"{count}.out",
-                stderr=Path(folder) / f"{count}.err",
-                timeout=MOST_SECONDS,
-                environment={"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ},
-            )
+            words = ["scripts/bench.py", "--suite", "operators", str(out)]
+            ended = launch(words, Path(folder) / str(count), processes=count, timeout=MOST_SECONDS)
             if ended.outcome != "done":
                 said = (Path(folder) / f"{count}.err").read_text(encoding="utf-8", errors="replace").strip()
                 raise UserError(f"{count} processes: {ended.outcome}: {ended.reason}\n{said}")

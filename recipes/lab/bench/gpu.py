@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from recipes.files.atomic import write_whole
 from recipes.lab.bench.gpu_page import GROUPS, Record, page
 from recipes.lab.sweep.grid import Sweep, read_sweep
 from recipes.lab.sweep.loop import run_sweep
-from recipes.lab.sweep.results import current_results
+from recipes.lab.sweep.results import current_results, json_lines
 from recipes.lab.sweep.runner import exit_code_of, run
 from recipes.recipe.load import CONFIGS
 
@@ -162,13 +162,5 @@ def _run_group(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:
         timeout=GROUP_LIMIT,
         environment=dict(os.environ),
     )
-    measurements = []
-    for line in out.read_text(encoding="utf-8").splitlines() if out.exists() else []:
-        with suppress(ValueError):  # cut off when the process was ended
-            measurements.append(json.loads(line))
-    return {
-        "outcome": ended.outcome,
-        "reason": ended.reason,
-        "seconds": round(ended.seconds, 3),
-        "measurements": measurements,
-    }
+    facts = {"outcome": ended.outcome, "reason": ended.reason, "seconds": round(ended.seconds, 3)}
+    return facts | {"measurements": json_lines(out)}

@@ -4,7 +4,6 @@ The record is a JSON object: "environment" of the last call, "code" (a hash of t
 was measured by the name of a group of kernels or of a training run. Imports no torch.
 """
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from parallel.errors import UserError, listed
 from recipes.files.markdown import markdown_table
 from recipes.lab.sweep.grid import Row, Sweep
 from recipes.lab.sweep.results import table
-from recipes.lab.sweep.runner import LONGEST_REASON
+from recipes.lab.sweep.runner import short_reason
 from recipes.metrics.hardware import bf16_peak
 from recipes.plan.hardware import GPUS, Gpu, gpu_of
 from recipes.plan.memory import predict as predict_memory
@@ -129,15 +128,10 @@ def _missing(record: Record, sweeps: Sequence[Sweep], measured: list[Json]) -> I
         known |= {row.label: result for row, result in _results(record, sweep)}
     failed = {name: row for name, row in known.items() if row and row["outcome"] != "done"}
     lines = [f"- {name}: {row['outcome']}: {row['reason']}" for name, row in failed.items()]
-    lines += dict.fromkeys(f"- {_name_of(row)}: {_error(row)}" for row in measured if "error" in row)
+    lines += dict.fromkeys(f"- {_name_of(row)}: {short_reason(row['error'])}" for row in measured if "error" in row)
     if left := [name for name, row in known.items() if not row]:
         lines.append(f"- not run yet: {', '.join(left)}")
     yield from lines or ["Everything was measured."]
-
-
-def _error(row: Json) -> str:
-    """Why an operation failed, so short that the list stays one; the record has all of it."""
-    return textwrap.shorten(row["error"], LONGEST_REASON, placeholder="...")
 
 
 def _name_of(row: Json) -> str:

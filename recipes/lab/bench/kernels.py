@@ -198,13 +198,8 @@ def attention(bench: Bench, model: ModelConfig) -> Iterator[Measurement]:
     for name, backend in BACKENDS[device.type].items():
         with sdpa_kernel(backend):
             for passes, call, factor in (("forward", forward, 1), ("both", both, 3)):
-                facts = {
-                    "operation": "attention",
-                    "model": model.name,
-                    "backend": name,
-                    "passes": passes,
-                    "tokens": tokens,
-                }
+                facts: Measurement = {"operation": "attention", "model": model.name, "backend": name}
+                facts |= {"passes": passes, "tokens": tokens}
                 measurement = bench.measured(facts, call, tflops=factor * tflops)
                 yield measurement if "error" in measurement else measurement | {"kernels": _kernel_names(call, device)}
 

@@ -79,7 +79,8 @@ def _run(options: argparse.Namespace) -> int:
     write_rates(fitted)
     part = "\n".join([*generated(errors, fitted), ""])
     PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, part), encoding="utf-8")
-    write_all_rows(errors)
+    with ALL_ROWS.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *cells_of(errors)])
     print(f"written: recipes/plan/rates.py, {shown(PAGE)}, {shown(ALL_ROWS)}")
     return 0
 
@@ -191,12 +192,6 @@ def generated(errors: Errors, fitted: Rates) -> Iterator[str]:
     yield from ("recipe does not know. *: the allocator waited in every step.", "", *measured_here(fitted))
     yield from ("", "Published rows, median and 90th percentile of the sizes of the errors:", "", *summary(errors), "")
     yield from ("Published memory, of what a recipe can state:", "", *memory_table(errors.rows, least=GOAL), "")
-
-
-def write_all_rows(errors: Errors) -> None:
-    """Write the errors of all rows, as a table for spreadsheets."""
-    with ALL_ROWS.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *cells_of(errors)])
 
 
 def write_rates(fitted: Rates) -> None:

@@ -1,7 +1,7 @@
 """What `scripts/ladder.py` does, from a recipe to its predicted loss. Imports no torch."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import groupby
@@ -15,7 +15,7 @@ from recipes.files.atomic import write_whole
 from recipes.files.lock import FolderLock
 from recipes.lab.ladder.fit import SAME, EndedRun, best_rates, fit_law, miss_of_top
 from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, rung_sizes
-from recipes.lab.ladder.runs import Failed, point_of, runs_of, train_all, write_recipes
+from recipes.lab.ladder.runs import point_of, runs_of, train_all, write_recipes
 from recipes.metrics.ladder import Fit, Ladder
 from recipes.recipe.load import load, shown
 from recipes.recipe.rules_ladder import conditions_of
@@ -112,7 +112,7 @@ def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int
 
 
 def _answer(
-    recipe: Recipe, options: Namespace, planned: Sequence[Budget], failed: Sequence[Failed], *, folder: Path
+    recipe: Recipe, options: Namespace, planned: Sequence[Budget], failed: Mapping[str, str], *, folder: Path
 ) -> list[str]:
     """Fit the laws and write them, with a page. Returns the lines for the screen. Raises UserError if too few runs have
     ended, or if they do not determine a law."""
@@ -149,7 +149,7 @@ def _answer(
         rates=best_rates(trials),
         missed=missed,
         unchecked=unchecked,
-        failed={run.name: run.reason for run in failed},
+        failed=failed,
     )
     write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(answer.ladder).decode())
     write_ladder_page(folder, answer, command=options.command)
@@ -160,12 +160,7 @@ def _fits(points: Sequence[EndedRun]) -> Iterator[tuple[float, Fit]]:
     """The fit after each share; before the end only where losses fall with size and tokens already."""
     for share in SHARES:
         with suppress(UserError) if share < 1 else nullcontext():
-            yield share, fit_law(at_share(points, share))
-
-
-def at_share(points: Sequence[EndedRun], share: float) -> list[EndedRun]:
-    """The same runs, with the loss after this share of their steps."""
-    return [replace(point, loss=_between(point.curve, share)) for point in points]
+            yield share, fit_law([replace(point, loss=_between(point.curve, share)) for point in points])
 
 
 def _between(curve: Sequence[tuple[float, float]], share: float) -> float:

@@ -1,7 +1,6 @@
 """Train the runs of a ladder one after another, and read what they reached. Imports no torch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -23,14 +22,6 @@ TIMEOUT = 7 * 86_400.0
 """Seconds after which a run is treated as hung, beyond run.hang_timeout, which sees most hangs."""
 SCORED = ("validation.batches", "validation.source", "fsdp.param_dtype", "fsdp.reduce_dtype", "experts.")
 """Beginnings of fields that a run may change between two starts, but its loss depends on, besides conditions_of()."""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A run that did not end well."""
-
-    name: str
-    reason: str
 
 
 def runs_of(budgets: Sequence[Budget]) -> list[Recipe]:
@@ -63,12 +54,12 @@ def _require_same(old: Recipe, new: Recipe) -> None:
         )
 
 
-def train_all(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: Callable[[str], None]) -> list[Failed]:
-    """Train the runs that are not done, resuming those that began. Returns those that failed; others go on.
+def train_all(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: Callable[[str], None]) -> dict[str, str]:
+    """Train the runs that are not done, resuming those that began. Returns why some failed, by name; others go on.
 
     Raises UserError if one of them read other text than the first.
     """
-    failed: list[Failed] = []
+    failed: dict[str, str] = {}
     texts: dict[str, str] = {}
     for number, recipe in enumerate(recipes, 1):
         name, which = recipe.run.name, f"[{number}/{len(recipes)}] {recipe.run.name}"
@@ -76,7 +67,7 @@ def train_all(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: C
         seconds = 0.0
         if is_done(recipe):
             problem = _problem(recipe)
-        elif trunk in {failure.name for failure in failed}:
+        elif trunk in failed:
             problem = f"{trunk} failed, which it continues from"
         else:
             log(f"{which}: {recipe.run.steps:,} steps of {recipe.batch.global_batch_size} sequences")
@@ -84,7 +75,7 @@ def train_all(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: C
             problem = _problem(recipe) if ended.outcome == "done" else f"{ended.outcome}: {ended.reason}"
             seconds = ended.seconds
         if problem:
-            failed.append(Failed(name, problem))
+            failed[name] = problem
             log(f"{which}: FAILED, {problem}")
         else:
             texts[_texts_of(recipe)] = name

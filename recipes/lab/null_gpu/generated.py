@@ -165,15 +165,11 @@ def _signatures(tree: ast.Module) -> Iterator[tuple[str, dict[str, str]]]:
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Assign)):
         if isinstance(call.value, ast.Call) and ast.unparse(call.value.func) == "async_compile.triton":
             source = ast.parse(ast.literal_eval(call.value.args[1]))
-            entries = (pair for node in ast.walk(source) if isinstance(node, ast.Dict) for pair in _pairs(node))
-            signature = next(ast.literal_eval(value) for key, value in entries if key == "signature")
+            tables = (node for node in ast.walk(source) if isinstance(node, ast.Dict))
+            entries = (pair for node in tables for pair in zip(node.keys, node.values, strict=True))
+            values = (value for key, value in entries if isinstance(key, ast.Constant) and key.value == "signature")
+            signature = ast.literal_eval(next(values))
             yield _name_of(call.targets[0]), {name: kind for name, kind in signature.items() if kind != "constexpr"}
-
-
-def _pairs(node: ast.Dict) -> Iterator[tuple[Any, ast.expr]]:
-    for key, value in zip(node.keys, node.values, strict=True):
-        if isinstance(key, ast.Constant):
-            yield key.value, value
 
 
 def _kind(name: str, kernels: Mapping[str, Any]) -> str:

@@ -90,15 +90,13 @@ def _run(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise UserError(f"{options.record} is no record of this suite ({error}); write another --record") from None
     failed = 0
-    for python in options.python:
-        with tempfile.TemporaryDirectory(prefix="null_gpu_") as folder:
-            gpu = build(python, Path(folder) / "stub")
-            rows = record.setdefault(gpu.torch.partition("+")[0], {})
-            for name, row in _rows(gpu, options, Path(folder)):
-                rows[name] = row
-                failed += is_bad(row)
-                print(f"{gpu.torch} {name}: {row.get('error') or 'done'}", flush=True)
-                write_whole(options.record, json.dumps(record, indent=1, sort_keys=True) + "\n")
+    for gpu, folder in _built(options):
+        rows = record.setdefault(gpu.torch.partition("+")[0], {})
+        for name, row in _rows(gpu, options, folder):
+            rows[name] = row
+            failed += is_bad(row)
+            print(f"{gpu.torch} {name}: {row.get('error') or 'done'}", flush=True)
+            write_whole(options.record, json.dumps(record, indent=1, sort_keys=True) + "\n")
     lines = "\n".join(table(record))
     if options.write_docs:
         PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, f"\n{lines}\n\n"), encoding="utf-8")
@@ -110,17 +108,23 @@ def _run(options: argparse.Namespace) -> int:
 def _count_generated(options: argparse.Namespace) -> int:
     """Print the bytes that the generated kernels of each recipe move, with two layers; 1 if a step failed."""
     failed = 0
+    for gpu, folder in _built(options):
+        counted = {}
+        for path in _paths(options):
+            *_, (name, overrides) = variants(path, eager_only=False)
+            row = step(gpu, path, (*overrides, "--model.layers", "2"), folder / "step")
+            counted[name] = row.get("generated", [])
+            failed += "error" in row
+            print(f"{gpu.torch} {name}: {row.get('error') or 'done'}", flush=True)
+        print("\n".join(table_of_generated(counted)), flush=True)
+    return int(failed > 0)
+
+
+def _built(options: argparse.Namespace) -> Iterator[tuple[NullGpu, Path]]:
+    """A null GPU for each Python that is asked for, and a folder that is deleted after its use."""
     for python in options.python:
         with tempfile.TemporaryDirectory(prefix="null_gpu_") as folder:
-            gpu, counted = build(python, Path(folder) / "stub"), {}
-            for path in _paths(options):
-                *_, (name, overrides) = variants(path, eager_only=False)
-                row = step(gpu, path, (*overrides, "--model.layers", "2"), Path(folder) / "step")
-                counted[name] = row.get("generated", [])
-                failed += "error" in row
-                print(f"{gpu.torch} {name}: {row.get('error') or 'done'}", flush=True)
-            print("\n".join(table_of_generated(counted)), flush=True)
-    return int(failed > 0)
+            yield build(python, Path(folder) / "stub"), Path(folder)
 
 
 def _paths(options: argparse.Namespace) -> list[Path]:

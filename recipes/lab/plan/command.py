@@ -17,7 +17,7 @@ from recipes.files.exit_codes import FINISHED, REFUSED
 from recipes.files.reading import fault
 from recipes.lab.plan.numbers import numbers_of
 from recipes.lab.plan.options import USAGE, Options, read_options
-from recipes.lab.plan.plan import Plan, plan, plans_of_sizes
+from recipes.lab.plan.plan import plan, plans_of_sizes
 from recipes.lab.plan.screen import about, costs, screen, sizes_screen
 from recipes.lab.plan.world import Asked, World, degrees_of, world_of
 from recipes.recipe.load import load
@@ -152,12 +152,9 @@ def _searched(path: str, changes: Sequence[str], options: Options, world: World)
     finally:
         said.cancel()
 
-    def numbers_or_none(plan: Plan | None) -> dict[str, Any] | None:
-        return None if plan is None else numbers_of(plan, options.money)
-
     numbers = {
-        "original": numbers_or_none(result.original),
-        "best": numbers_or_none(result.best),
+        "original": result.original and numbers_of(result.original, options.money),
+        "best": result.best and numbers_of(result.best, options.money),
         "difference": result.difference(),
         "others": [numbers_of(plan, options.money) for plan in result.others],
         "apart": {name: numbers_of(plan, options.money) for name, plan in result.apart.items()},

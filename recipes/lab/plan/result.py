@@ -169,16 +169,10 @@ class SearchResult:
 def search(
     recipe: Recipe, world: World, *, numerics: bool = False, fixed: frozenset[str] = frozenset()
 ) -> SearchResult:
-    """The fastest that fits, and what else there is to say.
+    """The fastest that fits, and what else there is to say, of a recipe whose mesh need not fit the processes.
 
-    Args:
-        recipe: where the search starts; its mesh need not fit the processes.
-        world: the GPUs.
-        numerics: also try what changes the numbers of the training: float8, and bfloat16 moments and gradient sums.
-        fixed: dotted keys that stay as they are.
-
-    Raises:
-        UserError: no mesh of these processes can run the recipe.
+    numerics: also try what changes the numbers of the training: float8, and bfloat16 moments and gradient sums. fixed:
+    dotted keys that stay as they are. Raises UserError if no mesh of these processes can run the recipe.
     """
     space = Space(recipe, world, fixed)
     looked = Search(space).run()

@@ -46,13 +46,9 @@ class World:
 
 
 def world_of(recipe: Recipe, asked: Asked, *, processes: int | None = None, nodes: int | None = None) -> World:
-    """The GPUs to plan for. Raises UserError if the processes cannot be divided among the nodes.
+    """The GPUs to plan for: as asked, or as the recipe or its name says, or else as many as its mesh needs.
 
-    Args:
-        recipe: it or its name may say a kind of GPU and a number, or else its mesh decides about the number.
-        asked: about the kind of GPU.
-        processes: as asked.
-        nodes: as asked.
+    Raises UserError if the processes cannot be divided among the nodes.
     """
     named, named_by = _named(recipe, asked)
     if processes is None and nodes is not None:

@@ -127,7 +127,7 @@ def _worst_casts(path: Path) -> list[list[Any]]:
 def read_results(folder: Path) -> list[Result]:
     """The results in results.jsonl, oldest first, except cut-off lines. Raises UserError if another is not a result."""
     path = folder / RESULTS
-    results = _json_lines(path)
+    results = json_lines(path)
     for result in results:
         if not isinstance(result, dict) or not {"label", "fingerprint", "outcome"} <= set(result):
             start = json.dumps(result)[:60]
@@ -335,11 +335,11 @@ def _logged(path: Path) -> list[dict[str, Any]]:
 
 def logged_rows(path: Path) -> list[dict[str, Any]]:
     """The lines that are rows of a step, which lines from another hand or after a power cut are not."""
-    return [row for row in _json_lines(path) if isinstance(row, dict) and type(row.get("step")) is int]
+    return [row for row in json_lines(path) if isinstance(row, dict) and type(row.get("step")) is int]
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Empty if there is no such file."""
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file; empty if there is no such file."""
     values = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         with suppress(ValueError, RecursionError):  # cut off when the run was killed

@@ -110,11 +110,17 @@ def write_recipe(recipe: Recipe, folder: Path) -> Path:
 
 def train_apart(recipe: Recipe, folder: Path, *, processes: int, timeout: float) -> Ended:
     """Train a recipe in processes of its own, started as scripts/run.sh starts them; their output goes to logs/."""
-    launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={processes}"]
+    words = ["train.py", str(write_recipe(recipe, folder))]
+    return launch(words, folder / "logs" / recipe.run.name, processes=processes, timeout=timeout)
+
+
+def launch(words: Sequence[str], logs: Path, *, processes: int, timeout: float) -> Ended:
+    """Run a script in processes of its own, which share the cores. Output goes to LOGS.out and LOGS.err."""
+    start = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={processes}"]
     return run(
-        [*launch, str(ROOT / "train.py"), str(write_recipe(recipe, folder))],
-        stdout=folder / "logs" / f"{recipe.run.name}.out",
-        stderr=folder / "logs" / f"{recipe.run.name}.err",
+        [*start, str(ROOT / words[0]), *words[1:]],
+        stdout=Path(f"{logs}.out"),
+        stderr=Path(f"{logs}.err"),
         timeout=timeout,
         environment={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), **os.environ},
     )
@@ -175,16 +181,16 @@ def outcome_and_reason(code: int, errors: str) -> tuple[Outcome, str]:
     raised = RAISED.findall(said)
     for line in (*raised, *said.splitlines()):
         if OUT_OF_MEMORY.search(line) and "Warning" not in line:
-            return "out of memory", _short(line)
+            return "out of memory", short_reason(line)
     if code == 2:
-        return "refused", _short(said)
+        return "refused", short_reason(said)
     if raised:
-        return "crashed", _short(raised[-1])
+        return "crashed", short_reason(raised[-1])
     last = launcher_lines[-1].removeprefix("launch: ") if launcher_lines else said.rstrip().rpartition("\n")[2]
-    return "crashed", _short(last or f"exit code {code}")
+    return "crashed", short_reason(last or f"exit code {code}")
 
 
-def _short(text: str) -> str:
+def short_reason(text: str) -> str:
     """The text on one line of limited length."""
     return textwrap.shorten(text, LONGEST_REASON, placeholder="...")
 

@@ -26,7 +26,7 @@ from tests.commands import run_command
 from tests.object_server import object_server, upload_folder
 from tests.processes import run_processes
 from tests.recipes.checkpoint.operations import Recorder, replay, torn
-from tests.training import change, run_all, take_step, training
+from tests.training import change, rows, run_all, take_step, training
 
 pytestmark = pytest.mark.slow
 
@@ -129,6 +129,14 @@ def test_progress_says_what_was_averaged_and_has_no_validation_of_the_newest(run
     assert code == 0 and screen.splitlines()[1].split()[0] == "8" and screen.rstrip().endswith("complete")
 
 
+def test_export_is_the_average_in_transformers(run: Recipe, out: Path, tmp_path: Path) -> None:
+    export_checkpoint(out, tmp_path / "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", torch_dtype=torch.float32).state_dict()
+    expected = by_hand(run.run.folder, [2, 4, 6, 8], [0.25] * 4)
+    for mine, name in (("embedding", "embed_tokens"), ("blocks.1.feed_forward.down_proj", "layers.1.mlp.down_proj")):
+        assert torch.equal(theirs[f"model.{name}.weight"], expected[f"model.{mine}.weight"])
+
+
 def begin(recipe: Recipe, weights: dict[str, Any]) -> tuple[dict[str, Any], int, float]:
     """State and step of a run before its first step, and the loss of that, with these weights if there are any."""
     with training(recipe, start("cpu", seed=0)) as trainer:
@@ -156,6 +164,15 @@ def test_a_fork_begins_with_the_average_and_the_moments_of_the_newest(run: Recip
     [(_, _, expected)] = run_processes(1, begin, of_newest, averaged)
     [(_, _, other)] = run_processes(1, begin, change(of_newest, run={"name": "other"}), {})
     assert loss == expected != other
+
+
+def test_a_fork_and_a_run_of_its_weights_train_on(run: Recipe, out: Path) -> None:
+    fork = change(run, run={"name": "goes_on", "continue_from": str(out), "steps": 10})
+    tuned = change(run, run={"name": "tuned", "steps": 2}, model={"weights": str(out)})
+    assert run_processes(2, run_all, [fork, tuned]) == [[0, 0], [0, 0]]
+    assert [row["step"] for row in rows(fork) if "loss" in row] == [9, 10]
+    name = "model.norm.weight"
+    assert (tensors(tuned.run.folder, 2)[name] - tensors(out, 8)[name]).abs().max() < 0.02
 
 
 def test_the_average_is_read_from_a_server_and_its_copies_are_deleted(run: Recipe, out: Path, tmp_path: Path) -> None:
@@ -199,6 +216,19 @@ def test_a_damaged_checkpoint_is_refused_by_file_and_leaves_nothing(step: int, c
     damage(file, file)
     with pytest.raises(UserError, match=rf"^{file} is damaged: bytes \d+ to \d+"):
         quietly(copy, STEPS, copy.with_name("out"))
+    require_nothing_left(copy.parent)
+
+
+def test_nan_in_a_checkpoint_is_refused_by_tensor(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("recipes.lab.average.average.shares_of", lambda count, weights: [torch.nan] * count)
+        quietly(copy, STEPS, tmp_path / "nan")
+    newest = step_folder(copy / "checkpoints", 8)
+    shutil.rmtree(newest)
+    shutil.move(step_folder(tmp_path / "nan/checkpoints", 8), newest)
+    shutil.rmtree(tmp_path / "nan")
+    with pytest.raises(UserError, match=r"step-00000008 is as it was written, but has NaN .* in model\."):
+        quietly(copy, "6,8", copy.with_name("out"))
     require_nothing_left(copy.parent)
 
 

@@ -195,11 +195,6 @@ def test_long_errors_are_cut_and_those_of_products_are_listed_once(sweep: Sweep)
     assert max(len(line) for line in text.splitlines() if " c c" in line) < 360
 
 
-def test_nothing_is_predicted_for_a_cpu(sweep: Sweep) -> None:
-    text = gpu_page.page(record_of({}) | {"environment": FACTS | {"device": "cpu"}}, [sweep])
-    assert "## Kernels\n\nNo predictions: cpu: its rates are not known; the model knows H100, H200, A100," in text
-
-
 def test_notes_of_the_record_are_shown_beside_the_rows_that_lack_the_rest(sweep: Sweep) -> None:
     """A row whose record was lost has its printed numbers alone."""
     [row] = [row for row in sweep.rows if row.label == "zero2"]

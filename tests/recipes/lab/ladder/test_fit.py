@@ -1,5 +1,6 @@
 """A ladder's law and learning rates: known ones are recovered, and runs that determine none are refused."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import nan
 from typing import Any
@@ -120,11 +121,17 @@ def test_loss_that_is_no_positive_number_is_refused_by_rung(loss: float) -> None
         fit_law(points)
 
 
-def test_losses_that_rise_with_size_are_refused_by_rung() -> None:
-    points = [replace(one, loss=one.loss * (one.parameters / SIZES[0]) ** 0.2) for one in ladder(noise=0.001)]
-
-    with pytest.raises(UserError, match="does not fall from rung 100000 to rung 2000000: look at the learning rates"):
-        fit_law(points)
+@pytest.mark.parametrize(
+    ("rising", "message"),
+    [
+        (lambda one: one.loss * (one.parameters / SIZES[0]) ** 0.2, "from rung 100000 to rung 2000000: look at the"),
+        (lambda one: float(losses([LAW], one.parameters, 1e7)[0]) * (one.tokens / one.parameters) ** 0.02, "with more"),
+    ],
+    ids=["with size", "with tokens"],
+)
+def test_losses_that_rise_with_size_are_refused_by_rung(rising: Callable[[EndedRun], float], message: str) -> None:
+    with pytest.raises(UserError, match=f"does not fall {message}"):
+        fit_law([replace(one, loss=rising(one)) for one in ladder(noise=0.001)])
 
 
 def test_more_tokens_do_not_hide_that_losses_rise_with_size() -> None:
@@ -137,16 +144,6 @@ def test_more_tokens_do_not_hide_that_losses_rise_with_size() -> None:
         for seed in range(2)
     ]
     with pytest.raises(UserError, match="does not fall from rung 6984 to rung 55536"):
-        fit_law(points)
-
-
-def test_losses_that_rise_with_tokens_are_refused() -> None:
-    points = [
-        replace(one, loss=float(losses([LAW], one.parameters, 1e7)[0]) * (one.tokens / one.parameters) ** 0.02)
-        for one in ladder()
-    ]
-
-    with pytest.raises(UserError, match="does not fall with more tokens"):
         fit_law(points)
 
 

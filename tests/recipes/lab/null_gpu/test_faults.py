@@ -55,20 +55,18 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NullGpu]:
 
 
 @pytest.mark.slow
-def test_python_without_torch_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("echo no module named torch >&2; exit 1", "has no torch"),
+        ("printf '2.13.0+cpu\\nNone\\n/torch\\n'", r"has torch 2\.13\.0\+cpu, which is not a CUDA build; name an env"),
+    ],
+)
+def test_a_python_without_a_cuda_build_of_torch_is_refused(answer: str, message: str, tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho no module named torch >&2\nexit 1\n", encoding="utf-8")
+    python.write_text(f"#!/bin/sh\n{answer}\n", encoding="utf-8")
     python.chmod(0o755)
-    with pytest.raises(UserError, match="has no torch"):
-        build(python, tmp_path / "stub")
-
-
-@pytest.mark.slow
-def test_python_with_a_cpu_build_of_torch_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nprintf '2.13.0+cpu\\nNone\\n/torch\\n'\n", encoding="utf-8")
-    python.chmod(0o755)
-    with pytest.raises(UserError, match=r"has torch 2\.13\.0\+cpu, which is not a CUDA build; name an environment"):
+    with pytest.raises(UserError, match=message):
         build(python, tmp_path / "stub")
 
 

@@ -18,11 +18,10 @@ from recipes.lab.plan.world import World
 from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict
 from recipes.plan.time import step_time
-from recipes.recipe.load import load
+from recipes.recipe.load import CONFIGS, load
 from tests.recipes.lab.plan.asked import numbers, printed, refused
 
-ROOT = Path(__file__).resolve().parents[4]
-CONFIGS = ROOT / "configs"
+ROOT = CONFIGS.parent
 RECIPES = sorted(
     path
     for folder in (CONFIGS, CONFIGS / "benchmarks")

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +9,7 @@ from parallel.errors import UserError
 from recipes.lab.plan.hints import hint
 from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.world import Asked, world_of
-from recipes.recipe.load import load
-
-CONFIGS = Path(__file__).resolve().parents[4] / "configs"
+from recipes.recipe.load import CONFIGS, load
 
 
 def planned(*changes: str, file: str = "smollm3_3b_8xh100.toml") -> Plan:

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from recipes.recipe.load import load
+from recipes.recipe.load import CONFIGS, load
 from tests.ladders import LAW, write_ladder
 from tests.recipes.lab.plan.asked import numbers, printed, refused
 
-CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 NODE = str(CONFIGS / "smollm3_3b_8xh100.toml")
 
 

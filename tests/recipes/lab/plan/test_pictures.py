@@ -1,16 +1,12 @@
 """What pictures of a plan show; tests/recipes/lab/plan/test_command.py draws them."""
 
-from pathlib import Path
-
 import pytest
 
 from recipes.lab.plan.pictures import forward
 from recipes.lab.plan.plan import plan
 from recipes.lab.plan.world import World
 from recipes.plan.hardware import GPUS
-from recipes.recipe.load import load
-
-CONFIGS = Path(__file__).resolve().parents[4] / "configs"
+from recipes.recipe.load import CONFIGS, load
 
 
 @pytest.mark.parametrize("reshard", ["true", "false"])

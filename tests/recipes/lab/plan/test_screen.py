@@ -1,7 +1,6 @@
 """A plan on one screen."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +9,8 @@ from recipes.lab.plan.screen import Money, between, duration, in_units, number, 
 from recipes.lab.plan.world import World
 from recipes.plan.hardware import GPUS
 from recipes.plan.time import StepTime
-from recipes.recipe.load import load
+from recipes.recipe.load import CONFIGS, load
 
-CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 WORLD = World(GPUS["H100"], 8, kind_from="--gpu", number_from="--processes")
 
 

@@ -1,5 +1,6 @@
 """Which GPU a plan is made for, and how many of them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,9 @@ from parallel.errors import UserError
 from recipes.lab.plan.world import Asked, World, known, world_of
 from recipes.plan.hardware import GPUS, Gpu
 from recipes.plan.rates import RATES, Rates
-from recipes.recipe.load import load
+from recipes.recipe.load import CONFIGS, load
 from recipes.recipe.schema import Recipe
 
-CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 CARD = ("NVIDIA H200", 143_771 * 2**20)
 
 
@@ -24,20 +24,25 @@ def told(world: World) -> tuple[str, int, int, int]:
     return world.gpu.name, world.processes, world.nodes, world.gpu.per_node
 
 
-def test_the_name_of_a_recipe_holds_kind_and_number() -> None:
-    world = world_of(recipe_of("llama3_405b_128x8h100.toml"), Asked(""))
-    assert told(world) == ("H100", 1024, 128, 8)
-    assert world.kind_from == world.number_from == "from the recipe's name"
+NAME = "from the recipe's name"
+EIGHT = "smollm3_3b_8xh100"
 
 
-def test_the_name_of_the_file_holds_them_where_the_run_has_another_name() -> None:
-    world = world_of(recipe_of("smollm3_3b_8xh100.toml", "--run.name", "trial"), Asked("smollm3_3b_8xh100"))
-    assert told(world) == ("H100", 8, 1, 8)
-
-
-def test_another_gpu_keeps_the_number() -> None:
-    world = world_of(recipe_of("smollm3_3b_48x8h100.toml"), Asked("", gpu="h200"))
-    assert (*told(world), world.kind_from) == ("H200", 384, 48, 8, "--gpu")
+@pytest.mark.parametrize(
+    ("name", "changes", "asked", "number", "expected"),
+    [
+        ("llama3_405b_128x8h100", (), Asked(""), {}, ("H100", 1024, 128, 8, NAME, NAME)),
+        (EIGHT, ("--run.name", "trial"), Asked(EIGHT), {}, ("H100", 8, 1, 8, NAME, NAME)),  # that of the file
+        ("smollm3_3b_48x8h100", (), Asked("", gpu="h200"), {}, ("H200", 384, 48, 8, "--gpu", NAME)),
+        (EIGHT, (), Asked(""), {"nodes": 4}, ("H100", 32, 4, 8, NAME, "--nodes, 8 in each")),  # full nodes
+        (EIGHT, (), Asked(""), {"processes": 16, "nodes": 4}, ("H100", 16, 4, 4, NAME, "--processes")),
+    ],
+)
+def test_the_name_of_a_recipe_holds_kind_and_number(
+    name: str, changes: Sequence[str], asked: Asked, number: dict[str, int], expected: tuple[object, ...]
+) -> None:
+    world = world_of(recipe_of(f"{name}.toml", *changes), asked, **number)
+    assert (*told(world), world.kind_from, world.number_from) == expected
 
 
 def test_a_recipe_without_hardware_is_planned_for_the_fewest_h100_of_its_mesh() -> None:
@@ -77,15 +82,6 @@ def test_an_unknown_gpu_of_this_machine_is_named(monkeypatch: pytest.MonkeyPatch
 def test_a_gpu_is_known_by_its_name_and_memory(device: str, mebibytes: int, name: str | None) -> None:
     found = known(device, mebibytes * 2**20)
     assert (found.name if found else None) == name
-
-
-def test_nodes_alone_are_full_ones() -> None:
-    assert told(world_of(recipe_of("smollm3_3b_8xh100.toml"), Asked(""), nodes=4)) == ("H100", 32, 4, 8)
-
-
-def test_processes_and_nodes_say_how_many_gpus_a_node_has() -> None:
-    world = world_of(recipe_of("smollm3_3b_8xh100.toml"), Asked(""), processes=16, nodes=4)
-    assert told(world) == ("H100", 16, 4, 4)
 
 
 def test_processes_that_nodes_cannot_share_are_refused() -> None:

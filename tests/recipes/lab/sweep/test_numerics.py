@@ -11,10 +11,10 @@ from recipes.lab.sweep.numerics import compare, numerics_table
 from recipes.lab.sweep.plots import OPERANDS, UNDERFLOW, draw_sweep, loss_curves, underflow
 from recipes.lab.sweep.results import Result, result_of
 from recipes.lab.sweep.runner import Ended
+from recipes.recipe.load import CONFIGS
 
-DEBUG = Path(__file__).resolve().parents[4] / "configs/smollm3_debug.toml"
 TEXT = f"""
-base = "{DEBUG}"
+base = "{CONFIGS}/smollm3_debug.toml"
 skip_steps = 16
 [fixed]
 metrics.every = 16

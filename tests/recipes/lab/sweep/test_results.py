@@ -14,11 +14,11 @@ from recipes.lab.sweep.grid import Sweep, read_sweep
 from recipes.lab.sweep.plots import BARS, LOSS, bars, draw_sweep, loss_curves
 from recipes.lab.sweep.results import append, current_results, loss_gaps, mean_gap, read_results, result_of, table
 from recipes.lab.sweep.runner import Ended
+from recipes.recipe.load import CONFIGS
 
-DEBUG = Path(__file__).resolve().parents[4] / "configs/smollm3_debug.toml"
 DEVICE = "NVIDIA H100 80GB HBM3"
 TEXT = f"""
-base = "{DEBUG}"
+base = "{CONFIGS}/smollm3_debug.toml"
 skip_steps = 4
 [fixed]
 metrics.every = 4

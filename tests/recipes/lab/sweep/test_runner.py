@@ -118,6 +118,28 @@ def stubborn(tmp_path: Path) -> list[str]:
     return [sys.executable, str(tmp_path / "stubborn.py"), "with children"]
 
 
+def running(folder: Path, command: list[str], signals: str, *, children: int) -> subprocess.Popen[str]:
+    """A process that runs the command, once its children have started. signals: what decides about signals."""
+    code = f"""
+        import os, signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
+        sys.path.insert(0, {str(ROOT)!r})
+        from contextlib import nullcontext
+        from pathlib import Path
+        from recipes.lab.sweep.runner import Stopped, run, stop_signals
+        try:
+            with {signals}():
+                run({command!r}, stdout=Path("out"), stderr=Path("err"), timeout=600, environment=dict(os.environ))
+        except Stopped as stop:
+            sys.exit(100 + stop.number)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    process = subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True)
+    wait_for("its children", lambda: len(list(folder.glob("pid-*"))) == children)
+    return process
+
+
 def alive(folder: Path) -> list[int]:
     """The stubborn processes that still run; zombies do not count."""
     found = []
@@ -155,18 +177,7 @@ def test_a_run_that_hangs_leaves_no_process_behind(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
 def test_a_second_interrupt_kills_a_run_that_ignores_the_first(tmp_path: Path) -> None:
-    code = f"""
-        import os, signal, sys
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
-        sys.path.insert(0, {str(ROOT)!r})
-        from pathlib import Path
-        from recipes.lab.sweep.runner import run
-        run({stubborn(tmp_path)!r}, stdout=Path("out"), stderr=Path("err"), timeout=600, environment=dict(os.environ))
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-    )
-    wait_for("three processes", lambda: len(list(tmp_path.glob("pid-*"))) == 3)
+    process = running(tmp_path, stubborn(tmp_path), "nullcontext", children=3)
     process.send_signal(signal.SIGINT)
     time.sleep(1)
     assert process.poll() is None  # still waiting for a clean exit
@@ -181,7 +192,7 @@ def test_a_second_interrupt_kills_a_run_that_ignores_the_first(tmp_path: Path) -
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_asks_the_run_to_stop_and_kills_its_other_processes(number: signal.Signals, tmp_path: Path) -> None:
     """The run stops at Ctrl-C; its two children ignore every signal but SIGKILL."""
-    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    stubborn(tmp_path)
     (tmp_path / "polite.py").write_text(
         "import signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -192,24 +203,10 @@ def test_a_signal_asks_the_run_to_stop_and_kills_its_other_processes(number: sig
         "except KeyboardInterrupt:\n"
         "    open('asked', 'w').close()\n"
     )
-    code = f"""
-        import os, signal, sys
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
-        sys.path.insert(0, {str(ROOT)!r})
-        from pathlib import Path
-        from recipes.lab.sweep.runner import Stopped, run, stop_signals
-        try:
-            with stop_signals():
-                command = [sys.executable, "polite.py"]
-                run(command, stdout=Path("out"), stderr=Path("err"), timeout=600, environment=dict(os.environ))
-        except Stopped as stop:
-            sys.exit(100 + stop.number)
-    """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path)
-    wait_for("both children", lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    process = running(tmp_path, [sys.executable, "polite.py"], "stop_signals", children=2)
     process.send_signal(number)
-    assert process.wait() == 100 + number
+    process.communicate()
+    assert process.returncode == 100 + number
     assert (tmp_path / "asked").exists()
     assert alive(tmp_path) == []
 

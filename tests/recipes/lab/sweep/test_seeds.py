@@ -11,15 +11,15 @@ from recipes.lab.sweep.grid import Sweep, read_sweep
 from recipes.lab.sweep.numerics import compare, numerics_table
 from recipes.lab.sweep.plots import UNDERFLOW_SHOWS, bars, draw_sweep, loss_curves, underflow
 from recipes.lab.sweep.results import Result, by_seed, loss_gaps, table
+from recipes.recipe.load import CONFIGS
 
-DEBUG = Path(__file__).resolve().parents[4] / "configs/smollm3_debug.toml"
 STEPS = (1, 64, 128)
 CASTS = [["blocks.0.attention.q_proj", "input", 0.0, 0.25]]
 
 
 def read(folder: Path, axes: str, *, steps: int = 128) -> Sweep:
     text = f"""
-base = "{DEBUG}"
+base = "{CONFIGS}/smollm3_debug.toml"
 skip_steps = 2
 [fixed]
 metrics.every = 2
