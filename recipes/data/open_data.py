@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,15 @@ from recipes.data.sequences import Sequences, Source, require_documents, require
 from recipes.data.text.sources import describe, is_prepared, notes, pinned
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
 from recipes.data.tokens.shards import TRAIN, Shard, Shards, problem_path
-from recipes.data.tokens.workspace import USUAL, Pieces, preparation, whole_shards, would_read_itself
+from recipes.data.tokens.workspace import (
+    USUAL,
+    Pieces,
+    Preparation,
+    link_shards,
+    preparation,
+    whole_shards,
+    would_read_itself,
+)
 from recipes.files.reading import may_pass, user_path
 from recipes.files.units import counted
 
@@ -262,7 +270,7 @@ class _Opening:
         background = None
         is_used = used.partition("-")[0] == work.fingerprint
         if launch.writes:
-            folder, shards = _choose_folder(settings.cache, work.fingerprint, used=used if is_used else "")
+            folder, shards = _choose_folder(settings.cache, work, used=used if is_used else "")
             if shards and shards[-1].last:
                 launch.log(f"tokens found in {folder}")
             else:
@@ -285,15 +293,20 @@ def _entry(source: str, tokens: str, text: str, *, prepared: bool, about: str) -
     return {"source": source, "tokens": tokens, "text": text, "prepared": prepared, "about": about}
 
 
-def _choose_folder(cache: Path, fingerprint: str, *, used: str) -> tuple[Path, list[Shard]]:
-    """The folder for tokens of this fingerprint, and the shards that are in it.
+def _choose_folder(cache: Path, work: Preparation, *, used: str) -> tuple[Path, list[Shard]]:
+    """The folder for the tokens, and the shards that are in it.
 
-    used: name of the one that the run was trained on, if it is of this fingerprint. Shards that lack a file which was
-    unreadable are kept for the runs that were trained on them. Other runs get a folder of their own, and try it again.
+    used: name of the one that the run was trained on, if it is for this work. Shards that lack a file which was
+    unreadable are kept for the runs that were trained on them. Other runs get a folder of their own with the shards
+    before those, and try the file again.
     """
-    for name in (used,) if used else (f"{fingerprint}-{number}" if number else fingerprint for number in count()):
+    whole: tuple[Path, Sequence[Shard]] | None = None
+    names = (f"{work.fingerprint}-{number}" if number else work.fingerprint for number in count())
+    for name in (used,) if used else names:
         folder = cache / name
         try:
+            if whole is not None and not folder.exists():
+                link_shards(*whole, folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json)
             folder.mkdir(parents=True, exist_ok=True)
             shards = whole_shards(folder)
         except OSError as error:
@@ -302,6 +315,7 @@ def _choose_folder(cache: Path, fingerprint: str, *, used: str) -> tuple[Path, l
             raise problem from error
         if used or not any(shard.unread for shard in shards):
             break
+        whole = folder, [*takewhile(lambda shard: not shard.unread, shards)]
     return folder, shards
 
 

@@ -2,11 +2,12 @@
 subfolder for its unfinished files, with a lock on it that ends with the process, however it ends: process ids and host
 names mean nothing across containers and nodes. Imports no torch."""
 
+import errno
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,8 @@ from recipes.files.reading import read_patiently
 if TYPE_CHECKING:
     from recipes.data.text.row import Fields
 
+NO_LINKS = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of file systems without hard links."""
 SECONDS_TO_WRITE_A_TEXT = 3600
 """A killed process left an unfinished text that is older than this."""
 # Up to this size, shards are compared with their checksums at every start (a fraction of a second).
@@ -190,6 +193,25 @@ def claimed(folder: Path, *, fingerprint: str, tokenizer: str) -> Iterator[Path]
                     stack.callback(os.close, lock)
             _take(folder, part, fingerprint, tokenizer)
         yield part
+
+
+def link_shards(old: Path, shards: Sequence[Shard], new: Path, *, fingerprint: str, tokenizer: str) -> None:
+    """Start a folder with hard links to these first shards of another one: files of shards are replaced, never changed.
+
+    Without links, where the file system has none: the text is tokenized again. Raises OSError as claimed() does.
+    """
+    with claimed(new, fingerprint=fingerprint, tokenizer=tokenizer):
+        for number, shard in enumerate(shards):
+            paths = [*(array_path(old, number, kind) for kind in ARRAYS), shard_path(old, number)]
+            for path in [bad_rows_path(old, number), *paths] if shard.bad else paths:
+                try:
+                    os.link(path, new / path.name)
+                except FileExistsError:  # another run links it too
+                    continue
+                except OSError as error:
+                    if error.errno not in NO_LINKS:
+                        raise
+                    return
 
 
 def publish(part: Path, file: Path, text: str) -> None:

@@ -24,7 +24,7 @@ from recipes.data.open_data import Data, DataSettings, Launch, open_data
 from recipes.data.sequences import Piece, Quarantine, Sequences, Source
 from recipes.data.tokens.background import Background
 from recipes.data.tokens.prepare import write_shards
-from recipes.data.tokens.shards import problem_path, read_index, shard_path
+from recipes.data.tokens.shards import array_path, problem_path, read_index, shard_path
 from tests.processes import PATIENCE, process_context, wait_for
 from tests.recipes.data.text.test_hub import c4, tiny_stories
 from tests.recipes.data.texts import SMALL, shards_in, tokenizer_for, work_on, write_rows
@@ -389,6 +389,7 @@ def test_unreadable_file_is_tried_again_by_another_run(tmp_path: Path) -> None:
         data.training.close()
     folders = sorted((tmp_path / "cache" / "tokens").iterdir())
     assert [path.name for path in folders] == [work.fingerprint, f"{work.fingerprint}-1"]
+    assert len({array_path(path, 0, "train").stat().st_ino for path in folders}) == 1  # not made again
 
 
 @pytest.mark.slow

@@ -214,9 +214,9 @@ def test_resume_refuses_tokens_that_differ_when_made_again(small: Recipe, tmp_pa
     )
     work = work_on(tmp_path / "in", tokenizer=tokenizer)
 
-    def make(*, lacking: bool, folder: str = work.fingerprint) -> None:
+    def make(*, lacking: bool) -> None:
         shutil.rmtree(cache, ignore_errors=True)
-        shards = write_shards(cache / "tokens" / folder, work)
+        shards = write_shards(cache / "tokens" / work.fingerprint, work)
         found = [next(shards)]
         if lacking:
             (tmp_path / "in" / "b.jsonl").rename(tmp_path / "b.jsonl")
@@ -234,6 +234,6 @@ def test_resume_refuses_tokens_that_differ_when_made_again(small: Recipe, tmp_pa
     gives = r"the {} global batches that this run .* have changed: .*/in' gives different tokens, .* A file {}"
     with pytest.raises(Exception, match=gives.format(4, "cannot be read now: repair it, remove .*tokens/")):
         run_on(1, change(recipe, run={"steps": 6}))
-    make(lacking=False, folder=f"{work.fingerprint}-1")  # of other shards
+    make(lacking=False)
     with pytest.raises(Exception, match=gives.format(2, "could not be read then, or .*: restore the old data.cache")):
         run_on(1, change(other, run={"steps": 6}))

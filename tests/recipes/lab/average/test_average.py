@@ -98,13 +98,6 @@ def test_parameters_are_the_average_to_the_bit_and_the_rest_is_the_newest(run: R
     assert not torch.equal(found["model.embedding.weight"], newest["model.embedding.weight"])
 
 
-def test_export_is_the_average_in_transformers(run: Recipe, out: Path, tmp_path: Path) -> None:
-    export_checkpoint(out, tmp_path / "hf")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", torch_dtype=torch.float32).state_dict()
-    expected = by_hand(run.run.folder, [2, 4, 6, 8], [0.25] * 4)
-    assert torch.equal(theirs["model.embed_tokens.weight"], expected["model.embedding.weight"])
-
-
 def test_decay_has_the_shares_of_a_decay_by_1_minus_the_root(run: Recipe, tmp_path: Path) -> None:
     shares = shares_of(3, "decay")
     assert [sum(shares[j:]) for j in range(3)] == pytest.approx([1, 1 - (1 / 3) ** 0.5, 1 - (2 / 3) ** 0.5])
