@@ -20,6 +20,8 @@ from recipes.recipe.fields import (
     field_types,
     sections,
     toml,
+    unknown_key,
+    unknown_section,
     value_of,
 )
 from recipes.recipe.schema import Recipe
@@ -59,8 +61,6 @@ def split_section(arguments: list[str]) -> tuple[list[str], str]:
     named = arguments[-1].strip("[]") if arguments else ""
     if named in sections():
         return arguments[:-1], named
-    from recipes.recipe.synonyms import unknown_section
-
     if len(arguments) == 1 and not Path(named).exists() and "did you mean" in (message := unknown_section(named)):
         raise UserError(f"--help {named}: {message}")
     return arguments, ""
@@ -105,7 +105,7 @@ def _groups(flags: Flags) -> tuple[dict[str, list[str]], list[Problem]]:
     groups, problems = {}, []
     for key, values in flags:
         if (annotation := field_types().get(key)) is None:
-            from recipes.recipe.synonyms import FIELDS, unknown_key
+            from recipes.recipe.synonyms import FIELDS
 
             close = [] if key in FIELDS else get_close_matches(key, (*OPTIONS, *OF_PLAN), n=1)
             message = f"unknown; did you mean --{close[0]}?" if close else unknown_key(key)

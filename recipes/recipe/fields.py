@@ -7,18 +7,26 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import tomli
 import tomli_w
 from annotated_types import Interval, MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from parallel.errors import TemporaryError, UserError
+from parallel.errors import TemporaryError, UserError, listed
 from recipes.files.reading import shorten
 from recipes.recipe.schema import ONE_OR_SEVERAL, Recipe
 
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+VALUE_WORDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
+EXAMPLES = {
+    "data.mixture": {"web.jsonl": 0.7, "code.jsonl": 0.3},
+    "validation.sources": {"web": "held-out/web.jsonl", "code": "held-out/code.jsonl"},
+}
+"""Examples for fields whose default is not a useful one."""
 COMMAND_LINE = "command line"
 """Where a value was written that no file has."""
 LARGEST = 2**63
@@ -104,7 +112,7 @@ def accept(annotation: Any, value: Any) -> Any:
     """
     if get_origin(annotation) is tuple and isinstance(value, list):
         value = tuple(value)
-    if beyond_toml(value):
+    if _beyond(value):
         TypeAdapter(Annotated[int, Interval(gt=-LARGEST, lt=LARGEST)]).validate_python(LARGEST)  # raises
     return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False)).validate_python(value, strict=True)
 
@@ -119,20 +127,113 @@ def accepts(annotation: Any, value: Any) -> bool:
 
 def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
     """What is wrong with the value and what to write instead, or None. flag: from the command line, lists as words."""
+    annotation = field_types()[key]
     try:
-        accept(field_types()[key], value)
+        accept(annotation, value)
         return None
     except ValidationError as error:
-        from recipes.recipe.synonyms import wrong_value
+        from recipes.recipe.synonyms import is_wish
 
         kinds = [found["type"] for found in error.errors()]  # of each type that the field accepts
-        return wrong_value(key, value, kinds, flag=flag)
+    rule = f"must be {describe(annotation)}"
+    if "finite_number" in kinds:
+        rule = rule.replace("a number", "a finite number")
+    of_right_type = any("_than" in kind or kind == "finite_number" for kind in kinds)
+    of_right_type = of_right_type or (get_origin(annotation) is tuple and isinstance(value, list))
+    if kinds[0].endswith("_type") and not flag and not of_right_type:
+        rule += f", and {shorten(toml(value))} is {VALUE_WORDS.get(type(value), 'a ' + type(value).__name__)}"
+    if _beyond(value):
+        rule += f" and < {LARGEST}" if of_right_type else ""
+    close = [candidate for candidate in _readings(annotation, value) if accepts(annotation, candidate)]
+    if not close and (is_wish(value) or annotation is bool or get_origin(annotation) is Literal):
+        return rule  # says all that there is; the default would be one answer to any wish
+    instead = close[0] if close else EXAMPLES.get(key, value_of(Recipe(), key))
+    example = "" if close else "for example "
+    if flag:
+        instead = [word for item in instead.items() for word in item] if isinstance(instead, dict) else instead
+        words = instead if isinstance(instead, list | tuple) else [instead]
+        typed = " ".join(str(word).lower() if isinstance(word, bool) else str(word) for word in words)
+        return f"{rule}; write {example}--{key} {typed}".rstrip()
+    return f"{rule}; write {example}{key.partition('.')[2]} = {toml(instead)}"
 
 
-def beyond_toml(value: Any) -> bool:
+def _readings(annotation: Any, value: Any) -> list[Any]:
+    """What the user may have meant by a value of the wrong type, most likely first."""
+    from recipes.recipe.synonyms import meanings
+
+    choices = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
+    words = [word for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
+    readings = meanings(value, words if choices == (annotation,) else ())
+    if isinstance(value, str):
+        for text in (value, value.lower()):  # "3e-4", "True"
+            with suppress(ValueError):
+                readings.append(tomli.loads(f"v = {text}")["v"])
+        readings += get_close_matches(value.lower(), words, n=1, cutoff=0.5)
+    readings += [int(x) for x in (value, *readings) if isinstance(x, float) and x.is_integer()]  # 1e3
+    if get_origin(annotation) is tuple and not isinstance(value, list | dict):
+        readings += [[x] for x in (value, *readings)]
+    elif isinstance(value, list) and len(value) == 1:
+        readings += value
+    if isinstance(value, int | float):
+        readings += [str(value), *([bool(value)] if value in (0, 1) else [])]
+    return readings
+
+
+def _beyond(value: Any) -> bool:
     """Whether this is, or has in it, an integer that is none in TOML."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     return any(isinstance(item, int) and abs(item) >= LARGEST for item in items)
+
+
+def unknown_section(name: str) -> str:
+    """The message for a [section] that does not exist."""
+    if message := _of_other_programs(name, "section"):
+        return message
+    from recipes.recipe.synonyms import SECTIONS
+
+    close = [SECTIONS[_normal(name)]] if _normal(name) in SECTIONS else []
+    close = close or get_close_matches(_normal(name), sections(), n=1)
+    hint = f"did you mean [{close[0]}]?" if close else f"the sections are {listed(sections())}"
+    return f"unknown section; {hint}"
+
+
+def unknown_key(key: str) -> str:
+    """The message for a dotted or bare key that does not exist."""
+    section, _, name = _normal(key).rpartition(".")
+    if name == "base":
+        return 'unknown key; base = "other.toml" belongs in a file, above its first [section]'
+    if name in sections() and not section:
+        return f"is a section; its keys are {listed(key for key in field_types() if key.startswith(name + '.'))}"
+    if message := _of_other_programs(name, "key"):
+        return message
+    names = {known: known.partition(".")[2] for known in field_types()}
+    of_section = {bare: known for known, bare in names.items() if known.startswith(section + ".")}
+    if name in of_section:
+        return f"unknown key; did you mean {of_section[name]}?"
+    elsewhere = [known for known, bare in names.items() if bare == name]
+    if not elsewhere and (close := get_close_matches(name, of_section, n=1)):
+        elsewhere = [of_section[close[0]]]
+    if not elsewhere:
+        close = get_close_matches(name, set(names.values()), n=2, cutoff=0.7)
+        elsewhere = [known for known, bare in names.items() if bare in close]
+    if elsewhere:
+        return f"unknown key; did you mean {listed(elsewhere, last='or')}?"
+    if of_section:
+        return f"unknown key; [{section}] has {listed(of_section)}"
+    return f"unknown key; every key belongs to a section: {listed(sections())}"
+
+
+def _of_other_programs(name: str, what: str) -> str | None:
+    """The message for what other programs call learning_rate, tp, cp_size, pp, ...; None for other names."""
+    name = _normal(name)
+    from recipes.recipe.synonyms import FIELDS
+
+    field = FIELDS.get(name) or FIELDS.get(re.sub("(_degree|_size)?$", "", name, count=1))
+    return f"unknown {what}; did you mean {field}?" if field else None
+
+
+def _normal(name: str) -> str:
+    return name.replace("-", "_").lower()
 
 
 def field_docs(cls: type) -> dict[str, str]:

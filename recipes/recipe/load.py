@@ -22,6 +22,8 @@ from recipes.recipe.fields import (
     refusal_of,
     sections,
     toml,
+    unknown_key,
+    unknown_section,
 )
 from recipes.recipe.paths import settle_paths
 from recipes.recipe.rules import broken_rules
@@ -163,28 +165,16 @@ def _read(tables: dict[str, Any], origin: str, run: Written) -> list[Problem]:
     problems: list[Problem] = []
     values: dict[str, Any] = {}
     for section, table in tables.items():
-        if section not in sections():
-            from recipes.recipe.synonyms import unknown_key, unknown_section
-
-            if isinstance(table, dict):
-                problems.append(Problem(f"[{section}]", unknown_section(section), "", origin))
-            else:
-                problems.append(Problem(section, unknown_key(section), toml(table), origin))
+        if section not in sections() and isinstance(table, dict):
+            problems.append(Problem(f"[{section}]", unknown_section(section), "", origin))
+        elif section not in sections():
+            problems.append(Problem(section, unknown_key(section), toml(table), origin))
         elif not isinstance(table, dict):
             message = f"is a section; write [{section}] on a separate line and its keys below"
             problems.append(Problem(section, message, toml(table), origin))
         else:
             values |= {f"{section}.{name}": value for name, value in table.items()}
-    return problems + run.read(values, origin, _unknown)
-
-
-def _unknown(key: str) -> str | None:
-    """The message for a key that does not exist; None for one that does."""
-    if key in field_types():
-        return None
-    from recipes.recipe.synonyms import unknown_key
-
-    return unknown_key(key)
+    return problems + run.read(values, origin, lambda key: None if key in field_types() else unknown_key(key))
 
 
 def _assemble(run: Written, weights: "InitialWeights | None") -> Recipe:

@@ -20,11 +20,11 @@ from recipes.recipe.fields import (
     field_types,
     sections,
     toml,
+    unknown_key,
 )
 from recipes.recipe.paths import settle_paths
 from recipes.recipe.schema import Recipe, StageConfig
 from recipes.recipe.stages import Stage, stages_of
-from recipes.recipe.synonyms import unknown_key
 
 if TYPE_CHECKING:
     from recipes.recipe.command_line import Flags

@@ -19,12 +19,13 @@ from recipes.recipe.fields import (
     refusal,
     sections,
     toml,
+    unknown_key,
+    unknown_section,
     value_of,
     with_values,
 )
 from recipes.recipe.load import CONFIGS, Layer, load, read_toml, shown, to_toml
 from recipes.recipe.schema import Recipe, RunConfig
-from recipes.recipe.synonyms import unknown_key, unknown_section
 
 SWEEPS = CONFIGS / "sweeps"
 LEAST_WINDOWS = 3
