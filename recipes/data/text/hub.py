@@ -12,7 +12,6 @@ from typing import Any
 from parallel.errors import UserError
 from recipes.data.text.readers import is_array, read_file
 from recipes.data.text.row import Fields, Place, Row, Rows, names_of, no_such_field, reason, text_of
-from recipes.data.text.sources import file_size
 from recipes.files.reading import user_path
 
 HUB_PREFIX = "hf:"
@@ -168,7 +167,7 @@ class HubReader:
         shards = len(self._data_files) if self._stream is None else self._stream.num_shards
         if len(self._data_files) != shards:
             self._data_files = []
-        self._sizes = [file_size(file) for file in self._data_files]
+        self._sizes = [file.stat().st_size if file.exists() else 0 for file in self._data_files]
         self.files = [f"{source}, shard {number} of {shards}" for number in range(1, shards + 1)]
 
     def rows(self, start: Place) -> Rows:
