@@ -14,9 +14,9 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 MOST_MODULES = 78
-MOST_LINES = 9_230
+MOST_LINES = 9_310
 """Lines of code."""
-WITH_CHECKPOINTS = {"modules": 91, "lines": 11_180}
+WITH_CHECKPOINTS = {"modules": 91, "lines": 11_260}
 """The same of a run that saves checkpoints."""
 MOST_FILES_OF_A_STEP = 15
 NOT_ASKED_FOR = {
