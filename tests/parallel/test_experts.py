@@ -80,7 +80,7 @@ TRAPS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str]] = {
     ),
     "22: the balance loss of parts of rows": (
         "1.1.1.2.1.2:balance",
-        lambda: mock.patch.object(of_parallel._Sum, "__call__", lambda _, hits: hits),
+        lambda: mock.patch.object(of_parallel.Sum, "forward", lambda _, hits: hits),
         NUMBERS,
     ),
     "26: experts as a unit inside of a block that recomputes": (
