@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
     ("limit", "said"),
     [
         ("-v 300000", "ulimit -v is 300000, and torch needs more than 600000; raise it"),
-        ("-v 700000", "ulimit -v (700,000)"),
+        ("-v 650000", "ulimit -v (650,000)"),
     ],
 )
 def test_a_limit_that_is_too_low_is_named(limit: str, said: str, tmp_path: Path) -> None:
