@@ -53,7 +53,8 @@ def limit_behind(error: BaseException) -> str:
     """What to say of an error that a limit of the shell or job causes; "" for any other, or if none is set."""
     text = str(error) or "memory ran out"
     threads = "can't start new thread" in text or "Resource temporarily unavailable" in text
-    if not threads and not isinstance(error, (MemoryError, SystemError)):  # the latter from modules in C
+    in_c = isinstance(error, SystemError) and "without exception set" in text  # of modules in C that get no memory
+    if not (threads or in_c or isinstance(error, MemoryError)):
         return ""
     limits = []
     for name, number, unit in (("-u", resource.RLIMIT_NPROC, 1), ("-v", resource.RLIMIT_AS, 1024)):

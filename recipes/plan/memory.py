@@ -84,16 +84,16 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True, imbal
         )
         return max(processes, key=lambda prediction: prediction.peak)
     size = sizes_of(recipe, degrees, imbalance=imbalance)
-    found = moments(size, range(recipe.model.layers))
-    return Prediction({name: size.state_by_kind | pieces | outside for name, pieces in found})
+    pieces_at = moments(size, range(recipe.model.layers))
+    return Prediction({name: size.state_by_kind | pieces | outside for name, pieces in pieces_at})
 
 
 def outside_of_torch(recipe: Recipe, degrees: MeshDegrees) -> Pieces:
     """Bytes that torch's allocator does not know of."""
     split_ends = recipe.model.tied_embeddings and degrees.pipeline > 1
     split_ends = split_ends and recipe.pipeline_stages(degrees.pipeline).splits_ends
-    copies, experts = recipe.optimizer.facts.orthogonalizes, recipe.model.experts > 0
-    groups = degrees.group_sizes(experts=experts, muon=copies, split_ends=split_ends) if degrees.processes > 1 else []
+    muon, experts = recipe.optimizer.facts.orthogonalizes, recipe.model.experts > 0
+    groups = degrees.group_sizes(experts=experts, muon=muon, split_ends=split_ends) if degrees.processes > 1 else []
     return {"CUDA context": CUDA, "buffers of NCCL": sum(NCCL if size > 2 else NCCL_PAIR for size in groups)}
 
 
