@@ -120,6 +120,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         groups[gradient.device_mesh, sharded_axes].append(gradient.to_local())
     squares = []
     for (mesh, axes), gradients in groups.items():
+        if gradients[0].is_cpu:  # where torch's norm of 134M float32 numbers is 1.4% short; norms of rows are exact
+            gradients = [torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32) for gradient in gradients]
         square = get_total_norm(gradients).float().square()
         for axis in axes:
             if mesh.size(axis) > 1:
