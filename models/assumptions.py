@@ -3,14 +3,10 @@
 Each function yields or returns a sentence for people about what breaks the assumption.
 """
 
-import inspect
 import re
 from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models.interface import ModelInterface
 
@@ -72,62 +68,6 @@ def shared_parameters(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return [group for group in names.values() if len(group) > 1]
-
-
-def why_documents_meet(model: nn.Module, interface: ModelInterface) -> str | None:
-    """Why documents that are packed into a row would see each other; None if they do not.
-
-    transformers keeps them apart where it makes the masks from positions that start anew in each document. So two
-    documents go through the model, with all that is outside of its blocks on the CPU, and every block is replaced by
-    one that only looks at its mask. (The text is of token 0, the one that the embedding needs.)
-    """
-    kind = type(model).__name__
-    if len(interface.stacks) > 1:
-        return f"{kind} has an encoder, whose texts are padded, not packed"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return f"{kind} takes no positions, by which it would know packed documents"
-    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        return f"{kind} has convolutions, which do not stop at the end of a document"
-    looking = [_LooksAtMask(model.get_submodule(name)) for name in _plain(interface)]
-    for name, block in zip(_plain(interface), looking, strict=True):
-        model.set_submodule(name, block)
-    tokens = torch.zeros(1, 2 * DOCUMENT, dtype=torch.int64)
-    base = getattr(model, "base_model", model)
-    for block_type in (Tensor, tuple):  # what the blocks of this family return
-        for block in looking:
-            block.returns, block.keeps_apart = block_type, False
-        with suppress(Exception):
-            base(input_ids=tokens, position_ids=torch.arange(2 * DOCUMENT)[None] % DOCUMENT, use_cache=False)
-        if all(block.keeps_apart for block in looking):
-            return None
-    return f"{kind} does not make its masks from positions, by which it would know packed documents"
-
-
-DOCUMENT = 3
-"""Tokens of each of two documents."""
-
-
-class _LooksAtMask(nn.Module):
-    """Replaces a block, and notes whether its mask keeps two documents apart and lets each token see itself."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.attributes = {key: value for key, value in vars(block).items() if not key.startswith("_")}
-        self.returns: type = Tensor
-        self.keeps_apart = False
-
-    def __getattr__(self, name: str) -> Any:
-        attributes = self.__dict__.get("attributes", {})
-        return attributes[name] if name in attributes else super().__getattr__(name)
-
-    def forward(self, hidden: Tensor, *arguments: Any, **named: Any) -> Any:
-        shape = (2 * DOCUMENT, 2 * DOCUMENT)
-        given = [one for one in (*arguments, *named.values()) if isinstance(one, Tensor) and one.shape[-2:] == shape]
-        for mask in given:
-            sees = mask if mask.dtype == torch.bool else mask > -1e4
-            allowed = torch.block_diag(*[torch.ones(DOCUMENT, DOCUMENT).tril()] * 2).bool()
-            self.keeps_apart |= bool((sees <= allowed).all() and sees.diagonal(dim1=-2, dim2=-1).all())
-        return hidden if self.returns is Tensor else (hidden, None, None)
 
 
 def _plain(interface: ModelInterface) -> list[str]:

@@ -17,18 +17,20 @@ class Unsupported(ValueError):
 
 CONTEXT_LENGTH = 2048
 """The context length where config.json has none."""
+LATER = "attention to later tokens"
+"""What no language model may have, be it ours or of transformers (models/sight.py)."""
 # Key -> (supported values, what other values ask for). Keys that are neither here nor read below (use_cache,
 # pretraining_tp, transformers_version, ...) do not change what the model computes.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "an activation other than the silu of SwiGLU"),
     "hidden_activation": (("gelu_pytorch_tanh",), "an activation other than the GELU of GeGLU, by tanh,"),
     "attn_logit_softcapping": ((None,), "soft-capped attention"),
-    "use_bidirectional_attention": ((False, None), "attention to later tokens"),
+    "use_bidirectional_attention": ((False, None), LATER),
     "attention_bias": ((False, None), "biases in the attention projections"),
     "mlp_bias": ((False, None), "biases in the feed-forward"),
     "attention_dropout": ((0, None), "dropout on the attention weights"),
     "rope_interleaved": ((False, None), "rotary embeddings of neighbouring elements"),
-    "is_causal": ((True, None), "attention to later tokens"),
+    "is_causal": ((True, None), LATER),
     "partial_rotary_factor": ((1, None), "rotary embeddings of a part of each head"),
     "quantization_config": ((None,), "quantized weights"),
     "compression_config": ((None,), "compressed weights"),
@@ -181,7 +183,7 @@ def _note_unsupported(given: Reader, config: Mapping[str, Any], family: Family) 
     other = "hidden_act" if family.fields["activation"] == "gelu_tanh" else "hidden_activation"
     for key, (harmless, meaning) in ONLY.items():
         if key != other and key in config and config[key] not in harmless:
-            given.decline(key, f"{meaning} is not supported")
+            (given.refuse if meaning == LATER else given.decline)(key, f"{meaning} is not supported")
 
 
 def _windows(given: Reader, family: Family, layers: int) -> dict[str, Any]:

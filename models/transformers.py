@@ -34,14 +34,15 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as library_logging
 
-from models.assumptions import broken, dropouts, shared_parameters, why_documents_meet
+from models.assumptions import broken, dropouts, shared_parameters
 from models.config import ModelConfig
 from models.documents import Documents
 from models.encoder_decoder import EncoderDecoderInputs
-from models.initial_values import PREFIX, allocate, drawn_by_units, require_filled, units_of
+from models.initial_values import PREFIX, drawn_by_units, require_filled
 from models.interface import ModelInterface
 from models.layout import FREQUENCIES, Copy, Layout, Stored
 from models.loss import SummedLoss
+from models.sight import why_it_sees_too_much
 from models.tensor_plan import with_plan
 
 
@@ -134,23 +135,20 @@ def require_kernels(config: ModelConfig, *, backend: str) -> None:
         )
 
 
-def require_documents_apart(config: ModelConfig) -> None:
-    """Raises ValueError, with the reason, for a model in which documents packed into one row would see each other."""
+@cache
+def require_causal(config: ModelConfig, *, documents: bool = False) -> None:
+    """Raises ValueError for a model whose tokens see later ones, or, with documents, those of other documents."""
     with torch.device("meta"):
-        model = plain_model(config)
-    interface = _interface_of(model)
-    embedding: Any = model.get_input_embeddings()
-    embedding.weight, embedding.padding_idx = nn.Parameter(embedding.weight[:1]), None
-    _, unit = next(units_of(model, interface))
-    head = model.get_output_embeddings()
-    outside = [(module, owner) for module, owner in unit.in_order if module is not head]
-    allocate((module for module, _ in outside), torch.device("cpu"))
-    with torch.random.fork_rng([]), torch.no_grad():
-        for module, owner in outside:
-            cast(Any, owner)._init_weights(module)
-        reason = why_documents_meet(model, interface)
+        twin = TransformersModel(config)
+    if documents and config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(twin.model).__name__} has an encoder, whose texts are padded, not packed; write"
+            " data.document_mask = false"
+        )
+    with torch.random.fork_rng([]):
+        reason = why_it_sees_too_much(twin, vocabulary=config.vocabulary, documents=documents)
     if reason:
-        raise ValueError(f"{reason}; write data.document_mask = false")
+        raise ValueError(reason)
 
 
 @cache

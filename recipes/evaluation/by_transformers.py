@@ -26,7 +26,7 @@ def open_exported(weights: Weights, *, dtype: torch.dtype, device: torch.device)
         from models.transformers import read_folder
     except ImportError:
         raise UserError(INSTALL) from None
-    tokenizer = weights.tokenizer
+    tokenizer, reads_prompts = weights.tokenizer, weights.model_in(str(dtype)).is_encoder_decoder
     if not weights.is_checkpoint:
         weights.stored_tensors  # noqa: B018  raises what transformers would only warn of
         model = read_folder(weights.path, dtype=dtype, device=device)
@@ -35,7 +35,6 @@ def open_exported(weights: Weights, *, dtype: torch.dtype, device: torch.device)
             folder = Path(place) / "exported"
             export_checkpoint(weights.path, folder, dtype=dtype)
             model = read_folder(folder, dtype=dtype, device=device)
-    reads_prompts = weights.model.is_encoder_decoder
     return OpenedModel(model, tokenizer, weights.facts_of_text, weights.ends, encoder_decoder=reads_prompts)
 
 

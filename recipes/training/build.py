@@ -67,7 +67,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     if mesh.pipeline is not None:
         stages = recipe.pipeline_stages(mesh.pipeline.size())
         own = stages.layers_of(mesh.pipeline.get_local_rank())
-    model = _plain_model(recipe, own, device_type=world.device.type)
+    model = plain_model(recipe, own, device_type=world.device.type)
     report = [f"blocks: {model.about}"] if recipe.model.by_transformers else []
     report += placement(mesh.degrees, world.nodes)
     cut = f"pipeline parallelism: {recipe.pipeline.schedule}, {stages}; the counts below are rank 0's"
@@ -188,7 +188,7 @@ def _roles(model: nn.Module, whole: ModelConfig | None) -> dict[str, tuple[nn.Pa
     return {role: roles.get(role, ()) for role in parameters_by_role(one_block)}
 
 
-def _plain_model(recipe: Recipe, layers: Collection[int] | None, *, device_type: str) -> nn.Module:
+def plain_model(recipe: Recipe, layers: Collection[int] | None = None, *, device_type: str) -> nn.Module:
     """The model on the meta device, or the part with these layers.
 
     Raises UserError for one of transformers that cannot be trained as asked.
@@ -200,14 +200,13 @@ def _plain_model(recipe: Recipe, layers: Collection[int] | None, *, device_type:
         require_interface(model)
         if recipe.model.by_transformers:
             from models.assumptions import require_sound_recomputation
-            from models.transformers import require_documents_apart, require_kernels
+            from models.transformers import require_causal, require_kernels
 
             if device_type == "cpu" and recipe.compile.enabled and recipe.activation_checkpointing.mode != "none":
                 require_sound_recomputation(model)
             require_kernels(recipe.model, backend=recipe.attention.backend)
             packs_pairs = recipe.data.has_pairs and not recipe.model.is_encoder_decoder
-            if recipe.data.document_mask or packs_pairs:
-                require_documents_apart(recipe.model)
+            require_causal(recipe.model, documents=recipe.data.document_mask or packs_pairs)
     except ValueError as error:
         raise UserError(f"model: {error}") from error
     return model

@@ -91,15 +91,13 @@ def look_at_first_rows(loaded: LoadedRecipe) -> str:
 
 
 def _of_the_built_model(recipe: Recipe) -> Iterator[str]:
-    """What only a built model of transformers tells: the run refuses it before its first step (training/build.py)."""
-    if not recipe.model.by_transformers:
-        return
-    if recipe.data.document_mask or (recipe.data.has_pairs and not recipe.model.is_encoder_decoder):
-        yield "whether the model keeps documents apart"
-    if recipe.attention.backend != "auto":
-        yield "whether the model has this attention"
-    if recipe.compile.enabled and recipe.activation_checkpointing.mode != "none" and recipe.run.device != "cuda":
-        yield "whether its compiled blocks recompute the same numbers"
+    """What was not looked at of a built model of transformers. Raises UserError for what the run refuses of it."""
+    if recipe.model.by_transformers:
+        from recipes.training.build import plain_model
+
+        plain_model(recipe, device_type=recipe.run.device)
+        if recipe.compile.enabled and recipe.activation_checkpointing.mode != "none" and recipe.run.device == "auto":
+            yield "whether its compiled blocks recompute the same numbers on a CPU"
 
 
 def _print(recipe: Recipe, processes: int | None, nodes: int | None, origins: Mapping[str, str] | None) -> None:

@@ -34,7 +34,15 @@ class Weights:
     """True for one of our checkpoints, False for a Hugging Face folder."""
 
     def model_in(self, dtype: str) -> ModelConfig:
-        """The model. Raises UserError where it has experts that torch cannot compute in this type."""
+        """The model. Raises UserError where it sees later tokens, or has experts that torch cannot compute in this
+        type."""
+        if self.model.by_transformers:
+            from models.transformers import require_causal
+
+            try:
+                require_causal(self.model)
+            except ValueError as error:
+                raise UserError(f"{self.path}: {error}") from None
         for field, rule, _ in self.model.uneven_rows(dtype):
             remedy = "write --dtype float32" if dtype == "bfloat16" else "this model cannot be opened here"
             raise UserError(f"{self.path}: {field} = {getattr(self.model, field)}: {rule}; {remedy}")

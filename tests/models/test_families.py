@@ -162,7 +162,6 @@ def test_a_config_goes_through_hugging_face_and_back(case: str) -> None:
         ("Qwen3", {"attention_bias": True}, "biases in the attention projections"),
         ("Qwen3", {"use_sliding_window": True, "sliding_window": 7}, "use_sliding_window = True"),
         ("Gemma 3", {"attn_logit_softcapping": 50.0}, "soft-capped attention"),
-        ("Gemma 3", {"use_bidirectional_attention": True}, "attention to later tokens"),
         (
             "OLMo 3, as transformers 4 wrote it",
             {"rope_theta": 1e4, "rope_scaling": None},
@@ -175,6 +174,13 @@ def test_what_our_decoder_lacks_stays_with_transformers_and_says_why(
 ) -> None:
     with pytest.raises(Unsupported, match=said):
         config_from_hf(settings_of(case) | keys)
+
+
+@pytest.mark.parametrize("keys", [{"use_bidirectional_attention": True}, {"is_causal": False}])
+def test_a_model_that_sees_later_tokens_is_not_left_to_transformers(keys: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="attention to later tokens") as error:
+        config_from_hf(settings_of("Gemma 3") | keys)
+    assert not isinstance(error.value, Unsupported)
 
 
 @pytest.mark.parametrize("case", ["OLMo 3, as transformers 4 wrote it", "Gemma 3, as transformers 4 wrote it"])

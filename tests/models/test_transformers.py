@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import GPT2LMHeadModel, GPT2PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from models.documents import Documents
 from models.initial_values import drawn_by_units
@@ -15,7 +16,7 @@ from models.loss import cross_entropy_sum
 from models.transformers import (
     TransformersModel,
     plain_model,
-    require_documents_apart,
+    require_causal,
     require_kernels,
     stored_layout,
 )
@@ -129,7 +130,7 @@ def test_moving_a_model_keeps_shared_weights_shared() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "gemma2", "mistral"])
 def test_documents_do_not_see_each_other(name: str) -> None:
     config = family_config(name)
-    require_documents_apart(config)
+    require_causal(config, documents=True)
     model, end = built(config), 2
     tokens, _ = batch_for(config, 0)
     tokens[:, [6, 15]] = end
@@ -157,20 +158,49 @@ def test_a_step_does_not_wait_for_a_gpu(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    "changes",
     [
-        ({"model_type": "opt", "word_embed_proj_dim": 64, "ffn_dim": 96}, "does not make its masks from positions"),
-        ({"model_type": "bloom", "n_layer": 2, "n_head": 4}, "takes no positions"),
+        {"model_type": "opt", "word_embed_proj_dim": 64, "ffn_dim": 96},
+        {"model_type": "bloom", "n_layer": 2, "n_head": 4},
     ],
 )
-def test_families_whose_documents_would_meet_are_refused(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=f"{reason}.*write data.document_mask = false"):
-        require_documents_apart(family_config("mistral", tie_word_embeddings=True, **changes))
+def test_families_whose_documents_would_meet_are_refused(changes: dict[str, Any]) -> None:
+    config = family_config("mistral", tie_word_embeddings=True, **changes)
+    require_causal(config)
+    with pytest.raises(ValueError, match=r"lets documents .* see each other; write data.document_mask = false"):
+        require_causal(config, documents=True)
+
+
+NOT_CAUSAL: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", {"is_causal": False}),
+    *[("mistral", {"model_type": kind, "is_causal": False}) for kind in ("llama", "smollm3", "olmo3", "phi3", "qwen3")],
+    ("mistral", {"model_type": "gemma3_text", "use_bidirectional_attention": True}),
+    ("mistral", {"model_type": "bert", "intermediate_size": 96, "num_key_value_heads": 4}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), NOT_CAUSAL)
+def test_a_model_whose_tokens_see_later_ones_is_refused(name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="lets tokens see later ones"):
+        require_causal(family_config(name, tie_word_embeddings=True, **changes))
+
+
+def test_one_layer_that_sees_later_tokens_is_seen_among_causal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Qwen3Attention.__init__
+
+    def fifth_looks_ahead(self: Any, config: Any, layer_idx: int) -> None:
+        plain(self, config, layer_idx)
+        self.is_causal = layer_idx != 4
+
+    monkeypatch.setattr(Qwen3Attention, "__init__", fifth_looks_ahead)
+    require_causal(family_config("qwen3", num_hidden_layers=4))
+    with pytest.raises(ValueError, match="lets tokens see later ones"):
+        require_causal(family_config("qwen3", num_hidden_layers=6))
 
 
 def test_an_encoder_has_no_packed_documents() -> None:
     with pytest.raises(ValueError, match="has an encoder"):
-        require_documents_apart(family_config("t5"))
+        require_causal(family_config("t5"), documents=True)
 
 
 def test_attention_kernels_need_a_family_that_has_them() -> None:

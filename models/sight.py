@@ -1,0 +1,131 @@
+"""Whether a model of transformers sees only what it may: no later token, and no other document. Tried, not read.
+
+Configs have many switches for it (is_causal, use_bidirectional_attention, kinds of layers), and a model that sees later
+tokens trains without a complaint: its loss falls below that of any language model.
+
+B batch, T tokens, D width.
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from models.documents import Documents
+from models.encoder_decoder import EncoderDecoderInputs
+from models.initial_values import PREFIX, units_of
+
+DOCUMENT = 4
+"""Tokens of each of the two documents of the trial."""
+
+
+def why_it_sees_too_much(twin: Any, *, vocabulary: int, documents: bool) -> str | None:
+    """Why a model, TransformersModel on the meta device, which this changes, must not be trained; None if it may.
+
+    Two texts that differ in one token go through it, with the first block of each kind and all that is outside of the
+    blocks but the output projection. Raises ValueError if they cannot, or if the token moves nothing at all.
+    """
+    kind = type(twin.model).__name__
+    _make_small(twin, vocabulary=vocabulary)
+    text = 1 + torch.arange(2 * DOCUMENT)[None] % (vocabulary - 1)  # (1, T)
+    whole = [None, Documents.from_starts(torch.arange(2 * DOCUMENT)[None] % DOCUMENT == 0)][: 1 + documents]
+    for packed in whole:
+        changed_at = 2 * DOCUMENT - 1 if packed is None else 0
+        other = text.clone()
+        other[0, changed_at] = 0
+        one, two = (_outputs(twin, tokens, packed) for tokens in (text, other))  # (T, D)
+        moved = (one - two).abs().amax(-1) > 1e-4 * one.abs().max()  # (T,)
+        if not (one.isfinite().all() and moved[changed_at]):
+            raise ValueError(f"{kind} was tried on a short text, and its last token changed nothing that it computes")
+        if packed is None and moved[:-1].any():
+            return (
+                f"{kind} lets tokens see later ones: another last token changes what it computes for those before. A"
+                " language model must not; correct its config.json (is_causal, use_bidirectional_attention)"
+            )
+        if packed is not None and moved[DOCUMENT:].any():
+            return f"{kind} lets documents that are packed into one row see each other; write data.document_mask = false"
+    return None
+
+
+@torch.no_grad()
+def _outputs(twin: nn.Module, tokens: Tensor, packed: Documents | None) -> Tensor:
+    """What the model computes of each token, (T, D), before its output projection."""
+    inputs: Any = tokens
+    if cast(Any, twin).config.is_encoder_decoder:
+        prompt = torch.ones_like(tokens)
+        inputs = EncoderDecoderInputs(prompt, prompt.bool(), tokens)
+    try:
+        return cast(Tensor, twin(inputs, documents=packed)[0])
+    except Exception as error:  # a class of transformers, in which anything may go wrong
+        kind, text = type(cast(Any, twin).model).__name__, " ".join(str(error).split())[:200]
+        raise ValueError(f"{kind} cannot be tried on a short text: {type(error).__name__}: {text}") from error
+
+
+def _make_small(twin: Any, *, vocabulary: int) -> None:
+    """Give the model values that take no memory, in the first block of each kind; the others pass on what they get."""
+    kinds: dict[tuple[Any, ...], nn.Module] = {}
+    for name in twin.interface.blocks:
+        block = twin.get_submodule(name)
+        if kinds.setdefault(tuple(_kind_of(block)), block) is not block:
+            twin.set_submodule(name, _PassesOn(block, like=kinds[tuple(_kind_of(block))]))
+    head = next(name for name, module in twin.named_modules() if module is twin.model.get_output_embeddings())
+    twin.set_submodule(head, _AsWide(vocabulary))
+    for module in twin.modules():
+        if isinstance(module, nn.Embedding) and module.num_embeddings == vocabulary:
+            module.weight = nn.Parameter(module.weight[: 2 * DOCUMENT + 2])
+    for module in twin.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device="cpu")
+    with torch.no_grad():  # parameters are on the meta device still, where drawing takes no time
+        for _, unit in units_of(twin.model, twin.interface):
+            for module, owner in unit.in_order:
+                cast(Any, owner)._init_weights(module)
+    random = torch.Generator().manual_seed(0)
+    for module in twin.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(_values_like(parameter, random), requires_grad=False)
+
+
+def _values_like(parameter: Tensor, random: torch.Generator) -> Tensor:
+    """Random values of this shape: each diagonal of a matrix is one number, so that it takes a row and a column."""
+    shape = parameter.shape
+    values = torch.randn(1 + sum(size - 1 for size in shape), generator=random)
+    spread = values / (shape[-1] ** 0.5 if len(shape) > 1 else 10) + (len(shape) == 1)
+    return spread.as_strided(shape, (1,) * len(shape))
+
+
+def _kind_of(block: nn.Module) -> Iterator[Any]:
+    """What distinguishes blocks: their classes, and numbers and words in them but for those that count layers."""
+    for name, module in block.named_modules():
+        said = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+        yield name, type(module), *sorted((key, value) for key, value in said.items() if "layer_id" not in key)
+
+
+class _PassesOn(nn.Module):
+    """Replaces a block, and returns what it gets in the form in which the block that it is like returned it."""
+
+    def __init__(self, block: nn.Module, *, like: nn.Module) -> None:
+        super().__init__()
+        self.attributes = {key: value for key, value in vars(block).items() if not key.startswith("_")}
+        like.register_forward_hook(lambda module, inputs, output: vars(self).update(returned=output))
+
+    def __getattr__(self, name: str) -> Any:
+        attributes = self.__dict__.get("attributes", {})
+        return attributes[name] if name in attributes else super().__getattr__(name)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        hidden, returned = (arguments or (named.get("hidden_states"),))[0], self.__dict__["returned"]
+        return hidden if isinstance(returned, Tensor) else (hidden, *returned[1:])
+
+
+class _AsWide(nn.Module):
+    """Replaces the output projection, whose product would take the memory of a whole table: repeats what it gets."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden[..., torch.arange(self.width) % hidden.shape[-1]]  # (B, T, D) -> (B, T, V)
