@@ -6,6 +6,7 @@ tokens trains without a complaint: its loss falls below that of any language mod
 B batch, T tokens, D width.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 from models.documents import Documents
 from models.encoder_decoder import EncoderDecoderInputs
-from models.initial_values import PREFIX, units_of
+from models.initial_values import units_of
 
+COUNTS = re.compile(".*layer_?(id|ind|num)")
+"""Names of attributes that tell which layer of the model a module is in."""
 DOCUMENT = 4
 """Tokens of each of the two documents of the trial."""
 
@@ -44,7 +47,7 @@ def why_it_sees_too_much(twin: Any, *, vocabulary: int, documents: bool) -> str 
                 " language model must not; correct its config.json (is_causal, use_bidirectional_attention)"
             )
         if packed is not None and moved[DOCUMENT:].any():
-            return f"{kind} lets documents that are packed into one row see each other; write data.document_mask = false"
+            return f"{kind} lets documents packed into one row see each other; write data.document_mask = false"
     return None
 
 
@@ -72,9 +75,6 @@ def _make_small(twin: Any, *, vocabulary: int) -> None:
     head = next(name for name, module in twin.named_modules() if module is twin.model.get_output_embeddings())
     twin.set_submodule(head, _AsWide(vocabulary))
     for module in twin.modules():
-        if isinstance(module, nn.Embedding) and module.num_embeddings == vocabulary:
-            module.weight = nn.Parameter(module.weight[: 2 * DOCUMENT + 2])
-    for module in twin.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device="cpu")
     with torch.no_grad():  # parameters are on the meta device still, where drawing takes no time
@@ -85,7 +85,9 @@ def _make_small(twin: Any, *, vocabulary: int) -> None:
     for module in twin.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(_values_like(parameter, random), requires_grad=False)
+                is_table = isinstance(module, nn.Embedding) and len(parameter) == vocabulary  # copied whole by a look
+                values = _values_like(parameter[: 2 * DOCUMENT + 1] if is_table else parameter, random)
+                module._parameters[name] = nn.Parameter(values, requires_grad=False)
 
 
 def _values_like(parameter: Tensor, random: torch.Generator) -> Tensor:
@@ -100,7 +102,7 @@ def _kind_of(block: nn.Module) -> Iterator[Any]:
     """What distinguishes blocks: their classes, and numbers and words in them but for those that count layers."""
     for name, module in block.named_modules():
         said = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
-        yield name, type(module), *sorted((key, value) for key, value in said.items() if "layer_id" not in key)
+        yield name, type(module), *sorted((key, value) for key, value in said.items() if not COUNTS.match(key))
 
 
 class _PassesOn(nn.Module):
