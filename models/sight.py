@@ -8,6 +8,7 @@ B batch, T tokens, D width.
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -85,9 +86,9 @@ def _make_small(twin: Any, *, vocabulary: int) -> None:
     for module in twin.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                is_table = isinstance(module, nn.Embedding) and len(parameter) == vocabulary  # copied whole by a look
-                values = _values_like(parameter[: 2 * DOCUMENT + 1] if is_table else parameter, random)
-                module._parameters[name] = nn.Parameter(values, requires_grad=False)
+                module._parameters[name] = nn.Parameter(_values_like(parameter, random), requires_grad=False)
+        if isinstance(module, nn.Linear):  # or each product would copy the weight into memory
+            module.forward = partial(_mix, module, _pairs_of(module, random))  # type: ignore[method-assign]
 
 
 def _values_like(parameter: Tensor, random: torch.Generator) -> Tensor:
@@ -96,6 +97,17 @@ def _values_like(parameter: Tensor, random: torch.Generator) -> Tensor:
     values = torch.randn(1 + sum(size - 1 for size in shape), generator=random)
     spread = values / (shape[-1] ** 0.5 if len(shape) > 1 else 10) + (len(shape) == 1)
     return spread.as_strided(shape, (1,) * len(shape))
+
+
+def _pairs_of(linear: nn.Linear, random: torch.Generator) -> Tensor:
+    """Two features of the inputs for each of the outputs, (2, O)."""
+    return torch.randint(linear.in_features, (2, linear.out_features), generator=random)
+
+
+def _mix(linear: nn.Linear, pairs: Tensor, inputs: Tensor) -> Tensor:
+    """Stands for the product, with as many outputs: each is the difference of two features."""
+    mixed = inputs[..., pairs[0]] - inputs[..., pairs[1]]
+    return mixed if linear.bias is None else mixed + linear.bias
 
 
 def _kind_of(block: nn.Module) -> Iterator[Any]:
