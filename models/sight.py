@@ -73,8 +73,6 @@ def _make_small(twin: Any, *, vocabulary: int) -> None:
         block = twin.get_submodule(name)
         if kinds.setdefault(tuple(_kind_of(block)), block) is not block:
             twin.set_submodule(name, _PassesOn(block, like=kinds[tuple(_kind_of(block))]))
-    head = next(name for name, module in twin.named_modules() if module is twin.model.get_output_embeddings())
-    twin.set_submodule(head, _AsWide(vocabulary))
     for module in twin.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device="cpu")
@@ -82,6 +80,8 @@ def _make_small(twin: Any, *, vocabulary: int) -> None:
         for _, unit in units_of(twin.model, twin.interface):
             for module, owner in unit.in_order:
                 cast(Any, owner)._init_weights(module)
+    head = next(name for name, module in twin.named_modules() if module is twin.model.get_output_embeddings())
+    twin.set_submodule(head, _AsWide(vocabulary))
     random = torch.Generator().manual_seed(0)
     for module in twin.modules():
         for name, parameter in module._parameters.items():
