@@ -7,6 +7,7 @@ B batch, T tokens, D width.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 
 from models.documents import Documents
 from models.encoder_decoder import EncoderDecoderInputs
-from models.initial_values import PREFIX, units_of
+from models.initial_values import units_of
 
 DOCUMENT = 4
 """Tokens of each of the two documents of the trial."""
+RANK = 16
+"""Of linears: with 1, a norm behind them would leave nothing but a sign."""
 
 
 def why_it_sees_too_much(twin: Any, *, vocabulary: int, documents: bool) -> str | None:
@@ -31,7 +34,8 @@ def why_it_sees_too_much(twin: Any, *, vocabulary: int, documents: bool) -> str 
     text = 1 + torch.arange(2 * DOCUMENT)[None] % (vocabulary - 1)  # (1, T)
     whole = [None, Documents.from_starts(torch.arange(2 * DOCUMENT)[None] % DOCUMENT == 0)][: 1 + documents]
     for packed in whole:
-        changed_at = 2 * DOCUMENT - 1 if packed is None else 0
+        # The last token of its document, which is the one that a convolution carries into the next.
+        changed_at = 2 * DOCUMENT - 1 if packed is None else DOCUMENT - 1
         other = text.clone()
         other[0, changed_at] = 0
         one, two = (_outputs(twin, tokens, packed) for tokens in (text, other))  # (T, D)
@@ -44,7 +48,7 @@ def why_it_sees_too_much(twin: Any, *, vocabulary: int, documents: bool) -> str 
                 " language model must not; correct its config.json (is_causal, use_bidirectional_attention)"
             )
         if packed is not None and moved[DOCUMENT:].any():
-            return f"{kind} lets documents that are packed into one row see each other; write data.document_mask = false"
+            return f"{kind} lets documents packed into a row see each other; write data.document_mask = false"
     return None
 
 
@@ -69,8 +73,6 @@ def _make_small(twin: Any, *, vocabulary: int) -> None:
         block = twin.get_submodule(name)
         if kinds.setdefault(tuple(_kind_of(block)), block) is not block:
             twin.set_submodule(name, _PassesOn(block, like=kinds[tuple(_kind_of(block))]))
-    head = next(name for name, module in twin.named_modules() if module is twin.model.get_output_embeddings())
-    twin.set_submodule(head, _AsWide(vocabulary))
     for module in twin.modules():
         if isinstance(module, nn.Embedding) and module.num_embeddings == vocabulary:
             module.weight = nn.Parameter(module.weight[: 2 * DOCUMENT + 2])
@@ -81,11 +83,21 @@ def _make_small(twin: Any, *, vocabulary: int) -> None:
         for _, unit in units_of(twin.model, twin.interface):
             for module, owner in unit.in_order:
                 cast(Any, owner)._init_weights(module)
+    # After it, because some classes ask for the weight of their output projection.
+    head = next(name for name, module in twin.named_modules() if module is twin.model.get_output_embeddings())
+    twin.set_submodule(head, _AsWide(vocabulary))
     random = torch.Generator().manual_seed(0)
     for module in twin.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(_values_like(parameter, random), requires_grad=False)
+        if isinstance(module, nn.Linear):  # whose whole product takes seconds in a large model
+            sizes = (module.in_features, RANK), (RANK, module.out_features)
+            module.forward = partial(_of_low_rank, *(torch.randn(size, generator=random) for size in sizes))
+
+
+def _of_low_rank(down: Tensor, up: Tensor, hidden: Tensor) -> Tensor:
+    return (hidden @ down / len(down) ** 0.5) @ up / RANK**0.5  # (..., in) -> (..., RANK) -> (..., out)
 
 
 def _values_like(parameter: Tensor, random: torch.Generator) -> Tensor:
