@@ -22,6 +22,8 @@ COUNTS = re.compile(".*layer_?(id|ind|num)")
 """Names of attributes that tell which layer of the model a module is in."""
 DOCUMENT = 4
 """Tokens of each of the two documents of the trial."""
+RANK = 16
+"""Of linears: with 1, a norm behind them would leave nothing but a sign."""
 
 
 def why_it_sees_too_much(twin: Any, *, vocabulary: int, documents: bool) -> str | None:
@@ -35,7 +37,8 @@ def why_it_sees_too_much(twin: Any, *, vocabulary: int, documents: bool) -> str 
     text = 1 + torch.arange(2 * DOCUMENT)[None] % (vocabulary - 1)  # (1, T)
     whole = [None, Documents.from_starts(torch.arange(2 * DOCUMENT)[None] % DOCUMENT == 0)][: 1 + documents]
     for packed in whole:
-        changed_at = 2 * DOCUMENT - 1 if packed is None else 0
+        # The last token of its document, which is the one that a convolution carries into the next.
+        changed_at = 2 * DOCUMENT - 1 if packed is None else DOCUMENT - 1
         other = text.clone()
         other[0, changed_at] = 0
         one, two = (_outputs(twin, tokens, packed) for tokens in (text, other))  # (T, D)
@@ -88,7 +91,9 @@ def _make_small(twin: Any, *, vocabulary: int) -> None:
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(_values_like(parameter, random), requires_grad=False)
         if isinstance(module, nn.Linear):  # or each product would copy the weight into memory
-            module.forward = partial(_mix, module, _pairs_of(module, random))  # type: ignore[method-assign]
+            sizes = (module.in_features, RANK), (RANK, module.out_features)
+            values = (torch.randn(size, generator=random) for size in sizes)
+            module.forward = partial(_of_low_rank, *values)  # type: ignore[method-assign]
 
 
 def _values_like(parameter: Tensor, random: torch.Generator) -> Tensor:
@@ -99,15 +104,9 @@ def _values_like(parameter: Tensor, random: torch.Generator) -> Tensor:
     return spread.as_strided(shape, (1,) * len(shape))
 
 
-def _pairs_of(linear: nn.Linear, random: torch.Generator) -> Tensor:
-    """Two features of the inputs for each of the outputs, (2, O)."""
-    return torch.randint(linear.in_features, (2, linear.out_features), generator=random)
-
-
-def _mix(linear: nn.Linear, pairs: Tensor, inputs: Tensor) -> Tensor:
-    """Stands for the product, with as many outputs: each is the difference of two features."""
-    mixed = inputs[..., pairs[0]] - inputs[..., pairs[1]]
-    return mixed if linear.bias is None else mixed + linear.bias
+def _of_low_rank(down: Tensor, up: Tensor, inputs: Tensor) -> Tensor:
+    """Stands for a product with a weight (in, out) of low rank, which takes no time."""
+    return (inputs @ down / len(down) ** 0.5) @ up / len(up) ** 0.5  # (..., in) -> (..., RANK) -> (..., out)
 
 
 def _kind_of(block: nn.Module) -> Iterator[Any]:

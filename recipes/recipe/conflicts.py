@@ -116,8 +116,6 @@ CONFLICTS: tuple[Conflict, ...] = (
     ("attention.backend", lambda r: r.attention.backend == "cudnn" and r.model.window,
      '"cudnn" has no kernel for model.window = {model.window}; write "auto"'),
     # torch.compile fuses messages of tensor groups with products, on GPUs that read each other's memory.
-    ("mesh.overlap_tensor", lambda r: r.mesh.overlap_tensor and r.mesh.tensor == 1,
-     "has no effect with mesh.tensor = 1, which sends no activations; write false"),
     ("mesh.overlap_tensor", lambda r: r.mesh.overlap_tensor and r.mesh.tensor > 1 and r.run.device == "cpu",
      'needs CUDA, but run.device = "cpu"; write false'),
     ("mesh.overlap_tensor", lambda r: r.mesh.overlap_tensor and r.mesh.tensor > 1 and r.run.device != "cpu"
@@ -129,23 +127,15 @@ CONFLICTS: tuple[Conflict, ...] = (
     ("fsdp.symmetric_memory", lambda r: r.fsdp.symmetric_memory and r.run.device != "cpu"
        and r.fsdp.reduce_dtype == "bfloat16",
      'sums in float32; write reduce_dtype = "float32", or false'),
-    ("activation_checkpointing.blocks", lambda r: r.activation_checkpointing.blocks != "all"
-       and r.activation_checkpointing.mode == "none",
-     'has no effect with mode = "none"; write mode = "selective" or "full", or blocks = "all"'),
     ("activation_checkpointing.blocks", lambda r: (r.activation_checkpointing.mode != "none"
        and isinstance(r.activation_checkpointing.blocks, int) and r.activation_checkpointing.blocks > r.model.layers),
      'exceeds the {model.layers} blocks of the model; write at most {model.layers}, a share such as 0.5, or "all"'),
-    ("compile.autotune", lambda r: r.compile.autotune and not r.compile.enabled,
-     "times kernels while compiling, but enabled = false; write false, or enabled = true"),
     # Row-wise scales are unknown before a gather.
     ("float8.all_gather", lambda r: r.float8.all_gather and r.float8.recipe != "tensorwise",
      'needs recipe = "tensorwise", not "{float8.recipe}"; write all_gather = false or recipe = "tensorwise"'),
     ("float8.gather_activations", lambda r: r.float8.gather_activations and r.float8.recipe != "tensorwise",
      'needs recipe = "tensorwise", not "{float8.recipe}"; write gather_activations = false or recipe = '
      '"tensorwise"'),
-    ("float8.gather_activations", lambda r: r.float8.gather_activations and r.float8.recipe == "tensorwise"
-       and r.mesh.tensor == 1,
-     "has no effect with mesh.tensor = 1, which gathers none; write false"),
     ("float8.all_gather", lambda r: r.float8.all_gather and r.mesh.tensor > 1,
      "would train to other numbers with mesh.tensor > 1; write all_gather = false"),
     ("float8.sample_every", lambda r: r.float8.sample_every and r.mesh.tensor > 1,
@@ -233,8 +223,6 @@ CONFLICTS: tuple[Conflict, ...] = (
      "on: [validation] source"),
     ("validation.ladder", lambda r: r.validation.ladder and not r.validation.every,
      'is compared at each validation; write every = 1000, for example, or ladder = ""'),
-    ("validation.task_limit", lambda r: r.validation.task_limit and not r.validation.tasks,
-     'is for tasks; write tasks = ["NAME"], or 0'),
     ("validation.tasks", lambda r: r.validation.tasks and not r.validation.every,
      "are evaluated at each validation, and there is none; write validation.every = 1000, for example"),
     ("validation.tasks", lambda r: r.validation.tasks and r.model.is_encoder_decoder,

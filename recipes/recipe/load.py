@@ -89,7 +89,8 @@ def load_run(
     run = Written()
     problems: list[Problem] = []
     tables_of_stages: tuple[Any, str] = ([], "")
-    for origin, tables in [*_read_chain(user_path(path)), *over]:
+    chain, before = _read_chain(user_path(path)), None
+    for origin, tables in [*chain, *over]:
         tables_of_stages = (tables["stages"], origin) if "stages" in tables else tables_of_stages
         problems += _read({name: table for name, table in tables.items() if name != "stages"}, origin, run)
     of_stages: dict[str, Flags] = {}
@@ -97,7 +98,8 @@ def load_run(
         from recipes.recipe import command_line  # tyro takes a third of the time that --check needs
 
         flags, of_stages, unexpected = command_line.split(arguments)
-        overrides, wrong = command_line.parse(flags, _assemble(run, None))
+        before = _assemble(run, None)
+        overrides, wrong = command_line.parse(flags, before)
         problems += unexpected + wrong + run.put(overrides, COMMAND_LINE)
     problems += settle_paths(run)
     weights = _initial_weights(run.values)
@@ -113,7 +115,9 @@ def load_run(
     recipe = replace(_assemble(run, weights), stages=configs)
     if rules:
         wrong_keys, world = {problem.key for problem in problems}, {"processes": processes, "nodes": nodes}
-        problems += broken_rules(recipe, weights, [run, *stages], wrong=wrong_keys, elsewhere=elsewhere, **world)
+        file = "" if over else chain[-1][0]
+        options: dict[str, Any] = {"file": file, "before": before, "elsewhere": elsewhere, **world}
+        problems += broken_rules(recipe, weights, [run, *stages], wrong=wrong_keys, **options)
     if problems:
         raise refusal(problems, where=shown(Path(path)))
     needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)

@@ -9,12 +9,22 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from models.config import OF_EXPERTS, ModelConfig
+from models.config import ModelConfig
 from parallel.errors import listed
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.metrics.config import ProfileConfig
 from recipes.recipe.conflicts import Unreadable, conflicts
-from recipes.recipe.fields import Problem, Violation, Written, field_types, refusal_of, sections, toml, value_of
+from recipes.recipe.fields import (
+    COMMAND_LINE,
+    Problem,
+    Violation,
+    Written,
+    field_types,
+    refusal_of,
+    sections,
+    toml,
+    value_of,
+)
 from recipes.recipe.rules_data import (
     data_is_there,
     needs_are_met,
@@ -26,6 +36,7 @@ from recipes.recipe.rules_mesh import batch_divides, mesh_fits
 from recipes.recipe.rules_optimizer import moments_can_move, optimizer_fits, schedule_fits
 from recipes.recipe.schema import Recipe, RunConfig
 from recipes.recipe.stages import Stage, stages_of
+from recipes.recipe.unread import is_resolved, unread
 
 if TYPE_CHECKING:
     from recipes.weights.locate import InitialWeights
@@ -85,7 +96,7 @@ def violations(
         shares_are_equal(recipe, **world),
         conflicts(recipe),
         pipeline_fits(recipe, **world),
-        experts_fit(recipe, written=written, **world),
+        experts_fit(recipe, **world),
         batch_divides(recipe.batch, mesh=mesh, **world),
         widths_fit(recipe),
         export_is_possible(recipe.checkpoint, model=model),
@@ -116,6 +127,8 @@ def broken_rules(
     written: Sequence[Written],
     *,
     wrong: Collection[str],
+    file: str = "",
+    before: Recipe | None = None,
     **options: Any,
 ) -> list[Problem]:
     """The rules that the recipe of any stage breaks, as problems.
@@ -124,25 +137,38 @@ def broken_rules(
         recipe, weights, options: see violations().
         written: what was written of the run, and of each stage.
         wrong: keys with other problems, which no rule reads.
+        file: the origin of what the recipe's file sets, which must be read, as what flags set; "" if it need not.
+        before: the recipe without the command line, which may leave values of the file unread; None if there is none.
     """
     run, *of_stages = written
     broken_in: dict[Violation, list[Stage]] = {}
+    readables: list[Recipe] = []
     for stage in stages_of(recipe):
         changes = recipe.stages[stage.number].changes if recipe.stages else {}
         broken = {key.removeprefix(f"stages.{stage.name}.") for key in wrong}
         # An unknown key may mean any field of its section, and these say what the others of the model are.
         whole = {"model.name", "model.weights", "model.config"}
         broken = {key if key in field_types() and key not in whole else key.partition(".")[0] for key in broken}
-        for violation in violations(
+        broken &= {*field_types(), *sections()}
+        readables.append(readable(stage.recipe, broken))
+        rules = violations(
             stage.recipe,
             weights,
-            broken=broken & {*field_types(), *sections()},
+            broken=broken,
             written=run.values.keys() | changes.keys(),
             schedule_steps=stage.schedule_span[1] if stage.own_schedule else None,
             **options,
-        ):
+        )
+        for violation in (*rules, *unread(changes.keys(), readables[-1:])):
             broken_in.setdefault(violation, []).append(stage)
     problems: dict[Problem, None] = {}
+    if file:
+        by_file, by_flags = (
+            {key for key in run.origins if run.origins[key] == origin} for origin in (file, COMMAND_LINE)
+        )
+        by_file = set() if is_resolved(by_file) else by_file
+        for key, message in (*unread(by_flags, readables), *unread(by_file, [before or recipe, *readables])):
+            problems[_located(key, message, recipe, run)] = None
     for (key, message), (stage, *others) in broken_in.items():
         located = _located(key, message, stage.recipe, run)
         if recipe.stages and (len(others) + 1 < len(recipe.stages) or key in recipe.stages[stage.number].changes):
@@ -223,14 +249,12 @@ def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -
         yield from stages_can_run(recipe, processes=processes, nodes=nodes)
 
 
-def experts_fit(recipe: Recipe, *, written: Collection[str], **world: int | None) -> Iterator[Violation]:
-    """What holds for routed experts, and for what was written of them."""
-    is_written = any(key.startswith(tuple(f"model.{one}" for one in OF_EXPERTS)) for key in written)
-    if recipe.model.experts or recipe.mesh.expert > 1 or is_written:
-        from recipes.recipe.rules_experts import experts_can_run, fields_of_experts_have_an_effect
+def experts_fit(recipe: Recipe, **world: int | None) -> Iterator[Violation]:
+    """What holds for routed experts."""
+    if recipe.model.experts or recipe.mesh.expert > 1:
+        from recipes.recipe.rules_experts import experts_can_run
 
         yield from experts_can_run(recipe, **world)
-        yield from fields_of_experts_have_an_effect(recipe.model, written=written)
 
 
 def ladder_is_comparable(recipe: Recipe) -> Iterator[Violation]:

@@ -1,12 +1,11 @@
 """Rules about routed experts and the axis that divides them. Imports no torch."""
 
-from collections.abc import Collection, Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 
-from models.config import OF_EXPERTS, ModelConfig
 from parallel.errors import listed
-from recipes.recipe.fields import Violation, toml
+from recipes.recipe.fields import Violation
 from recipes.recipe.rules_mesh import mesh_fits
 from recipes.recipe.schema import Recipe
 
@@ -29,16 +28,6 @@ def experts_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None)
         yield f"model.{field}", f"{rule}; write {width}"
     if mesh.expert > 1 or mesh.tensor > 1:
         yield from fsdp_has_several_meshes(recipe, "mesh.expert" if mesh.expert > 1 else "mesh.tensor")
-
-
-def fields_of_experts_have_an_effect(model: ModelConfig, *, written: Collection[str]) -> Iterator[Violation]:
-    """A recipe that describes experts has some. Those of a size, or of a run that wrote all its fields, may be left."""
-    known = {f"model.{one.name}": one for one in fields(ModelConfig) if one.name.startswith(OF_EXPERTS)}
-    if model.experts or known.keys() <= {*written}:
-        return
-    for key, one in known.items():
-        if key in written and getattr(model, one.name) != one.default:
-            yield key, f"has no effect without experts; write experts = 8 or so, or {toml(one.default)} here"
 
 
 def fsdp_has_several_meshes(recipe: Recipe, axis: str) -> Iterator[Violation]:

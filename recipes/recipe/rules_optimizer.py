@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
 
 from parallel.config import FSDPConfig
-from recipes.optimization.config import OPTIMIZERS, OptimizerConfig, ScheduleConfig
+from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 from recipes.recipe.fields import Violation, toml
 from recipes.recipe.schema import RunConfig
 
@@ -45,13 +44,7 @@ def moments_can_move(optimizer: OptimizerConfig) -> Iterator[Violation]:
 
 
 def optimizer_fits(optimizer: OptimizerConfig, *, fsdp: FSDPConfig) -> Iterator[Violation]:
-    """Fields that are written have a reader, and whole matrices are multiplied on the device."""
+    """Whole matrices are multiplied on the device."""
     if optimizer.facts.orthogonalizes and fsdp.cpu_offload:
         rule = f'would leave the matrix products of optimizer.name = "{optimizer.name}" to the host\'s processor'
         yield "fsdp.cpu_offload", f'{rule}; write false, or name = "adamw"'
-    for field in fields(optimizer):
-        readers = [name for name, facts in OPTIMIZERS.items() if field.name in facts.reads]
-        if readers and optimizer.name not in readers and getattr(optimizer, field.name) != field.default:
-            names = " or ".join(map(toml, readers))
-            rule = f'is for name = {names} only, not "{optimizer.name}"'
-            yield f"optimizer.{field.name}", f"{rule}; remove it, or write name = {names}"

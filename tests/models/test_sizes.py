@@ -8,7 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import ModelConfig, TextFacts
-from models.decoder import Decoder
+from models.decoder import Decoder, build_model
+from models.documents import Documents
 from models.hf import config_to_hf
 from models.sizes import SIZES
 
@@ -129,3 +130,28 @@ def test_layers_without_rope_follow_the_interval_and_the_list() -> None:
 def test_an_impossible_shape_is_reported_under_its_field(field: str, change: dict) -> None:
     problems = replace(SIZES["smollm3_debug"], **change).problems()
     assert [name for name, _ in problems] == [field]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_no_token_of_our_decoder_sees_a_later_one_or_another_document(name: str) -> None:
+    size = SIZES[name]
+    every = (
+        size.dense_layers + 1,
+        size.full_attention_every,
+        size.no_rope_every,
+        *(one + 1 for one in size.no_rope_layers),
+    )
+    small = {"layers": max(2, *every), "width": 32, "feed_forward_width": 32, "window": min(size.window, 3)}
+    small |= {"vocabulary": 40, "heads": 4, "key_value_heads": 2, "head_width": 8, "expert_width": 8}
+    model, tokens = build_model(replace(size, **small)), 1 + torch.arange(12)[None]
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape) / 4
+    documents = Documents.from_starts(torch.arange(12)[None] % 6 == 0)
+    trials = (None, 11, slice(0, 11)), (documents, 5, slice(6, 12)), (documents, 11, slice(0, 11))
+    for packed, changed, untouched in trials:
+        other = tokens.clone()
+        other[0, changed] = 0
+        one, two = (model(text, documents=packed)[0] for text in (tokens, other))
+        torch.testing.assert_close(one[untouched], two[untouched], rtol=0, atol=1e-5)  # experts round otherwise
+        assert (one[changed] - two[changed]).abs().max() > 0.1

@@ -1,5 +1,6 @@
 """Models of transformers as ours: their parts, their initial values, and which are refused."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -162,6 +163,7 @@ def test_a_step_does_not_wait_for_a_gpu(name: str) -> None:
     [
         {"model_type": "opt", "word_embed_proj_dim": 64, "ffn_dim": 96},
         {"model_type": "bloom", "n_layer": 2, "n_head": 4},
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     ],
 )
 def test_families_whose_documents_would_meet_are_refused(changes: dict[str, Any]) -> None:
@@ -183,6 +185,13 @@ NOT_CAUSAL: list[tuple[str, dict[str, Any]]] = [
 def test_a_model_whose_tokens_see_later_ones_is_refused(name: str, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="lets tokens see later ones"):
         require_causal(family_config(name, tie_word_embeddings=True, **changes))
+
+
+def test_a_large_model_is_tried_within_seconds() -> None:
+    sizes = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 29568}
+    before = time.process_time()
+    require_causal(family_config("mistral", model_type="qwen2", vocab_size=152064, **sizes))
+    assert time.process_time() - before < 20
 
 
 def test_one_layer_that_sees_later_tokens_is_seen_among_causal_ones(monkeypatch: pytest.MonkeyPatch) -> None:

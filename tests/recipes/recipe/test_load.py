@@ -76,13 +76,16 @@ def test_an_override_equal_to_the_default_counts_as_given() -> None:
     assert model == dataclasses.replace(SIZES["llama3_8b"], layers=layers)
 
 
+IN_FLOAT8 = ["--float8.recipe=tensorwise", "--float8.emulate=true"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "key", "value"),
     [
         (["--optimizer.betas", "0.8", "0.9"], "optimizer.betas", (0.8, 0.9)),
         (["--optimizer.betas=0.8", "0.9"], "optimizer.betas", (0.8, 0.9)),
-        (["--float8.exclude"], "float8.exclude", ()),
-        (["--float8.exclude", "lm_head", "o_proj"], "float8.exclude", ("lm_head", "o_proj")),
+        ([*IN_FLOAT8, "--float8.exclude"], "float8.exclude", ()),
+        ([*IN_FLOAT8, "--float8.exclude", "lm_head", "o_proj"], "float8.exclude", ("lm_head", "o_proj")),
         (["--compile.enabled", "True"], "compile.enabled", True),
         (["--compile.enabled"], "compile.enabled", True),
         (["--compile.enabled", "--run.steps", "7"], "compile.enabled", True),

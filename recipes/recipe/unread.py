@@ -1,0 +1,87 @@
+"""Values that nothing reads: which fields need others to have an effect. Imports no torch.
+
+A field is refused only where this recipe sets it, to another value than the default; its bases may set what they like.
+float8.emulate and compile.cache, which say something of a machine, are not among them.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import fields
+
+from models.config import OF_EXPERTS, ModelConfig
+from recipes.optimization.config import OPTIMIZERS, OptimizerConfig
+from recipes.recipe.conflicts import Unreadable
+from recipes.recipe.fields import Violation, field_types, sections, toml, value_of
+from recipes.recipe.schema import Recipe
+
+EXPERTS = tuple(f"model.{one.name}" for one in fields(ModelConfig) if one.name.startswith(OF_EXPERTS))
+
+
+def _of_one_optimizer() -> Iterator[tuple[str, Callable[[Recipe], object], str]]:
+    """The fields of [optimizer] that not all of them read."""
+    for name in (one.name for one in fields(OptimizerConfig)):
+        readers = [optimizer for optimizer, facts in OPTIMIZERS.items() if name in facts.reads]
+        if readers:
+            wanted = f"optimizer.name = {' or '.join(map(toml, readers))}"
+            yield f"optimizer.{name}", lambda r, readers=readers: r.optimizer.name in readers, wanted  # type: ignore[misc]
+
+
+# fmt: off
+NEEDS: tuple[tuple[str, Callable[[Recipe], object], str], ...] = (
+    *((key, lambda r: r.model.experts, "model.experts = 8 or so") for key in EXPERTS if key != "model.experts"),
+    ("experts.balance experts.z_loss", lambda r: r.model.experts, "model.experts = 8 or so"),
+    ("experts.loss_weight", lambda r: r.model.experts and r.experts.balance == "loss",
+     'experts.balance = "loss" of a model with experts'),
+    ("experts.bias_rate", lambda r: r.model.experts and r.experts.balance == "bias",
+     'experts.balance = "bias" of a model with experts'),
+    ("model.rope_factor", lambda r: r.model.rope_scaling != "none", 'model.rope_scaling = "linear", for example'),
+    ("model.rope_low_frequency_factor model.rope_high_frequency_factor", lambda r: r.model.rope_scaling == "llama3",
+     'model.rope_scaling = "llama3"'),
+    ("model.rope_original_length", lambda r: r.model.rope_scaling in ("llama3", "yarn"),
+     'model.rope_scaling = "llama3" or "yarn"'),
+    ("model.rope_beta_fast model.rope_beta_slow model.rope_attention_factor", lambda r: r.model.rope_scaling == "yarn",
+     'model.rope_scaling = "yarn"'),
+    ("data.text_field", lambda r: not r.data.has_pairs, "texts, not pairs"),
+    ("data.chat_template data.chat_date", lambda r: r.data.messages_field, 'data.messages_field = "messages"'),
+    ("data.answer_length", lambda r: r.model.is_encoder_decoder, "an encoder-decoder model"),
+    ("mesh.context_by", lambda r: r.mesh.context > 1, "mesh.context = 2 or more"),
+    ("mesh.overlap_tensor float8.gather_activations", lambda r: r.mesh.tensor > 1, "mesh.tensor = 2 or more"),
+    ("pipeline.schedule pipeline.stages_per_rank pipeline.split", lambda r: r.mesh.pipeline > 1,
+     "mesh.pipeline = 2 or more"),
+    ("float8.exclude", lambda r: r.float8.recipe != "none",
+     'float8.recipe = "tensorwise", for example'),
+    ("activation_checkpointing.blocks", lambda r: r.activation_checkpointing.mode != "none",
+     'activation_checkpointing.mode = "selective" or "full"'),
+    ("compile.autotune", lambda r: r.compile.enabled, "compile.enabled = true"),
+    *_of_one_optimizer(),
+    ("schedule.min_lr_ratio", lambda r: r.schedule.kind != "constant" and (r.schedule.kind != "wsd"
+       or r.schedule.decay_steps), "a decay, by schedule.kind or schedule.decay_steps"),
+    ("checkpoint.keep checkpoint.asynchronous", lambda r: r.checkpoint.every, "checkpoint.every = 1000 or so"),
+    ("metrics.wandb_project", lambda r: r.metrics.wandb, "metrics.wandb = true"),
+    ("validation.batches", lambda r: r.validation.every, "validation.every = 1000 or so"),
+    ("validation.source validation.sources", lambda r: r.validation.every or r.validation.sample_tokens,
+     "validation.every = 1000 or so"),
+    ("validation.task_limit", lambda r: r.validation.tasks, 'validation.tasks = ["NAME"]'),
+    ("profile.after", lambda r: r.profile.trace_steps, "profile.trace_steps = 3 or so"),
+)
+# fmt: on
+"""Fields, when a recipe reads them, and in words what it needs for that."""
+
+
+def unread(keys: Collection[str], recipes: Sequence[Recipe]) -> Iterator[Violation]:
+    """Those of these fields, which were written, that none of these recipes reads."""
+    reasons: dict[str, str] = {}
+    for names, is_read, wanted in NEEDS:
+        for key in keys & {*names.split()}:
+            with suppress(Unreadable):
+                section, _, name = key.partition(".")
+                default = getattr(sections()[section], name, {})
+                if value_of(recipes[-1], key) != default and not any(map(is_read, recipes)):
+                    reasons.setdefault(key, f"has no effect without {wanted}; write that, or remove it here")
+    yield from reasons.items()
+
+
+def is_resolved(keys: Collection[str]) -> bool:
+    """Whether a file states most fields, as the recipe.toml of a run does: it sets none, it says what was in effect."""
+    known = {key for key in field_types() if not key.startswith("model.")}
+    return 2 * len(known & {*keys}) > len(known)
