@@ -8,8 +8,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from recipes.files.border import reason
 from recipes.files.layout import TENSORBOARD
-from recipes.metrics.tracking import reason
 
 SECONDS = 30
 """Seconds after which rows that TensorBoard has taken are on the disk; before a checkpoint, at once."""

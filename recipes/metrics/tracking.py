@@ -14,6 +14,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
+from recipes.files.border import reason
+
 STARTS = 4
 """How often it is started: wandb-core may be killed, or run out of memory, again and again."""
 RECENT = 100
@@ -148,8 +150,3 @@ def _forget() -> None:
 
     with suppress(Exception):
         wandb.teardown()
-
-
-def reason(error: Exception) -> str:
-    """The first line of an error."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -10,7 +10,7 @@ from recipes.checkpoint.config import VALIDATION
 from recipes.checkpoint.files import read_manifest
 from recipes.data.history import consumed_tokens, from_json
 from recipes.data.text.hub import silence_library
-from recipes.data.text.row import reason
+from recipes.files.border import reason
 from recipes.files.layout import RECIPE
 from recipes.files.markdown import markdown_table
 from recipes.files.reading import read_text

@@ -11,7 +11,8 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.data.text.readers import is_array, read_file
-from recipes.data.text.row import Fields, Place, Row, Rows, names_of, no_such_field, reason, text_of
+from recipes.data.text.row import Fields, Place, Row, Rows, names_of, no_such_field, text_of
+from recipes.files.border import reason
 from recipes.files.reading import user_path
 
 HUB_PREFIX = "hf:"
