@@ -20,10 +20,14 @@ PASSED_ON = (UserError, KeyboardInterrupt, GeneratorExit, MemoryError)
 """What says more than a sentence about foreign code: our own errors, Ctrl-C, and memory, which is not that code's."""
 
 
+class ForeignError(UserError):
+    """What foreign code raised, which is the cause of this error, as a sentence."""
+
+
 @contextmanager
 def foreign(what: str, remedy: str = "") -> Iterator[None]:
-    """Inside, what foreign code raises becomes UserError "WHAT: REASON; REMEDY", and TemporaryError for a fault of the
-    system that may pass. What it calls back of ours, and what our code raises then, is passed on as it is.
+    """Inside, what foreign code raises becomes ForeignError "WHAT: REASON; REMEDY", and TemporaryError for a fault of
+    the system that may pass. What our code raises when it is called back is passed on as it is.
 
     what: the code, and what it was doing, with row and file. remedy: what to do or to write instead.
     """
@@ -34,7 +38,7 @@ def foreign(what: str, remedy: str = "") -> Iterator[None]:
     except BaseException as error:
         if _is_ours(error.__traceback__):
             raise
-        kind = TemporaryError if isinstance(error, OSError) and may_pass(error) else UserError
+        kind = TemporaryError if isinstance(error, OSError) and may_pass(error) else ForeignError
         raise kind(f"{what}: {reason(error)}{remedy and '; '}{remedy}") from error
 
 
@@ -45,7 +49,7 @@ def reason(error: BaseException) -> str:
         text = f"not enough memory {text}"
     elif isinstance(error, SystemExit):
         text = f"it calls sys.exit({text})"
-    elif not isinstance(error, PLAIN):
+    elif not isinstance(error, PLAIN) and type(error) is not Exception:
         text = f"{type(error).__name__}: {text}"
     return " ".join(text.split())[:LONGEST_REASON].rstrip(": ") or type(error).__name__
 

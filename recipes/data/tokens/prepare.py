@@ -18,7 +18,7 @@ from parallel.errors import UserError
 from recipes.data.text.row import UNREADABLE, Row
 from recipes.data.text.rows import START, RowStream, open_rows
 from recipes.data.text.sources import document_hash, is_hub, require_unchanged
-from recipes.data.text.tokenizer import Tokenizer, batches_of, parallel_tokenizers
+from recipes.data.text.tokenizer import ENCODE_ANY, Tokenizer, batches_of, parallel_tokenizers
 from recipes.data.tokens.parts import ALL, Part, ends_of, place_of, require_intact, require_same_files, whole_parts
 from recipes.data.tokens.shards import (
     ARRAYS,
@@ -38,6 +38,7 @@ from recipes.data.tokens.shards import (
     token_type,
 )
 from recipes.data.tokens.workspace import Pieces, Preparation, alone, claimed, publish, whole_shards
+from recipes.files.border import ForeignError, reason
 
 # Batches tokenized at a time: the second keeps the cores busy while the first runs out of documents.
 IN_FLIGHT = 2
@@ -156,30 +157,40 @@ def encoder(work: Preparation, *, where: Callable[[Row], str]) -> Encoder:
         from recipes.data.text.pair_format import PairEncoder
 
         return PairEncoder(work.text_field, work.tokenizer).encode
-    return lambda batch: (batch, _documents([row for row in batch if row.has_text], work.tokenizer, where=where))
+    return lambda batch: _documents(batch, work.tokenizer, where=where)
 
 
 def _characters(rows: Sequence[Row]) -> int:
     return sum(len(row.text) for row in rows)
 
 
-def _documents(rows: Sequence[Row], tokenizer: Tokenizer, *, where: Callable[[Row], str]) -> list[np.ndarray]:
-    """The tokens of each row with its end-of-document token. Only one list of Python integers exists at a time. Raises
-    UserError for a text that the tokenizer cannot encode, naming `where` it is."""
-    dtype, end = token_type(tokenizer.vocabulary), tokenizer.end_of_document
+def _documents(
+    rows: list[Row], tokenizer: Tokenizer, *, where: Callable[[Row], str]
+) -> tuple[list[Row], list[np.ndarray]]:
+    """What an Encoder returns; each document with its end-of-document token. Only one list of Python integers exists at
+    a time. Raises UserError for a text that the tokenizer cannot encode, naming `where` it is."""
+
+    def document(ids: list[int]) -> np.ndarray:
+        return np.array([*ids, tokenizer.end_of_document], dtype=token_type(tokenizer.vocabulary))
+
     try:
-        found = tokenizer.encode_batch([row.text for row in rows])
-    except Exception:  # the library raises nothing more specific, and does not say for which text
-        for row in rows:
-            try:
-                tokenizer.encode(row.text)
-            except Exception as error:
+        return rows, [*map(document, tokenizer.encode_batch([row.text for row in rows if row.has_text]))]
+    except ForeignError:  # the library does not say for which text
+        pass
+    documents, seen = [], list(rows)
+    for number, row in enumerate(rows):
+        try:
+            documents += [document(tokenizer.encode(row.text))] if row.has_text else []
+        except ForeignError as error:
+            cause = error.__cause__
+            assert cause is not None
+            if isinstance(cause, Exception):  # it is made for fewer texts
                 raise UserError(
-                    f"data.tokenizer: {where(row)} cannot be encoded: {error}; give a tokenizer that encodes any"
-                    " text: a byte-level one, or one with a token for unknown words"
+                    f"data.tokenizer: {where(row)} cannot be encoded: {reason(cause)}; {ENCODE_ANY}"
                 ) from None
-        raise
-    return [np.array([*ids, end], dtype=dtype) for ids in found]
+            # A panic of the library, as of a pattern that would search for hours, is of this text alone.
+            seen[number] = row._replace(text="", problem=f"cannot be encoded: {reason(cause)}")
+    return seen, documents
 
 
 def _counted(batches: Iterator[Batch], progress: Callable[[int], None]) -> Iterator[Batch]:
