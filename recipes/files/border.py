@@ -2,7 +2,7 @@
 program, becomes one sentence. Imports no torch."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,11 +25,11 @@ class ForeignError(UserError):
 
 
 @contextmanager
-def foreign(what: str, remedy: str = "") -> Iterator[None]:
+def foreign(what: str, remedy: str | Callable[[BaseException], str] = "") -> Iterator[None]:
     """Inside, what foreign code raises becomes ForeignError "WHAT: REASON; REMEDY", and TemporaryError for a fault of
     the system that may pass. What our code raises when it is called back is passed on as it is.
 
-    what: the code, and what it was doing, with row and file. remedy: what to do or to write instead.
+    what: the code, and what it was doing, with row and file. remedy: what to do or to write instead, if anything.
     """
     try:
         yield
@@ -39,7 +39,8 @@ def foreign(what: str, remedy: str = "") -> Iterator[None]:
         if _is_ours(error.__traceback__):
             raise
         kind = TemporaryError if isinstance(error, OSError) and may_pass(error) else ForeignError
-        raise kind(f"{what}: {reason(error)}{remedy and '; '}{remedy}") from error
+        advice = remedy if isinstance(remedy, str) else remedy(error)
+        raise kind(f"{what}: {named(error)}{advice and '; '}{advice}") from error
 
 
 def reason(error: BaseException) -> str:
@@ -47,11 +48,18 @@ def reason(error: BaseException) -> str:
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     if isinstance(error, MemoryError):
         text = f"not enough memory {text}"
-    elif isinstance(error, SystemExit):
-        text = f"it calls sys.exit({text})"
-    elif not isinstance(error, PLAIN) and type(error) is not Exception:
-        text = f"{type(error).__name__}: {text}"
-    return " ".join(text.split())[:LONGEST_REASON].rstrip(": ") or type(error).__name__
+    return _line(text) or type(error).__name__ if isinstance(error, (*PLAIN, MemoryError)) else named(error)
+
+
+def named(error: BaseException) -> str:
+    """The error as one short line that begins with its class."""
+    if isinstance(error, SystemExit):
+        return f"it calls sys.exit({error.code})"
+    return _line(f"{type(error).__name__}: {error}".removeprefix("Exception: "))
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:LONGEST_REASON].rstrip(": ")
 
 
 def _is_ours(trace: TracebackType | None) -> bool:
