@@ -54,7 +54,7 @@ class TensorBoard:
             return
         try:
             work()
-        except Exception as error:  # of the disk, often met by the writer's thread and raised by its next call
+        except (Exception, SystemExit) as error:  # often met by the writer's thread and raised by its next call
             self._off = True
             self._log(f"TensorBoard: off until the next start ({reason(error)}); metrics.jsonl has every row")
 

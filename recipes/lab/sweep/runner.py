@@ -18,7 +18,7 @@ from typing import Literal
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
 from recipes.files.exit_codes import REFUSED, ended_by, with_parent
-from recipes.files.screen import Screen
+from recipes.files.screen import Screen, safe, tell
 from recipes.recipe.load import to_toml
 from recipes.recipe.schema import Recipe
 
@@ -73,18 +73,16 @@ def exit_code_of(work: Callable[[], int], *, interrupted: str) -> int:
         with stop_signals():
             return work()
     except UserError as error:
-        with suppress(OSError):  # nobody may read standard error any more
-            print(error, file=sys.stderr, flush=True)
+        tell(str(error))
         return REFUSED
     except Stopped as stop:
-        with suppress(OSError):
-            print(f"\n{interrupted}", file=sys.stderr, flush=True)
+        tell(f"\n{interrupted}")
         return ended_by(stop.number)
 
 
 def say(line: str) -> None:
     """Print a line; a command goes on when its terminal is gone."""
-    Screen().write(f"{line}\n")
+    Screen().write(f"{safe(line)}\n")
 
 
 @dataclass(frozen=True)
