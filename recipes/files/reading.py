@@ -196,6 +196,10 @@ def read_text(file: Path, *, errors: str = "strict") -> str:
             return whole_text(file, errors=errors)
         except OSError as error:
             raise fault(f"{file} cannot be read", error) from None
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{file} is not UTF-8 text (byte {error.start}); bring back the one that was there"
+            ) from None
 
     return patiently(text)
 
@@ -209,6 +213,21 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("it must contain one JSON object")
     return content
+
+
+def toml_table(text: str) -> dict[str, Any]:
+    """The TOML that is this text. Raises ValueError, also for an integer that is too long to be shown."""
+    import tomli
+
+    try:
+        table = tomli.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    try:
+        repr(table)
+    except ValueError:  # Python's limit for decimals, which hexadecimals pass
+        raise ValueError("it has an integer of thousands of digits") from None
+    return table
 
 
 def memory_map(file: Path) -> "np.ndarray":
