@@ -18,7 +18,7 @@ from parallel.errors import UserError
 from recipes.data.text.row import UNREADABLE, Row
 from recipes.data.text.rows import START, RowStream, open_rows
 from recipes.data.text.sources import document_hash, is_hub, require_unchanged
-from recipes.data.text.tokenizer import ENCODE_ANY, Tokenizer, batches_of, parallel_tokenizers
+from recipes.data.text.tokenizer import CANNOT_ENCODE, Tokenizer, batches_of, parallel_tokenizers
 from recipes.data.tokens.parts import ALL, Part, ends_of, place_of, require_intact, require_same_files, whole_parts
 from recipes.data.tokens.shards import (
     ARRAYS,
@@ -38,7 +38,7 @@ from recipes.data.tokens.shards import (
     token_type,
 )
 from recipes.data.tokens.workspace import Pieces, Preparation, alone, claimed, publish, whole_shards
-from recipes.files.border import ForeignError, reason
+from recipes.files.border import ForeignError
 
 # Batches tokenized at a time: the second keeps the cores busy while the first runs out of documents.
 IN_FLIGHT = 2
@@ -169,28 +169,19 @@ def _documents(
 ) -> tuple[list[Row], list[np.ndarray]]:
     """What an Encoder returns; each document with its end-of-document token. Only one list of Python integers exists at
     a time. Raises UserError for a text that the tokenizer cannot encode, naming `where` it is."""
-
-    def document(ids: list[int]) -> np.ndarray:
-        return np.array([*ids, tokenizer.end_of_document], dtype=token_type(tokenizer.vocabulary))
-
+    dtype, end = token_type(tokenizer.vocabulary), tokenizer.end_of_document
     try:
-        return rows, [*map(document, tokenizer.encode_batch([row.text for row in rows if row.has_text]))]
-    except ForeignError:  # the library does not say for which text
-        pass
-    documents, seen = [], list(rows)
-    for number, row in enumerate(rows):
-        try:
-            documents += [document(tokenizer.encode(row.text))] if row.has_text else []
-        except ForeignError as error:
-            cause = error.__cause__
-            assert cause is not None
-            if isinstance(cause, Exception):  # it is made for fewer texts
-                raise UserError(
-                    f"data.tokenizer: {where(row)} cannot be encoded: {reason(cause)}; {ENCODE_ANY}"
-                ) from None
-            # A panic of the library, as of a pattern that would search for hours, is of this text alone.
-            seen[number] = row._replace(text="", problem=f"cannot be encoded: {reason(cause)}")
-    return seen, documents
+        found = tokenizer.encode_batch([row.text for row in rows if row.has_text])
+        return rows, [np.array([*ids, end], dtype=dtype) for ids in found]
+    except ForeignError as error:
+        if len(rows) > 1:  # the library does not say for which text
+            alone = [_documents([row], tokenizer, where=where) for row in rows]
+            return [row for group, _ in alone for row in group], [ids for _, documents in alone for ids in documents]
+        why = f"cannot be encoded: {str(error).removeprefix(f'{CANNOT_ENCODE}: ')}"
+        if isinstance(error.__cause__, Exception):
+            raise UserError(f"data.tokenizer: {where(rows[0])} {why}") from None
+        # A panic of the library, as of a pattern that would search for hours, is of this text alone.
+        return [rows[0]._replace(text="", problem=why)], []
 
 
 def _counted(batches: Iterator[Batch], progress: Callable[[int], None]) -> Iterator[Batch]:
