@@ -11,15 +11,17 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
+from recipes.files.screen import say  # noqa: E402
+
 SUITES = (*("calibrate", "checkpoint", "data", "gpu", "kernels", "null_gpu", "operators", "plan"),)
 
 
 def main(arguments: list[str]) -> int:
     if arguments in (["-h"], ["--help"]):
-        print(f"{__doc__}\n\nSuites, each with its own --help: {', '.join(SUITES)}")
+        say(f"{__doc__}\n\nSuites, each with its own --help: {', '.join(SUITES)}")
         return 0
     if len(arguments) < 2 or arguments[0] != "--suite" or arguments[1] not in SUITES:
-        print(f"usage: bench.py --suite {{{','.join(SUITES)}}} [options]", file=sys.stderr)
+        say(f"usage: bench.py --suite {{{','.join(SUITES)}}} [options]", to=2)
         return 2
     name = "null_gpu.suite" if arguments[1] == "null_gpu" else f"bench.{arguments[1]}"
     suite = importlib.import_module(f"recipes.lab.{name}")

@@ -18,6 +18,7 @@ explain_wrong_interpreter()
 from parallel.errors import UserError  # noqa: E402
 from recipes.checkpoint import look  # noqa: E402
 from recipes.files.reading import is_remote, path_argument  # noqa: E402
+from recipes.files.screen import say  # noqa: E402
 
 USAGE = """\
 checkpoint.py list PATH      a table of checkpoints: step, size, visible damage
@@ -46,20 +47,20 @@ def main(arguments: list[str]) -> int:
         if options.command == "average":
             from recipes.lab.average.average import average
 
-            average(str(options.path), options.steps, options.out, weights=options.weights, log=print)
+            average(str(options.path), options.steps, options.out, weights=options.weights, log=say)
             return 0
         paths = look.find(Path(options.path))
         if options.command == "show":
             for line in look.describe(paths[-1]):
-                print(line)
+                say(line)
             return 0
         for line, is_sound in look.table(paths, thorough=options.command == "verify"):
-            print(line, flush=True)
+            say(line)
             sound &= is_sound
         if others := look.aside(paths[0].parent):
-            print("also in this folder:", " ".join(others))
+            say(f"also in this folder: {' '.join(others)}")
     except UserError as error:
-        print(error, file=sys.stderr)
+        say(error, to=2)
         return 2
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,6 +16,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.reading import path_argument  # noqa: E402
+from recipes.files.screen import say  # noqa: E402
 
 USAGE = """\
 convert_hf.py import FOLDER CHECKPOINT                    Hugging Face folder to new checkpoint
@@ -66,9 +67,9 @@ def main(arguments: list[str]) -> int:
             return 128 + signal.SIGINT
         if not isinstance(error, UserError):
             raise
-        print(error, file=sys.stderr)
+        say(error, to=2)
         return 2
-    print(f"wrote {options.target}")
+    say(f"wrote {options.target}")
     return 0
 
 

@@ -30,6 +30,7 @@ from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.atomic import write_whole  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, leave_after  # noqa: E402
 from recipes.files.reading import path_argument  # noqa: E402
+from recipes.files.screen import say  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,7 +105,7 @@ def main(arguments: list[str]) -> int:
         if rank != "0":
             # Rank 0 most likely reports the same, and then the launcher ends the others. Give it the time.
             time.sleep(10)
-        print(error if rank == "0" else f"rank {rank}: {error}", file=sys.stderr)
+        say(error if rank == "0" else f"rank {rank}: {error}", to=2)
         return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
 
 
@@ -161,7 +162,7 @@ def evaluate(options: argparse.Namespace) -> int:
     stop()
     if world.is_main:
         read = {"rows": text.rows, "bad_rows": text.bad_rows, "sequence_length": length}
-        print(json.dumps({"loss": found.loss, "perplexity": found.perplexity} | more | read), flush=True)
+        say(json.dumps({"loss": found.loss, "perplexity": found.perplexity} | more | read))
     return 0
 
 
@@ -186,7 +187,7 @@ def _evaluate_tasks(options: argparse.Namespace, weights: "Weights") -> int:
     results = tests.results_of(asked, tasks, bootstraps=BOOTSTRAPS if world.is_main else 0)
     stop()
     if world.is_main:
-        print(tests.tables(results), flush=True)
+        say(tests.tables(results))
         if options.output:
             try:
                 write_whole(options.output, tests.as_json(results) + "\n")

@@ -2,7 +2,6 @@
 
 import argparse
 import datetime
-import io
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, ended_by  # noqa: E402
+from recipes.files.screen import say  # noqa: E402
 
 if TYPE_CHECKING:
     from recipes.data.config import DataConfig
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     try:
         return _generate(options)
     except UserError as error:
-        print(error, file=sys.stderr)
+        say(error, to=2)
         return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
     except BrokenPipeError:  # `... | head`: whoever read the text has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would complain when it ends
@@ -113,7 +113,6 @@ def _generate(options: argparse.Namespace) -> int:
     from recipes.evaluation.by_transformers import check_search, open_exported, write_texts
     from recipes.evaluation.conversation import converse, read_message
     from recipes.evaluation.generate import choose_device, continue_text, open_model
-    from recipes.training.console import CONTROLS
     from recipes.training.same_run import data_of_run
     from recipes.weights.locate import find_weights
 
@@ -131,16 +130,13 @@ def _generate(options: argparse.Namespace) -> int:
     data = data_of_run(weights)
     template = _template(options, weights, data) if in_chat else None
     opened = replace(opened, as_pairs=in_chat or bool(data and data.has_pairs))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # the terminal may lack some characters
 
-    def show(piece: str) -> None:
-        print(piece.translate(CONTROLS), end="", flush=True)
+    def show(piece: str, *, dim: bool = False) -> None:
+        say(piece, end="", whole=True, dim=dim)  # the same in a pipe: what reads it may be a terminal, too
 
     def show_prompt(prompt: str) -> None:
         if not options.answer_only:
-            dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() and prompt else ("", "")
-            print(f"{dim}{prompt.translate(CONTROLS)}{plain}", end="", flush=True)
+            show(prompt, dim=True)
 
     write: Callable[..., tuple[int, float]] = (
         continue_text if isinstance(opened.model, Decoder) else partial(write_texts, **search)
@@ -149,8 +145,8 @@ def _generate(options: argparse.Namespace) -> int:
     def answer(prompt: str, log: Callable[[str], object], log_prompt: Callable[[str], object]) -> None:
         _check_length(opened, prompt, options.max_tokens, positions=getattr(weights.model, "positions", 0))
         tokens, seconds = write(opened, prompt, sampling, log=log, log_prompt=log_prompt)
-        print(flush=True)
-        print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
+        say()
+        say(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s", to=2)
 
     if options.prompt is not None:
         answer(_around(options, template, data), show, show_prompt)
@@ -166,7 +162,7 @@ def _repetition_penalty(weights: "Weights") -> float:
 
     companions = weights.description.companions
     if ignored := [] if weights.model.by_transformers else ignored_settings(companions):
-        print(f"generation_config.json: not obeyed here: {', '.join(ignored)}", file=sys.stderr)
+        say(f"generation_config.json: not obeyed here: {', '.join(ignored)}", to=2)
     return repetition_penalty(companions, where=weights.path)
 
 
@@ -201,7 +197,7 @@ def _check_length(opened: "OpenedModel", prompt: str, max_tokens: int, *, positi
     if positions and (needed := max(length, max_tokens)) > positions:
         raise UserError(f"up to {needed} tokens, but the model has {positions} positions; write a smaller --max-tokens")
     if length > longest:
-        print(f"up to {length} tokens, but the model was trained for at most {longest}", file=sys.stderr)
+        say(f"up to {length} tokens, but the model was trained for at most {longest}", to=2)
 
 
 if __name__ == "__main__":

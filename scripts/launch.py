@@ -18,13 +18,13 @@ explain_wrong_interpreter()
 
 from recipes.cluster.launcher import Workers, handle_stop_signals, launch  # noqa: E402
 from recipes.files.exit_codes import SIGNALS, leave  # noqa: E402
-from recipes.files.screen import open_missing  # noqa: E402
+from recipes.files.screen import open_missing, say  # noqa: E402
 
 
 def main() -> int:
     open_missing()
     if sys.argv[1:] in (["-h"], ["--help"]):
-        print(__doc__)
+        say(__doc__)
         return 0
     workers = Workers()
     handle_stop_signals(workers.stop)

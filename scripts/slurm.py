@@ -24,14 +24,14 @@ from parallel.errors import UserError  # noqa: E402
 from recipes.cluster.pack import CACHE, Pack, pack  # noqa: E402
 from recipes.cluster.slurm import Job, Local, log, run_node  # noqa: E402
 from recipes.files.exit_codes import REFUSED  # noqa: E402
-from recipes.files.screen import open_missing  # noqa: E402
+from recipes.files.screen import open_missing, say  # noqa: E402
 from recipes.recipe.schema import RunConfig  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
     open_missing()
     if arguments in (["-h"], ["--help"]):
-        print(__doc__)
+        say(__doc__)
         return 0
     if arguments[:1] == ["--node"]:
         return run_node(Path(arguments[1]), arguments[2:])
@@ -83,7 +83,7 @@ def show_pack() -> int:
     except UserError as error:
         log(str(error))
         return REFUSED
-    print(f"{ROOT}/scripts/unpack.sh unpack FOLDER {files.key} {files.environment} {files.checkout}")
+    say(f"{ROOT}/scripts/unpack.sh unpack FOLDER {files.key} {files.environment} {files.checkout}")
     return 0
 
 

@@ -26,6 +26,7 @@ from pydantic import TypeAdapter  # noqa: E402
 
 from models.sizes import SIZES  # noqa: E402
 from recipes.files.markdown import between, markdown_table  # noqa: E402
+from recipes.files.screen import say  # noqa: E402
 from recipes.lab.plan.command import answer  # noqa: E402
 from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
 from recipes.plan.memory import CUDA, FULL, NCCL, NCCL_PAIR, RESERVED, Prediction, predict  # noqa: E402
@@ -302,4 +303,4 @@ if __name__ == "__main__":
     PARALLELISM.write_text(with_combinations(PARALLELISM.read_text()))
     MEMORY.write_text(memory_page())
     PLAN.write_text(with_plans(PLAN.read_text()))
-    print(f"wrote {PAGE}, {SCHEMA}, {MEMORY}, the table of {PARALLELISM} and the examples of {PLAN}")
+    say(f"wrote {PAGE}, {SCHEMA}, {MEMORY}, the table of {PARALLELISM} and the examples of {PLAN}")

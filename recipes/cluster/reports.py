@@ -11,6 +11,7 @@ from pathlib import Path
 
 from recipes.files.atomic import Lines, utc_now
 from recipes.files.layout import LOG_FILE, RECIPE
+from recipes.files.screen import safe
 from recipes.metrics.clock import START
 
 LAST_RESORT = 60.0
@@ -79,7 +80,7 @@ def add_to_log(folder: Path, text: str) -> None:
     def append() -> None:
         with suppress(OSError):
             if (folder / RECIPE).is_file():
-                Lines(folder / LOG_FILE, log=lambda line: None).append(f"{utc_now()} {text}")
+                Lines(folder / LOG_FILE, log=lambda line: None).append(f"{utc_now()} {safe(text)}")
 
     for_a_while(append)
 

@@ -33,7 +33,7 @@ from recipes.cluster.reports import (
 from recipes.files.atomic import utc_now
 from recipes.files.exit_codes import HUNG
 from recipes.files.layout import RECIPE
-from recipes.files.screen import SHOW_CURSOR, tell
+from recipes.files.screen import SHOW_CURSOR, put, tell
 from recipes.metrics.clock import LOADING, START, STEP, RunClock
 
 if TYPE_CHECKING:
@@ -147,8 +147,9 @@ class Watchdog:
 
     def _say(self, text: str) -> None:
         text = text.replace(STACKS, f"  Python stacks of every process: {self._stacks or 'above'}")
-        cursor = SHOW_CURSOR.decode() if sys.stdout.isatty() else ""
-        tell(f"{cursor}{text}")
+        if sys.stdout.isatty():
+            put(2, SHOW_CURSOR)
+        tell(text)
         add_to_log(self._folder, text)
 
     def _write_stacks(self, own: Report) -> None:

@@ -28,6 +28,7 @@ from recipes.data.history import (
 from recipes.data.order import Mixture, SequenceOrder
 from recipes.data.tokens.shards import BadRowBudget, Shard, Shards, bad_rows, read_problem
 from recipes.files.atomic import Lines, keep_rows
+from recipes.files.screen import say
 
 if TYPE_CHECKING:
     from recipes.data.tokens.background import Background
@@ -55,7 +56,7 @@ class Piece:
 class Quarantine:
     """quarantine.jsonl: file, row and reason of every bad row in the text that a run has used so far."""
 
-    def __init__(self, file: Path, *, log: Callable[[str], None] = print) -> None:
+    def __init__(self, file: Path, *, log: Callable[[str], None] = say) -> None:
         """log: receives one line of text per message."""
         self.file = file
         self._lines = Lines(file, log=log)

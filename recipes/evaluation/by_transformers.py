@@ -16,6 +16,7 @@ from parallel.errors import UserError
 from parallel.kernels import without_plans
 from recipes.evaluation.opened import OpenedModel, stream_text
 from recipes.evaluation.sampling import Sampling
+from recipes.files.border import foreign
 from recipes.weights.convert import export_checkpoint
 from recipes.weights.locate import Weights
 
@@ -27,13 +28,14 @@ def open_exported(weights: Weights, *, dtype: torch.dtype, device: torch.device)
     except ImportError:
         raise UserError(INSTALL) from None
     tokenizer, reads_prompts = weights.tokenizer, weights.model_in(str(dtype)).is_encoder_decoder
-    if not weights.is_checkpoint:
-        weights.stored_tensors  # noqa: B018  raises what transformers would only warn of
-        model = read_folder(weights.path, dtype=dtype, device=device)
-    else:
-        with TemporaryDirectory(prefix="shardwright-") as place:
+    with TemporaryDirectory(prefix="shardwright-") as place:
+        folder = weights.path
+        if weights.is_checkpoint:
             folder = Path(place) / "exported"
             export_checkpoint(weights.path, folder, dtype=dtype)
+        else:
+            weights.stored_tensors  # noqa: B018  raises what transformers would only warn of
+        with foreign(f"transformers cannot read {weights.path}"):
             model = read_folder(folder, dtype=dtype, device=device)
     return OpenedModel(model, tokenizer, weights.facts_of_text, weights.ends, encoder_decoder=reads_prompts)
 
@@ -107,7 +109,7 @@ def texts_of(
     prompt = torch.tensor([list(prompt_ids)], device=model.device)  # (1, T)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else [], device_type=model.device.type):
         torch.manual_seed(sampling.seed)
-        with without_plans():
+        with foreign("transformers cannot generate with these options and generation_config.json"), without_plans():
             rows = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
     begin = 1 if opened.encoder_decoder else len(prompt_ids)  # an answer begins after the token that starts a decoder
     return [[*takewhile(lambda token: token not in ends, row[begin:])] for row in rows.tolist()]

@@ -20,6 +20,8 @@ from recipes.data.loader import DataLoader
 from recipes.data.text.tokenizer import Tokenizer, batches_of, parallel_tokenizers
 from recipes.evaluation.losses import finite_loss, without_dropout
 from recipes.evaluation.sampling import Sampling, next_token
+from recipes.files.border import ForeignError
+from recipes.files.reading import shorten
 
 if TYPE_CHECKING:
     from models.encoder_decoder import EncoderDecoderInputs
@@ -88,9 +90,10 @@ def evaluate_text(
     def tokens() -> Iterator[list[int]]:
         with parallel_tokenizers():
             for texts in batches_of(documents, size=len):
+                encoded = _encoded(texts, tokenizer, first=counted["documents"] + 1)
                 counted["bytes"] += sum(len(text.encode()) for text in texts)
                 counted["documents"] += len(texts)
-                for ids in tokenizer.encode_batch(texts):
+                for ids in encoded:
                     yield [*ids, tokenizer.end_of_document]
 
     def micro_batches() -> Iterator[MicroBatch]:
@@ -108,6 +111,19 @@ def evaluate_text(
     if targets == 0:
         raise UserError("the text has fewer than two tokens, so there is nothing to predict")
     return Evaluation(nats, targets, counted["bytes"], counted["documents"])
+
+
+def _encoded(texts: list[str], tokenizer: Tokenizer, *, first: int) -> Iterator[list[int]]:
+    """The tokens of each text. first: number of the first document. Raises UserError for one that has none."""
+    try:
+        return tokenizer.encode_batch(texts)
+    except ForeignError:  # the library does not say for which text
+        for number, text in enumerate(texts, first):
+            try:
+                tokenizer.ids(text)
+            except ForeignError as error:
+                raise UserError(f"document {number:,}, '{shorten(text)}': {error}; or leave it out") from None
+        raise
 
 
 def _padded(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,6 +31,7 @@ from models.hf_config import INSTALL
 from parallel.errors import UserError
 from recipes.evaluation.sampling import Sampling
 from recipes.evaluation.scoring import Prompt, Scored, continuations, log_likelihoods
+from recipes.files.border import foreign
 from recipes.weights.companions import repetition_penalty
 from recipes.weights.description import Description
 from recipes.weights.hf_folder import write_description
@@ -73,7 +74,8 @@ class HarnessModel(TemplateLM):
         """The tokens of a text; a text that spells out the beginning token gets no other one."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
-        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        with foreign("the tokenizer cannot encode a task's text"):
+            ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
         if (largest := max(ids, default=0)) >= self._vocabulary:
             token = self.tokenizer.convert_ids_to_tokens(largest)
             raise UserError(
@@ -166,10 +168,8 @@ def tokenizer_of(description: Description) -> Any:
         raise UserError(INSTALL) from None
     with TemporaryDirectory(prefix="shardwright-") as place:
         write_description(Path(place), description, dtype="float32")
-        try:
+        with foreign("transformers refuses the tokenizer and its settings"):
             return read_tokenizer(Path(place))
-        except Exception as error:  # of whatever kind transformers raises for a setting that it cannot use
-            raise UserError(f"transformers refuses the tokenizer and its settings: {_reason(error)}") from None
 
 
 def harness_model(scored: Scored, description: Description) -> HarnessModel:
@@ -214,7 +214,8 @@ def load_tasks(names: Sequence[str], *, limit: int | None = None, examples: int 
         if not Path(file).is_file():
             raise UserError(f"task {file!r} does not exist; write the path of a YAML file, or the name of a task")
     with _quiet():
-        manager = TaskManager(include_path=folders or None, include_defaults=bool(plain))
+        with foreign(f"tasks {', '.join(names)} cannot be looked for"):
+            manager = TaskManager(include_path=folders or None, include_defaults=bool(plain))
         wanted = [*files, *_in_folders(manager, folders), *_known(manager, plain)]
         loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
         for name in dict.fromkeys(wanted):
@@ -254,12 +255,8 @@ def _known(manager: TaskManager, names: list[str]) -> list[str]:
 
 def _loaded(manager: TaskManager, name: str) -> dict[str, Any]:
     """What loading a task gives. Raises UserError for whatever goes wrong: tasks are programs, and read data."""
-    try:
+    with foreign(f"task {name!r} cannot be loaded", _hint):
         return dict(manager.load([name]))
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"task {name!r} cannot be loaded: {_reason(error)}{_hint(error)}") from error
 
 
 def _hint(error: BaseException) -> str:
@@ -267,11 +264,7 @@ def _hint(error: BaseException) -> str:
     from_hub = type(error).__module__.partition(".")[0] in ("datasets", "huggingface_hub", "httpx", "requests")
     if not (from_hub or isinstance(error, ConnectionError)):
         return ""
-    return "; load it once where there is a network, with HF_HOME a folder that this machine has too"
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    return "load it once where there is a network, with HF_HOME a folder that this machine has too"
 
 
 def _prepare(task: Any, examples: int | None) -> None:
@@ -285,11 +278,9 @@ def _prepare(task: Any, examples: int | None) -> None:
     for what, problem in (("UNSAFE_CODE", "runs code that models write"), ("MULTIMODAL", "asks about pictures")):
         if getattr(task, what, False):
             raise UserError(f"task {name!r} {problem}, which is not supported; take it out")
-    task.set_fewshot_seed(seed=SEED)
-    try:
+    with foreign(f"task {name!r}: the prompt of its first document cannot be made"):
+        task.set_fewshot_seed(seed=SEED)
         task.build_all_requests(limit=1)
-    except Exception as error:
-        raise UserError(f"task {name!r}: the prompt of its first document cannot be made: {_reason(error)}") from error
 
 
 def require_answerable(model: HarnessModel, tasks: Tasks) -> None:
@@ -309,7 +300,8 @@ def results_of(model: HarnessModel, tasks: Tasks, *, bootstraps: int = 0) -> dic
     """
     for task in tasks.loaded["tasks"].values():
         task.set_fewshot_seed(seed=SEED)  # the same examples every time
-    with _quiet(), patch.dict("os.environ", DISABLE_MULTIPROC="1"):  # a process that computes must not fork
+    scoring = foreign(f"tasks {', '.join(tasks.loaded['tasks'])}: the code of one fails", "repair it, or leave it out")
+    with _quiet(), scoring, patch.dict("os.environ", DISABLE_MULTIPROC="1"):  # a process that computes must not fork
         found = evaluate(model, dict(tasks.loaded), limit=tasks.limit, bootstrap_iters=bootstraps, log_samples=False)
     assert found is not None, "every process is rank 0 for the harness"
     return dict(found)

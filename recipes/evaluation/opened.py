@@ -1,7 +1,7 @@
 """A model opened to generate with, and its text as it comes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -35,13 +35,13 @@ class OpenedModel:
         """The tokens of a text at the beginning of a document."""
         # The config of a model trained with a beginning token names it, and then its tokenizer adds it. Models trained
         # here see none, whatever their tokenizer would add.
+        tokenizer, special = self.tokenizer, self.encoder_decoder
         if self.as_pairs:
-            library, special = text_library(self.tokenizer.json, spelled_out=True), self.encoder_decoder
+            tokenizer = replace(tokenizer, backend=text_library(tokenizer.json, spelled_out=True))
         else:
-            library = self.tokenizer.backend
-            special = self.facts.bos_token_id is not None or self.encoder_decoder
-        ids = list(library.encode(text, add_special_tokens=special).ids)
-        self.tokenizer.require_rows(ids)
+            special |= self.facts.bos_token_id is not None
+        ids = tokenizer.ids(text, special=special)
+        tokenizer.require_rows(ids)
         # A document starts after the end of another one.
         return ids if ids or self.as_pairs else [self.tokenizer.end_of_document]
 

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from parallel.errors import UserError
+from recipes.files.border import foreign
 
 INSTALL = 'the lm-evaluation-harness is not installed; pip install "lm-eval>=0.4.13" "transformers>=5"'
 
@@ -12,10 +13,8 @@ def harness() -> ModuleType:
     """recipes/evaluation/harness.py, which takes seconds to import. Raises UserError without the harness."""
     if not find_spec("lm_eval"):
         raise UserError(INSTALL)
-    try:
+    with foreign(f"{INSTALL}; the one that is installed cannot be used"):
         from recipes.evaluation import harness
-    except ImportError as error:
-        raise UserError(f"{INSTALL}; the one that is installed cannot be used: {error}") from error
     return harness
 
 

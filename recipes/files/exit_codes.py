@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+from recipes.files.screen import say
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Ctrl-C, and what schedulers send before they take a machine. The first signal stops a run after the current step."""
 ECHO_SECONDS = 1.0
@@ -64,7 +66,7 @@ def with_parent(command: Sequence[str], number: signal.Signals = signal.SIGTERM)
 def leave(code: int) -> NoReturn:
     """Exit without finalizing the interpreter, which threads inside of gloo or of a store would abort."""
     with suppress(OSError, ValueError):  # when stdout is a file on a full disk, or closed
-        print(end="", flush=True)
+        say(end="")
     os._exit(code)
 
 

@@ -46,7 +46,9 @@ def _on_error(kind: Any, error: Any, trace: Any) -> None:
     said = limit_behind(error)
     if said:
         _exit(said)
-    traceback.print_exception(kind, error, trace)
+    from recipes.files.screen import tell
+
+    tell("".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 
 def limit_behind(error: BaseException) -> str:
@@ -71,5 +73,5 @@ def _refuse(what: str) -> None:
 
 
 def _exit(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+    print(what, file=sys.stderr, flush=True)  # noqa: T201  # screen.py is not for old Pythons
     os._exit(REFUSED)

@@ -196,6 +196,8 @@ def read_text(file: Path, *, errors: str = "strict") -> str:
             return whole_text(file, errors=errors)
         except OSError as error:
             raise fault(f"{file} cannot be read", error) from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file} is not UTF-8 text (byte {error.start}); bring it back as it was") from None
 
     return patiently(text)
 
@@ -209,6 +211,18 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("it must contain one JSON object")
     return content
+
+
+def toml_table(text: str) -> dict[str, Any]:
+    """The TOML that is this text. Raises ValueError for any other text."""
+    import tomli
+
+    try:
+        table = tomli.loads(text)
+        repr(table)  # raises ValueError for a hexadecimal integer that is too long for a message
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return table
 
 
 def memory_map(file: Path) -> "np.ndarray":

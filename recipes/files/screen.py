@@ -2,6 +2,7 @@
 lost, and neither ends the run nor holds it up. Imports no torch."""
 
 import os
+import re
 import select
 import sys
 from contextlib import suppress
@@ -12,6 +13,10 @@ PATIENCE = 2.0
 """How many seconds to wait for a reader, such as `less` or a terminal after Ctrl-S, before lines are lost."""
 SHOW_CURSOR = b"\x1b[?25h\n"
 """What shows a terminal's cursor, which the live line hides."""
+ACTIVE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What acts on a terminal or turns the direction of writing, and halves of surrogate pairs, which cannot be encoded."""
+LONGEST_LINE, ITS_END = 4000, 1000
+"""Characters of a line that is shown, and of its end, where remedies are, if its middle is left out."""
 PIPE_BUF = 4096
 """A pipe that can be written takes as many bytes without blocking."""
 
@@ -42,9 +47,35 @@ def put(number: int, content: bytes, *, patience: float = PATIENCE) -> OSError |
     return None
 
 
+def safe(text: str, *, whole: bool = False) -> str:
+    """The text for a screen or a log: what may be of a file, a model or a library cannot act on a terminal, and escapes
+    are those of TOML and JSON. whole: do not leave out the middle of long lines."""
+    shown = ACTIVE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    return shown if whole or len(shown) <= LONGEST_LINE else "\n".join(map(_cut, shown.split("\n")))
+
+
+def _cut(line: str) -> str:
+    if (over := len(line) - LONGEST_LINE) <= 0:
+        return line
+    return f"{line[: LONGEST_LINE - ITS_END]} ... {over:,} characters ... {line[-ITS_END:]}"
+
+
+def say(text: object = "", *, to: int = 1, end: str = "\n", whole: bool = False, dim: bool = False) -> None:
+    """Print to standard output, or to standard error (2): what prints does it here, so that all of it is safe().
+
+    whole: of JSON, TOML and tables of programs, and what a model writes. dim: on a terminal.
+    """
+    stream = sys.stderr if to == 2 else sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    shown = safe(str(text), whole=whole).encode(encoding, "backslashreplace").decode(encoding)
+    if dim and shown and stream.isatty():
+        shown = f"\x1b[2m{shown}\x1b[0m"
+    print(shown, end=end, file=stream, flush=True)
+
+
 def tell(text: str, *, to: int = 2) -> None:
     """Write a line to standard error, or to standard output (1). Unbuffered: a signal handler may interrupt a print."""
-    put(to, f"{text}\n".encode(errors="backslashreplace"))
+    put(to, f"{safe(text)}\n".encode())
 
 
 class Output:

@@ -8,8 +8,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from recipes.files.border import reason
 from recipes.files.layout import TENSORBOARD
-from recipes.metrics.tracking import reason
 
 SECONDS = 30
 """Seconds after which rows that TensorBoard has taken are on the disk; before a checkpoint, at once."""
@@ -54,7 +54,7 @@ class TensorBoard:
             return
         try:
             work()
-        except Exception as error:  # of the disk, often met by the writer's thread and raised by its next call
+        except (Exception, SystemExit) as error:  # often met by the writer's thread and raised by its next call
             self._off = True
             self._log(f"TensorBoard: off until the next start ({reason(error)}); metrics.jsonl has every row")
 

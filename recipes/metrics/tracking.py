@@ -14,6 +14,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
+from recipes.files.border import reason
+
 STARTS = 4
 """How often it is started: wandb-core may be killed, or run out of memory, again and again."""
 RECENT = 100
@@ -59,7 +61,7 @@ class Tracker:
         logging.raiseExceptions = False
         try:
             import wandb  # noqa: F401  # not in the thread: half-done imports of two threads can meet
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._note(f"off, because wandb cannot be imported ({reason(error)}); {KEPT}")
             return
         self._thread = Thread(target=self._work, daemon=True, name="Weights & Biases")
@@ -97,7 +99,7 @@ class Tracker:
         for attempt in range(STARTS):
             try:
                 return self._send()
-            except Exception as error:  # of wandb, or of the connection to its wandb-core
+            except (Exception, SystemExit) as error:  # of wandb, or of the connection to its wandb-core
                 then = "tracking starts again" if attempt + 1 < STARTS else "tracking is off"
                 self._note(f"stopped ({reason(error)}); {then}, and {KEPT}")
                 _forget()
@@ -135,7 +137,7 @@ class Tracker:
                 # Without a key, wandb would prompt for one on the terminal and block.
                 offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
                 return wandb.init(**options, mode="offline" if offline else None)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._offline = True
                 self._note(f"offline, because it cannot start ({reason(error)}); {self._later('offline-run-*')}")
                 _forget()
@@ -148,8 +150,3 @@ def _forget() -> None:
 
     with suppress(Exception):
         wandb.teardown()
-
-
-def reason(error: Exception) -> str:
-    """The first line of an error."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

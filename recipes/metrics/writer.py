@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from recipes.files.atomic import Lines, sync, utc_now
 from recipes.files.layout import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
+from recipes.files.screen import say
 from recipes.metrics.config import MetricsConfig
 
 
@@ -36,7 +37,7 @@ class MetricsWriter:
         run_name: str,
         recipe: dict[str, Any],
         before: Mapping[str, Any],
-        log: Callable[[str], None] = print,
+        log: Callable[[str], None] = say,
     ) -> None:
         """
         Args:

@@ -12,6 +12,7 @@ from typing import Any
 import tyro
 
 from parallel.errors import UserError
+from recipes.files.screen import say
 from recipes.recipe.fields import (
     COMMAND_LINE,
     Problem,
@@ -75,7 +76,7 @@ def print_help(recipe: Recipe | None, *, usage: str, section: str = "") -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     with suppress(SystemExit):
         _tyro(["--help"], recipe or Recipe(), [section] if section else sections(), description=description)
-    print(usage)
+    say(usage)
 
 
 def split(arguments: Sequence[str]) -> tuple[Flags, dict[str, Flags], list[Problem]]:

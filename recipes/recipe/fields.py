@@ -11,13 +11,12 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import tomli
 import tomli_w
 from annotated_types import Interval, MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from parallel.errors import TemporaryError, UserError, listed
-from recipes.files.reading import shorten
+from recipes.files.reading import shorten, toml_table
 from recipes.recipe.schema import ONE_OR_SEVERAL, Recipe
 
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
@@ -167,7 +166,7 @@ def _readings(annotation: Any, value: Any) -> list[Any]:
     if isinstance(value, str):
         for text in (value, value.lower()):  # "3e-4", "True"
             with suppress(ValueError):
-                readings.append(tomli.loads(f"v = {text}")["v"])
+                readings.append(toml_table(f"v = {text}")["v"])
         readings += get_close_matches(value.lower(), words, n=1, cutoff=0.5)
     readings += [int(x) for x in (value, *readings) if isinstance(x, float) and x.is_integer()]  # 1e3
     if get_origin(annotation) is tuple and not isinstance(value, list | dict):

@@ -12,7 +12,7 @@ import tomli
 from models.config import CUSTOM, FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.files.reading import SHOWN, fault, read_whole, user_path
+from recipes.files.reading import SHOWN, fault, read_whole, toml_table, user_path
 from recipes.recipe.fields import (
     COMMAND_LINE,
     Problem,
@@ -245,12 +245,14 @@ def _size_of(name: str, run: Written, weights: "InitialWeights | None") -> tuple
 def _read_chain(path: Path) -> list[Layer]:
     """(file, its sections), from the outermost base to the file itself."""
     chain: list[Path] = []
+    seen: set[Path] = set()  # resolved
     layers: list[Layer] = []
     while True:
         named_by = f" (base of {shown(chain[-1])})" if chain else ""
-        if path.resolve() in [earlier.resolve() for earlier in chain]:
+        if path.resolve() in seen:
             names = " -> ".join(shown(file) for file in [*chain, path])
             raise UserError(f"the bases of {shown(chain[0])} form a circle: {names}; remove one of these base lines")
+        seen.add(path.resolve())
         tables = read_toml(path, named_by)
         base = tables.pop("base", None)
         chain.append(path)
@@ -267,7 +269,7 @@ def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:
     file = shown(path) + named_by
     try:
         text = read_whole(path, most=LARGEST_RECIPE).decode("utf-8-sig")
-        return tomli.loads(text)
+        return toml_table(text)
     except IsADirectoryError:
         inside = ", ".join(sorted(recipe.name for recipe in path.glob("*.toml"))) or "no .toml file"
         raise UserError(f"{file} is a folder, not a recipe; it contains {inside}") from None

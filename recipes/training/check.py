@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from recipes.data.text.rows import first_problem
 from recipes.data.text.sources import is_hub, is_prepared
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 from recipes.files.reading import is_remote
+from recipes.files.screen import say
 from recipes.files.units import size
 from recipes.metrics.hardware import Hardware, hardware_of
 from recipes.plan.hardware import devices
@@ -53,8 +53,7 @@ def check(path: str, arguments: Sequence[str], *, processes: int | None, nodes: 
     except UserError as error:
         count = re.match("[0-9,]+ problems? in .*", str(error))
         raise UserError(f"{error}\nrefused: {count[0] if count else '1 problem'}") from None
-    sys.stderr.flush()
-    print(f"# {verdict}")
+    say(f"# {verdict}")
 
 
 def look_at_first_rows(loaded: LoadedRecipe) -> str:
@@ -76,7 +75,7 @@ def look_at_first_rows(loaded: LoadedRecipe) -> str:
                 opened.add((source, fields, data.text_documents))
                 try:
                     if bad := first_problem(source, text_field=fields, text_documents=data.text_documents):
-                        print(f"warning: the first row is bad: {bad}", file=sys.stderr)
+                        say(f"warning: the first row is bad: {bad}", to=2)
                 except TemporaryError:
                     raise
                 except UserError as error:
@@ -110,24 +109,24 @@ def _print(recipe: Recipe, processes: int | None, nodes: int | None, origins: Ma
     lines = [*_head(recipe), *trunk, *_lines_of_stages(stages, other)]
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     lines = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]  # as TOML wants comments
-    print("".join(f"# {line}\n" for line in lines) + "\n" + to_toml(recipe), end="")
+    say("".join(f"# {line}\n" for line in lines) + "\n" + to_toml(recipe), end="", whole=True)
     for line in dict.fromkeys(line for one in stages for line in advice(one.recipe.mesh, float8=one.recipe.float8)):
-        print(line, file=sys.stderr)
+        say(line, to=2)
     # The fullest of all stages decides whether the run fits.
     full = max(stages, key=lambda stage: (stage.peak, stage.states))
     if full.prediction and os.environ.get(FORCE) == "0":
         _refuse_what_cannot_fit(full.peak, hardware)
     if hardware and full.peak > FULL * hardware.memory:
-        print(
+        say(
             f"warning: {size(full.peak)} of memory are predicted, more than {FULL:.0%} of the {size(hardware.memory)}"
             f" of an {hardware.gpu}, of which the allocator needs some; docs/runbook.md lists what saves memory",
-            file=sys.stderr,
+            to=2,
         )
     elif full.states > LARGEST_DEVICE:
-        print(
+        say(
             f"warning: parameters, gradients and moments take {size(full.states)} per process on {full.on}, more than"
             " any device has; shard over more of them (--check --processes N tells for N)",
-            file=sys.stderr,
+            to=2,
         )
 
 
@@ -137,7 +136,7 @@ def _trunk(recipe: Recipe, origins: Mapping[str, str] | None) -> list[str]:
         return []
     from recipes.training.fork import find_trunk
 
-    checkpoint = find_trunk(recipe, log=lambda line: print(line, file=sys.stderr), origins=origins)
+    checkpoint = find_trunk(recipe, log=lambda line: say(line, to=2), origins=origins)
     return [f"continues from {checkpoint}, after {step_of(checkpoint):,} of the steps"]
 
 

@@ -14,13 +14,10 @@ from parallel.config import MeshDegrees
 from recipes.files.atomic import Lines, utc_now
 from recipes.files.interpreter import ROOT
 from recipes.files.layout import CHECKPOINTS
-from recipes.files.screen import Screen
+from recipes.files.screen import Screen, safe
 from recipes.metrics.throughput import Throughput
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage
-
-# An untrained model emits any byte, and the terminal would obey an escape sequence among them.
-CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127) if chr(code) not in "\n\t"}
 
 
 class Console:
@@ -45,7 +42,7 @@ class Console:
             self._file.append(*self._early)
 
     def log(self, text: str = "", *, style: str | None = None) -> None:
-        text = text.translate(CONTROLS)
+        text = safe(text)
         self._show(text, style=style)
         now = utc_now()
         lines = [f"{now} {text}" if text else ""]
@@ -71,7 +68,7 @@ class Console:
             self._progress = Progress(*columns, console=self._screen, transient=True)
             self._progress.add_task("", total=steps)
             self._progress.start()
-        self._progress.update(self._progress.task_ids[0], completed=step, description=text)
+        self._progress.update(self._progress.task_ids[0], completed=step, description=safe(text))
 
     def end_progress(self) -> None:
         if self._progress is not None:

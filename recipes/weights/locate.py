@@ -8,12 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tomli
-
 from models.config import ModelConfig, TextFacts
 from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import CHECKPOINTS, MODEL, RECIPE, TOKENIZER, checkpoint_steps, step_folder
-from recipes.files.reading import is_folder, is_remote, names_in, read_text, user_path
+from recipes.files.reading import is_folder, is_remote, names_in, read_text, toml_table, user_path
 from recipes.weights.description import HF_CONFIG, Description, read_description
 
 if TYPE_CHECKING:  # what a run without weights does not need is imported where it is used
@@ -134,8 +132,8 @@ class InitialWeights:
         if found.path.parent != self.run_folder / CHECKPOINTS or not recipe.is_file():
             return found.model
         try:
-            theta = tomli.loads(read_text(recipe))["model"]["rope_theta"]
-        except (ValueError, KeyError, TypeError, RecursionError):  # the run's folder is checked later
+            theta = toml_table(read_text(recipe))["model"]["rope_theta"]
+        except (ValueError, KeyError, TypeError):  # the run's folder is checked later
             return found.model
         return replace(found.model, rope_theta=theta)
 

@@ -3,17 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 
-import tomli
-
 from parallel.errors import UserError
 from recipes.checkpoint.config import VALIDATION
 from recipes.checkpoint.files import read_manifest
 from recipes.data.history import consumed_tokens, from_json
 from recipes.data.text.hub import silence_library
-from recipes.data.text.row import reason
+from recipes.files.border import reason
 from recipes.files.layout import RECIPE
 from recipes.files.markdown import markdown_table
-from recipes.files.reading import read_text
+from recipes.files.reading import read_text, toml_table
 from recipes.weights.description import Description
 from recipes.weights.locate import find_weights
 
@@ -27,15 +25,20 @@ def with_card(description: Description, checkpoint: Path) -> Description:
     if manifest.step is None:
         return description
     run = checkpoint.absolute().parents[1]
-    recipe = read_text(run / RECIPE) if (run / RECIPE).is_file() else ""
+    file = run / RECIPE
+    recipe = read_text(file) if file.is_file() else ""
     progress, name = manifest.state["progress"], run.name if recipe else checkpoint.name
     model, task = description.model, "text2text" if description.model.is_encoder_decoder else "text"
     lines = ["---", "library_name: transformers", f"pipeline_tag: {task}-generation", "tags:", "- shardwright", "---"]
-    made_of = tomli.loads(recipe)["model"] if recipe else {}
+    try:
+        made_of = dict(toml_table(recipe)["model"]) if recipe else {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({reason(error)}); bring back the one that the run wrote") from None
     lines += ["", f"# {name}", "", f"A language model with {model.parameters}. Trained with Shardwright"]
     lines += [f"for {manifest.step:,} steps on {progress['tokens']:,} tokens."]
     if made_of.get("upcycle"):
-        lines.append(f"Upcycled: each expert began as the feed-forward of the dense model in `{made_of['weights']}`.")
+        dense = made_of.get("weights")
+        lines.append(f"Upcycled: each expert began as the feed-forward of the dense model in `{dense}`.")
     lines += ["", "## Data", ""]
     try:
         consumed = consumed_tokens(from_json(progress.get("history", [])))

@@ -33,8 +33,7 @@ def with_beginning(tokenizer: Tokenizer) -> Tokenizer:
             f"data.bos: {name!r} ends documents, so it cannot begin them, too: borders would be ambiguous; {REMEDY}"
         )
     text = tokenizer.json
-    plain = tokenizer.backend.encode("a", add_special_tokens=False).ids
-    if tokenizer.backend.encode("a", add_special_tokens=True).ids != [number, *plain]:
+    if tokenizer.ids("a", special=True) != [number, *tokenizer.ids("a")]:
         text = json.dumps(_adding(content, name, number), ensure_ascii=False)
     identity = xxhash.xxh3_128_hexdigest(repr(("bos", text)).encode())  # one that adds the token needs another, too
     return replace(tokenizer, json=text, beginning=number, fingerprint=identity, backend=text_library(text))

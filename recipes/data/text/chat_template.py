@@ -44,13 +44,14 @@ def serve() -> None:
                 answer = template.answer(**asked)
             if len(answer.get("text", "")) > MOST_CHARACTERS:
                 raise UserError(f"it writes more than {MOST_CHARACTERS:,} characters")
+            answer.get("text", "").encode()  # half a surrogate pair cannot be
         except MemoryError:
             raise
         except Exception as error:  # whatever the code of a template runs into
             answer = {"problem": " ".join(str(error).split())[:300] or type(error).__name__}
         text = json.dumps(answer)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(text, flush=True)
+        print(text, flush=True)  # noqa: T201  # to the process that asked
 
 
 class _Template:

@@ -11,7 +11,8 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.data.text.readers import is_array, read_file
-from recipes.data.text.row import Fields, Place, Row, Rows, names_of, no_such_field, reason, text_of
+from recipes.data.text.row import Fields, Place, Row, Rows, names_of, no_such_field, text_of
+from recipes.files.border import reason
 from recipes.files.reading import user_path
 
 HUB_PREFIX = "hf:"
@@ -123,7 +124,7 @@ def commit_of(dataset: HubDataset) -> str:
         raise UserError(f"{name}: the hub has no such dataset; correct it, or if private: 'hf auth login'") from error
     except RevisionNotFoundError as error:
         raise UserError(f"{name}: it has no revision {dataset.revision!r}; see {page}") from error
-    except Exception as error:  # any error of whichever network library is in use
+    except (Exception, SystemExit) as error:  # any error of whichever network library is in use
         raise UserError(
             f"{name}: the Hugging Face hub does not answer ({reason(error)}); on a machine that reaches it, run 'hf"
             f" download {dataset.name} --repo-type dataset --local-dir FOLDER', then write the source as hf:FOLDER"
@@ -200,7 +201,7 @@ class HubReader:
             if isinstance(config, ParquetConfig) and {*self._names} <= {*(stream.features or ())}:
                 config.columns = [*self._names]  # the other columns are not fetched
                 stream = builder.as_streaming_dataset(split=split)
-        except Exception as error:  # any error of a file format or file system that datasets supports
+        except (Exception, SystemExit) as error:  # any error of a file format or file system that datasets supports
             if self._data_files:
                 return None
             raise UserError(f"data.source: cannot open {self._source!r}: {reason(error)}") from error
@@ -236,7 +237,7 @@ class HubReader:
             for row, place in self._of_any_type(start):
                 last = row
                 yield row, place
-        except Exception as error:  # any error of a file format or file system that datasets supports
+        except (Exception, SystemExit) as error:  # the same
             if not self._data_files:
                 if isinstance(error, UserError):
                     raise

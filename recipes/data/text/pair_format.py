@@ -13,6 +13,7 @@ import numpy as np
 from parallel.errors import UserError
 from recipes.data.text.chat_template import ASSISTANT, CONTENT, ROLE
 from recipes.data.text.row import Row, no_such_field, text_or_problem
+from recipes.files.border import ForeignError, foreign
 
 if TYPE_CHECKING:
     from recipes.data.text.tokenizer import Tokenizer
@@ -201,9 +202,7 @@ class PairEncoder:
         encode = self._of_chats if self._template else self._of_fields
         try:
             encoded = encode(contents)
-        except UserError:
-            raise
-        except Exception:  # the library raises nothing more specific, and does not say for which text
+        except ForeignError:  # the library does not say for which text
             encoded = [_alone(encode, content) for content in contents]
         of_text = iter(encoded)
         found: list[Row] = []
@@ -220,10 +219,9 @@ class PairEncoder:
 
     def _of_fields(self, contents: Sequence[list[str]]) -> list[np.ndarray | str]:
         prefix, suffix, special = self._format.prefix, self._format.suffix, self._format.encoder_decoder
-        prompts = self._library.encode_batch_fast(
-            [f"{prefix}{prompt}{suffix}" for prompt, _ in contents], add_special_tokens=special
-        )
-        answers = self._library.encode_batch_fast([answer for _, answer in contents], add_special_tokens=special)
+        texts = [f"{prefix}{prompt}{suffix}" for prompt, _ in contents], [answer for _, answer in contents]
+        with foreign("cannot be encoded"):
+            prompts, answers = (self._library.encode_batch_fast(each, add_special_tokens=special) for each in texts)
         return [self._joined(prompt.ids, answer.ids) for prompt, answer in zip(prompts, answers, strict=True)]
 
     def _joined(self, prompt: list[int], answer: list[int]) -> np.ndarray | str:
@@ -237,7 +235,8 @@ class PairEncoder:
         assert self._template is not None
         rendered = [self._template.render(messages) for messages in contents]
         texts = ["" if isinstance(one, str) else one.text for one in rendered]
-        encodings = self._library.encode_batch(texts, add_special_tokens=False)
+        with foreign("cannot be encoded"):
+            encodings = self._library.encode_batch(texts, add_special_tokens=False)
         return [
             one if isinstance(one, str) else _chat_pair(encoding, one.answers)
             for one, encoding in zip(rendered, encodings, strict=True)
@@ -248,10 +247,8 @@ def _alone(encode: Callable[[list[Any]], list[np.ndarray | str]], content: Any) 
     """The stored pair of this content, or its problem."""
     try:
         return encode([content])[0]
-    except UserError:
-        raise
-    except Exception as error:
-        return f"cannot be encoded: {error}"
+    except ForeignError as error:
+        return str(error)
 
 
 def _chat_pair(encoding: Any, answers: Sequence[tuple[int, int]]) -> np.ndarray | str:

@@ -25,9 +25,9 @@ from recipes.data.text.row import (
     TextRule,
     decoded_text,
     is_compressed,
-    reason,
     text_of,
 )
+from recipes.files.border import reason
 
 ARRAY = "if it is one JSON array, write a line for each item: jq -c '.[]' OLD > NEW.jsonl"
 # About the length of a web page. Counted as one row, a lost file of a million rows would equal one broken line.

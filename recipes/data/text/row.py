@@ -159,14 +159,6 @@ def no_such_field(text_field: str, fields: Any) -> str:
     return f"no field {text_field!r}; it has {', '.join(names) or '(none)'}"
 
 
-def reason(error: Exception) -> str:
-    """The error as one line, without the path that errors of the operating system repeat."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    if isinstance(error, MemoryError):
-        text = f"not enough memory {text}"
-    return " ".join(text.split())[:500] or type(error).__name__
-
-
 def decoded_text(data: bytes | bytearray, *, offset: int = 0) -> tuple[str, str]:
     """(text, "") or ("", problem). Each line ending becomes a line feed. offset: bytes before `data`, added to the
     position of a bad byte."""

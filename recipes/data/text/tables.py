@@ -21,9 +21,9 @@ from recipes.data.text.row import (
     Rows,
     names_of,
     no_such_field,
-    reason,
     text_of,
 )
+from recipes.files.border import reason
 
 # Parquet is decoded in batches of about this size, by the mean row size, and of at most this many rows: sizes may vary.
 BATCH_BYTES = 1 << 22

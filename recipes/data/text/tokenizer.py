@@ -20,6 +20,7 @@ from parallel.errors import TemporaryError, UserError
 from recipes.data.text.sources import document_hash, file_state, file_states, fingerprint, require_unchanged
 from recipes.data.text.tokens_beside import CERTAIN_ENDS, ENDS, OTHER_ENDS, vocabulary_of, with_tokens_beside
 from recipes.files.atomic import write_whole
+from recipes.files.border import foreign
 from recipes.files.layout import TOKENIZER
 from recipes.files.reading import is_remote, read_patiently, user_path, whole_text
 
@@ -41,6 +42,9 @@ SPLIT = (
 TRAINING_CHARACTERS = 64_000_000
 # Part of the cache key: raise it when the same text starts to give a different tokenizer.
 TRAINER_VERSION = 1
+
+CANNOT_ENCODE = "data.tokenizer: the tokenizers library cannot encode a text"
+ENCODE_ANY = "give a tokenizer that encodes any text: a byte-level one, or one with a token for unknown words"
 
 # Text tokenized in one call: enough to keep all cores busy, little enough to hold as lists of ids.
 BATCH_CHARACTERS = 2_000_000
@@ -69,16 +73,24 @@ class Tokenizer:
     """Rows of the embedding of the model that reads the tokens, if it is known."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a document. Raises UserError for one that the model has no row for."""
-        return self._begun(self.backend.encode(text, add_special_tokens=False).ids)
+        """The tokens of a document. Raises UserError for one that the model has no row for, and ForeignError."""
+        return self._begun(self.ids(text))
+
+    def ids(self, text: str, *, special: bool = False) -> list[int]:
+        """The tokens of a text, with those that the tokenizer adds if they are `special`. Raises ForeignError."""
+        with foreign(CANNOT_ENCODE, ENCODE_ANY):
+            return list(self.backend.encode(text, add_special_tokens=special).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Encode several texts at once, on all cores inside parallel_tokenizers(). Yields the lists one by one."""
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Encode several texts at once, on all cores inside parallel_tokenizers(). Yields the lists one by one. Raises
+        ForeignError, which does not say for which text, at once."""
+        with foreign(CANNOT_ENCODE, ENCODE_ANY):
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return (self._begun(encoding.ids) for encoding in encodings)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.backend.decode(list(ids), skip_special_tokens=False)
+        with foreign("data.tokenizer: the tokenizers library cannot decode tokens", "give another tokenizer"):
+            return self.backend.decode(list(ids), skip_special_tokens=False)
 
     def with_rows(self, rows: int) -> "Tokenizer":
         """The tokenizer of a model with so many rows. Raises UserError for fewer than every text needs."""
@@ -256,10 +268,8 @@ def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Toke
     that the model's config gives for the end of a document, best first."""
     ids = _read_ids(text, where=where, ends=ends)
     text = _with_special(text, ids.end_of_document)
-    try:
+    with foreign(f"data.tokenizer: the tokenizers library rejects '{where}'"):
         library = text_library(text)
-    except Exception as error:  # the library raises nothing more specific
-        raise UserError(f"data.tokenizer: the tokenizers library rejects '{where}': {error}") from error
     return Tokenizer(
         vocabulary=ids.largest + 1,
         needed_rows=ids.largest_needed + 1,
@@ -378,6 +388,6 @@ def _train(texts: Sequence[str], *, size: int) -> str:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    with parallel_tokenizers():
+    with parallel_tokenizers(), foreign("data.tokenizer: the tokenizers library cannot train on the source"):
         tokenizer.train_from_iterator(texts, trainer=trainer, length=len(texts))
     return tokenizer.to_str()

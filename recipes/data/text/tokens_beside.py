@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
+from recipes.files.border import ForeignError, foreign
 from recipes.files.layout import MODEL, TOKENIZER
 from recipes.files.reading import json_object, names_in, read_patiently, read_whole
 
@@ -174,11 +175,13 @@ def _with_added(text: str, content: dict[str, Any], missing: Iterable[Token]) ->
     import tokenizers
 
     try:
-        library = tokenizers.Tokenizer.from_str(text)
-    except Exception:  # whoever builds it says so
+        with foreign("data.tokenizer"):
+            library = tokenizers.Tokenizer.from_str(text)
+    except ForeignError:  # whoever builds it says so
         return text
-    library.add_tokens([tokenizers.AddedToken(**token) for token in missing])
-    added = json.loads(library.to_str())["added_tokens"]
+    with foreign(f"data.tokenizer: the tokenizers library cannot add the tokens of {TOKENIZER_CONFIG}"):
+        library.add_tokens([tokenizers.AddedToken(**token) for token in missing])
+        added = json.loads(library.to_str())["added_tokens"]
     if added == content.get("added_tokens"):
         return text
     return json.dumps(content | {"added_tokens": added}, ensure_ascii=False)

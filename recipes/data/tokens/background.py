@@ -17,6 +17,7 @@ from recipes.data.tokens.shards import INDEX, PROBLEMS, Shards, problem_path, wr
 from recipes.data.tokens.workspace import Preparation
 from recipes.files.exit_codes import REFUSED, TEMPORARY, leave
 from recipes.files.reading import may_pass
+from recipes.files.screen import say
 from recipes.files.units import counted
 
 SECONDS_BETWEEN_LOOKS = 0.02
@@ -34,7 +35,7 @@ PREFERRED_VICTIM = "500"
 class Background:
     """Writes the shards of one source as far as they are wanted, until it is stopped or its parent is gone."""
 
-    def __init__(self, folder: Path, work: Preparation, *, run: str, log: Callable[[str], None] = print) -> None:
+    def __init__(self, folder: Path, work: Preparation, *, run: str, log: Callable[[str], None] = say) -> None:
         """folder: must exist. run: id of this start of a run, among all that share the folder. log: receives one line
         of text per message, from any thread."""
         self.folder, self._log = folder, log

@@ -18,7 +18,7 @@ from parallel.errors import UserError
 from recipes.data.text.row import UNREADABLE, Row
 from recipes.data.text.rows import START, RowStream, open_rows
 from recipes.data.text.sources import document_hash, is_hub, require_unchanged
-from recipes.data.text.tokenizer import Tokenizer, batches_of, parallel_tokenizers
+from recipes.data.text.tokenizer import CANNOT_ENCODE, Tokenizer, batches_of, parallel_tokenizers
 from recipes.data.tokens.parts import ALL, Part, ends_of, place_of, require_intact, require_same_files, whole_parts
 from recipes.data.tokens.shards import (
     ARRAYS,
@@ -38,6 +38,7 @@ from recipes.data.tokens.shards import (
     token_type,
 )
 from recipes.data.tokens.workspace import Pieces, Preparation, alone, claimed, publish, whole_shards
+from recipes.files.border import ForeignError
 
 # Batches tokenized at a time: the second keeps the cores busy while the first runs out of documents.
 IN_FLIGHT = 2
@@ -156,30 +157,31 @@ def encoder(work: Preparation, *, where: Callable[[Row], str]) -> Encoder:
         from recipes.data.text.pair_format import PairEncoder
 
         return PairEncoder(work.text_field, work.tokenizer).encode
-    return lambda batch: (batch, _documents([row for row in batch if row.has_text], work.tokenizer, where=where))
+    return lambda batch: _documents(batch, work.tokenizer, where=where)
 
 
 def _characters(rows: Sequence[Row]) -> int:
     return sum(len(row.text) for row in rows)
 
 
-def _documents(rows: Sequence[Row], tokenizer: Tokenizer, *, where: Callable[[Row], str]) -> list[np.ndarray]:
-    """The tokens of each row with its end-of-document token. Only one list of Python integers exists at a time. Raises
-    UserError for a text that the tokenizer cannot encode, naming `where` it is."""
+def _documents(
+    rows: list[Row], tokenizer: Tokenizer, *, where: Callable[[Row], str]
+) -> tuple[list[Row], list[np.ndarray]]:
+    """What an Encoder returns; each document with its end-of-document token. Only one list of Python integers exists at
+    a time. Raises UserError for a text that the tokenizer cannot encode, naming `where` it is."""
     dtype, end = token_type(tokenizer.vocabulary), tokenizer.end_of_document
     try:
-        found = tokenizer.encode_batch([row.text for row in rows])
-    except Exception:  # the library raises nothing more specific, and does not say for which text
-        for row in rows:
-            try:
-                tokenizer.encode(row.text)
-            except Exception as error:
-                raise UserError(
-                    f"data.tokenizer: {where(row)} cannot be encoded: {error}; give a tokenizer that encodes any"
-                    " text: a byte-level one, or one with a token for unknown words"
-                ) from None
-        raise
-    return [np.array([*ids, end], dtype=dtype) for ids in found]
+        found = tokenizer.encode_batch([row.text for row in rows if row.has_text])
+        return rows, [np.array([*ids, end], dtype=dtype) for ids in found]
+    except ForeignError as error:
+        if len(rows) > 1:  # the library does not say for which text
+            alone = [_documents([row], tokenizer, where=where) for row in rows]
+            return [row for group, _ in alone for row in group], [ids for _, documents in alone for ids in documents]
+        why = f"cannot be encoded: {str(error).removeprefix(f'{CANNOT_ENCODE}: ')}"
+        if isinstance(error.__cause__, Exception):
+            raise UserError(f"data.tokenizer: {where(rows[0])} {why}") from None
+        # A panic of the library, as of a pattern that would search for hours, is of this text alone.
+        return [rows[0]._replace(text="", problem=why)], []
 
 
 def _counted(batches: Iterator[Batch], progress: Callable[[int], None]) -> Iterator[Batch]:

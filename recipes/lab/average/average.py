@@ -19,6 +19,7 @@ from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_step, checkpoin
 from recipes.files.local_copy import local_copy
 from recipes.files.reading import is_remote, read_text, user_path
 from recipes.files.units import size
+from recipes.recipe.load import read_toml
 from recipes.weights.description import differences, read_description
 from recipes.weights.hf_folder import new_folder
 
@@ -40,7 +41,8 @@ def average(run: str, steps: str, out: Path, *, weights: str, log: Callable[[str
         raise UserError(f"{out} is among the checkpoints of the run itself; write a folder outside of {folder}")
     with new_folder(out) as partial:
         fetched = partial / "fetched"
-        home = local_copy(place, fetched, only=[RECIPE]) if there else folder.parent
+        recipe = (local_copy(place, fetched, only=[RECIPE]) if there else folder.parent) / RECIPE
+        read_toml(recipe)  # damaged, it is refused before all steps are read
         checkpoints: dict[Path, Manifest] = {}
         for step in wanted:
             log(f"reading and verifying step {step}")
@@ -58,7 +60,7 @@ def average(run: str, steps: str, out: Path, *, weights: str, log: Callable[[str
         if newest.bytes > (free := shutil.disk_usage(partial).free):
             raise UserError(f"{out} needs {size(newest.bytes)}, but its disk has {size(free)} free; free some space")
         log(f"writing {out}")
-        write_file(partial / RECIPE, [read_text(home / RECIPE).encode()])
+        write_file(partial / RECIPE, [read_text(recipe).encode()])
         origin = {"run": run, "steps": [*wanted], "weights": weights}
         _write(step_folder(partial / CHECKPOINTS, wanted[-1]), checkpoints, shares_of(len(wanted), weights), origin)
         shutil.rmtree(fetched, ignore_errors=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
+from recipes.files.screen import say
 from recipes.lab.sweep.runner import exit_code_of, launch
 
 MOST_SECONDS = 1200.0
@@ -41,7 +42,7 @@ def _run(options: argparse.Namespace) -> int:
         raise UserError(f"--write {options.write}: cannot be written there; write a file in a folder that exists")
     record = measured(processes)
     write_whole(options.write, json.dumps(record, indent=1) + "\n", sync=True)
-    print(f"written: {options.write}; train.py RECIPE --plan --calibrated-by {options.write} reads it")
+    say(f"written: {options.write}; train.py RECIPE --plan --calibrated-by {options.write} reads it")
     return 0
 
 
@@ -58,7 +59,7 @@ def measured(processes: Sequence[int]) -> dict[str, Any]:
                 said = (Path(folder) / f"{count}.err").read_text(encoding="utf-8", errors="replace").strip()
                 raise UserError(f"{count} processes: {ended.outcome}: {ended.reason}\n{said}")
             by_count[str(count)] = json.loads(out.read_text(encoding="utf-8"))
-            print(f"{count} processes: measured in {time.monotonic() - begin:.0f} s", flush=True)
+            say(f"{count} processes: measured in {time.monotonic() - begin:.0f} s")
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     about = {"device": "cpu", "cores": cores, "memory": pages, "torch": version("torch")}
     return {"suite": "calibrate", "environment": about, "processes": by_count}

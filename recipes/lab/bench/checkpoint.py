@@ -27,6 +27,7 @@ from parallel.config import MeshConfig
 from parallel.mesh import build_mesh
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.config import CheckpointConfig
+from recipes.files.screen import say
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
             multiprocessing.spawn(_work, (processes, Path(folder), options), nprocs=processes)
             results[processes] = json.loads((Path(folder) / ROWS).read_text())
         _print(processes, results[processes])
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores")
+    say(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores")
     if options.out:
         options.out.write_text(json.dumps(results, indent=1))
     return 0
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 def _print(processes: int, rows: list[Row]) -> None:
     gigabytes = rows[0]["gigabytes"]
-    print(f"\n{processes} processes, {gigabytes:.2f} GB, median of {len(rows)}", flush=True)
+    say(f"\n{processes} processes, {gigabytes:.2f} GB, median of {len(rows)}")
     baselines = {"stall": "dcp async, stall", "save": "dcp", "load": "dcp load"}
     for name in (name for name in rows[0] if name != "gigabytes"):
         seconds = [row[name] for row in rows]
@@ -66,7 +67,7 @@ def _print(processes: int, rows: list[Row]) -> None:
         # Ratios within a round: a change of the machine's load affects both times.
         ratio = median(row[name] / row[baselines[kind]] for row in rows)
         spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
-        print(f"  {name:<34} {median(seconds):7.3f} s  ({spread})  {ratio:5.2f} x {baselines[kind]}")
+        say(f"  {name:<34} {median(seconds):7.3f} s  ({spread})  {ratio:5.2f} x {baselines[kind]}")
 
 
 def _work(rank: int, processes: int, folder: Path, options: argparse.Namespace) -> None:

@@ -44,6 +44,7 @@ from recipes.data.tokens.shards import (
     shard_path,
 )
 from recipes.data.tokens.workspace import preparation
+from recipes.files.screen import say
 
 LENGTH = 8192
 """Tokens per sequence."""
@@ -65,15 +66,15 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     measures = {"reading": _reading, "tokenizing": _tokenizing, "preparing": _preparing}
     rows: list[dict[str, Any]] = []
-    print("| what | median | ratio | target |\n|---|---|---|---|")
+    say("| what | median | ratio | target |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for name in options.only or measures:
             for row in measures[name](Path(folder), options):
                 rows.append(row)
                 ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
-                print(f"| {row['what']} | {row['median']} | {ratio} | {row.get('target', '')} |", flush=True)
+                say(f"| {row['what']} | {row['median']} | {ratio} | {row.get('target', '')} |")
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "tokenizers", "numpy"))
-    print(f"\n{os.cpu_count()} cores, Python {platform.python_version()}, {packages}")
+    say(f"\n{os.cpu_count()} cores, Python {platform.python_version()}, {packages}")
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1))
     return 0

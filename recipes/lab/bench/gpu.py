@@ -12,13 +12,13 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
+from recipes.files.screen import say
 from recipes.lab.bench.gpu_page import GROUPS, Record, page
 from recipes.lab.sweep.grid import Sweep, read_sweep
 from recipes.lab.sweep.loop import run_sweep
@@ -74,18 +74,18 @@ def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
     for name in GROUPS:
         known = record["rows"].get(name)
         if known and (known["outcome"] == "done" or not options.retry):
-            print(f"{name}: measured before", flush=True)
+            say(f"{name}: measured before")
             continue
-        print(f"{name}: running, at most {GROUP_LIMIT:.0f} s", flush=True)
+        say(f"{name}: running, at most {GROUP_LIMIT:.0f} s")
         with _saved(file, record, sweeps):
             record["rows"][name] = _run_group(name, logs, tiny=options.tiny)
     for sweep in [] if options.no_steps else sweeps:
         with _saved(file, record, sweeps):
             try:
-                run_sweep(sweep, retry=options.retry, log=partial(print, flush=True), option="--runs")
+                run_sweep(sweep, retry=options.retry, log=say, option="--runs")
             finally:
                 record["rows"] |= current_results(sweep)
-    print(f"written: {file} and .md")
+    say(f"written: {file} and .md")
     return 0
 
 

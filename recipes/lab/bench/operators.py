@@ -4,7 +4,6 @@
 """
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from models.loss import EAGER, Kernels, cross_entropy_sum
 from parallel.dist import World, all_gather_single, start, stop
 from parallel.kernels import compiled_loss_kernels
+from recipes.files.screen import say
 from recipes.metrics.clock import RunClock
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
@@ -194,7 +194,7 @@ def stepper(recipe: Recipe, world: World) -> Callable[[], Any]:
 def main(arguments: list[str]) -> int:
     """Measure in this process; rank 0 writes the means over processes into the named file. Returns the exit code."""
     if len(arguments) != 1:
-        print("operators: started by bench.py --suite calibrate, with a file to write", file=sys.stderr)
+        say("operators: started by bench.py --suite calibrate, with a file to write", to=2)
         return 2
     world = start("cpu", seed=0)
     measured = measure(world)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from recipes.files.markdown import between, markdown_table
+from recipes.files.screen import say
 from recipes.lab.bench.fit import ROW, SOURCES, fit, residuals_of
 from recipes.lab.bench.gpu_page import gpu_of_device, step_table
 from recipes.lab.bench.plan_memory import GOAL, memory_table
@@ -74,14 +75,14 @@ def _run(options: argparse.Namespace) -> int:
     fitted = replace(fitted, spread=spread_of(errors))
     if not options.write_docs:
         rows_of_all = markdown_table(COLUMNS, cells_of(errors), align="rrlrl")
-        print("\n".join([*summary(errors), "", *constants(fitted), "", *rows_of_all, "", *memory_table(rows)]))
+        say("\n".join([*summary(errors), "", *constants(fitted), "", *rows_of_all, "", *memory_table(rows)]))
         return 0
     write_rates(fitted)
     part = "\n".join([*generated(errors, fitted), ""])
     PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, part), encoding="utf-8")
     with ALL_ROWS.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *cells_of(errors)])
-    print(f"written: recipes/plan/rates.py, {shown(PAGE)}, {shown(ALL_ROWS)}")
+    say(f"written: recipes/plan/rates.py, {shown(PAGE)}, {shown(ALL_ROWS)}")
     return 0
 
 

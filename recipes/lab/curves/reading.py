@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli
 
 from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, METRICS, ORIGIN, RECIPE
-from recipes.files.reading import fault, json_object, read_whole
+from recipes.files.reading import fault, json_object, read_whole, toml_table
 
 VALIDATION, AVERAGE, TASK = "validation_loss", "validation_average_loss", "validation_task/"
 WALL = "wall_seconds/"
@@ -177,7 +176,7 @@ def read_run(folder: Path) -> LoggedRun:
 
 def read_about(run: LoggedRun) -> None:
     """Fill in what the other files of the run's folder say."""
-    run.recipe = _read(run.folder / RECIPE, tomli.loads)
+    run.recipe = _read(run.folder / RECIPE, toml_table)
     run.environment = _read(run.folder / ENVIRONMENT, json_object)
     run.origin = _read(run.folder / ORIGIN, json_object)
 

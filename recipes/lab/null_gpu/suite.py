@@ -17,6 +17,7 @@ from typing import Any
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
 from recipes.files.markdown import between, markdown_table
+from recipes.files.screen import say
 from recipes.lab.null_gpu.build import NullGpu, build
 from recipes.lab.null_gpu.calls import disorders, read_logs
 from recipes.lab.null_gpu.generated import table as table_of_generated
@@ -95,13 +96,13 @@ def _run(options: argparse.Namespace) -> int:
         for name, row in _rows(gpu, options, folder):
             rows[name] = row
             failed += is_bad(row)
-            print(f"{gpu.torch} {name}: {row.get('error') or 'done'}", flush=True)
+            say(f"{gpu.torch} {name}: {row.get('error') or 'done'}")
             write_whole(options.record, json.dumps(record, indent=1, sort_keys=True) + "\n")
     lines = "\n".join(table(record))
     if options.write_docs:
         PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, f"\n{lines}\n\n"), encoding="utf-8")
     else:
-        print(lines)
+        say(lines)
     return int(failed > 0)
 
 
@@ -115,8 +116,8 @@ def _count_generated(options: argparse.Namespace) -> int:
             row = step(gpu, path, (*overrides, "--model.layers", "2"), folder / "step")
             counted[name] = row.get("generated", [])
             failed += "error" in row
-            print(f"{gpu.torch} {name}: {row.get('error') or 'done'}", flush=True)
-        print("\n".join(table_of_generated(counted)), flush=True)
+            say(f"{gpu.torch} {name}: {row.get('error') or 'done'}")
+        say("\n".join(table_of_generated(counted)))
     return int(failed > 0)
 
 

@@ -15,6 +15,7 @@ from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
 from recipes.files.exit_codes import FINISHED, REFUSED
 from recipes.files.reading import fault
+from recipes.files.screen import say
 from recipes.lab.plan.numbers import numbers_of
 from recipes.lab.plan.options import USAGE, Options, read_options
 from recipes.lab.plan.plan import plan, plans_of_sizes
@@ -48,7 +49,7 @@ def answer(arguments: Sequence[str]) -> int:
     options, words = read_options(arguments)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     if options is None:
-        print(USAGE)
+        say(USAGE)
         return FINISHED
     if not words:
         raise UserError(f"no recipe given, as in train.py configs/smollm3_debug.toml --plan\n\n{USAGE}")
@@ -75,14 +76,14 @@ def answer(arguments: Sequence[str]) -> int:
             degrees_of(recipe, world)
             said = _planned(path, changes, options, world)
     try:
-        print(json.dumps(said.numbers, indent=2) if options.json else "\n".join(map(_shown, said.lines)), flush=True)
+        say(json.dumps(said.numbers, indent=2) if options.json else "\n".join(said.lines), whole=options.json)
     except OSError as error:
         raise fault("standard output cannot be written", error) from None
     for file, make in ((options.write, said.write), (options.picture, said.draw)):
         if file is not None and make is not None:
             make(file)
             if not options.json:
-                print(f"\nwrote {file}")
+                say(f"\nwrote {file}")
     return said.code
 
 
@@ -144,7 +145,7 @@ def _searched(path: str, changes: Sequence[str], options: Options, world: World)
 
     recipe = load(path, changes, elsewhere=True)
     fixed = frozenset(word[2:].partition("=")[0].replace("-", "_") for word in changes if word.startswith("--"))
-    said = Timer(SILENT, print, ["searching; many GPUs take a minute"], {"file": sys.stderr, "flush": True})
+    said = Timer(SILENT, say, ["searching; many GPUs take a minute"], {"to": 2})
     said.daemon = True
     said.start()
     try:
@@ -175,13 +176,6 @@ def _pictures() -> ModuleType:
     from recipes.lab.plan import pictures  # matplotlib
 
     return pictures
-
-
-def _shown(line: str) -> str:
-    """The line as this terminal can show it, without control characters that a name may hold."""
-    encoding = sys.stdout.encoding or "utf-8"
-    printable = "".join(c if c.isprintable() else "?" for c in line)
-    return printable.encode(encoding, "replace").decode(encoding)
 
 
 def _mark() -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.files.lock import FolderLock
+from recipes.files.screen import say
 from recipes.lab.sweep.grid import Row, Sweep
 from recipes.lab.sweep.numerics import numerics_table
 from recipes.lab.sweep.results import TABLE, Result, append, current_results, result_of, table
@@ -72,6 +73,6 @@ def _set_aside(folder: Path) -> None:
     UserError if that run, or one that the user has started there, is still going on."""
     if folder.exists():
         lock = FolderLock()
-        lock.take(folder, log=print, remedy="write another --output")
+        lock.take(folder, log=say, remedy="write another --output")
         lock.release()
         folder.rename(next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists()))

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -18,7 +19,7 @@ from typing import Literal
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
 from recipes.files.exit_codes import REFUSED, ended_by, with_parent
-from recipes.files.screen import Screen
+from recipes.files.screen import tell
 from recipes.recipe.load import to_toml
 from recipes.recipe.schema import Recipe
 
@@ -31,6 +32,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLITE_SECONDS = 35.0
 """How long an interrupted run may take to finish its step and exit."""
 LONGEST_REASON = 300
+say = partial(tell, to=1)  # a command goes on when its terminal is gone
 
 # On CUDA: torch, runtime and driver, Triton, cuBLAS and cuDNN, NCCL. On CPUs: torch, C++, Python, Linux.
 OUT_OF_MEMORY = re.compile(
@@ -73,18 +75,11 @@ def exit_code_of(work: Callable[[], int], *, interrupted: str) -> int:
         with stop_signals():
             return work()
     except UserError as error:
-        with suppress(OSError):  # nobody may read standard error any more
-            print(error, file=sys.stderr, flush=True)
+        tell(str(error))
         return REFUSED
     except Stopped as stop:
-        with suppress(OSError):
-            print(f"\n{interrupted}", file=sys.stderr, flush=True)
+        tell(f"\n{interrupted}")
         return ended_by(stop.number)
-
-
-def say(line: str) -> None:
-    """Print a line; a command goes on when its terminal is gone."""
-    Screen().write(f"{line}\n")
 
 
 @dataclass(frozen=True)

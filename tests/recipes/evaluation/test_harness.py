@@ -240,6 +240,21 @@ def test_task_that_cannot_be_used_is_refused(
         harness.load_tasks([with_changes(tasks, tmp_path, task, changes)])
 
 
+def test_task_that_ends_the_program_is_refused(
+    tasks: Path, folder: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ends.py").write_text("import sys\n\ndef now(*_):\n    sys.exit(0)\n")
+    with pytest.raises(UserError, match=r"cannot be (loaded|made): it calls sys\.exit\(0\)"):
+        harness.load_tasks([with_changes(tasks, tmp_path, "choices", {'"{{question}}"': "!function ends.now"})])
+    changed = with_changes(tasks, tmp_path, "choices", {"aggregation: mean": "aggregation: !function ends.now"})
+    with pytest.raises(UserError, match=r"tasks choices: the code of one fails: it calls sys\.exit\(0\); repair it"):
+        harness.results_of(ours(folder), harness.load_tasks([changed]))
+    loaded, model = harness.load_tasks([str(tasks / "choices.yaml")]), ours(folder)
+    monkeypatch.setattr(harness, "log_likelihoods", lambda *_: [][0])
+    with pytest.raises(IndexError):  # ours, which the harness called
+        harness.results_of(model, loaded)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -40,6 +40,12 @@ def test_a_truncated_file_is_refused(file: Path) -> None:
         read_ladder(file)
 
 
+def test_a_file_that_is_not_text_is_refused(file: Path) -> None:
+    file.write_bytes(b"\xff\xfe{")
+    with pytest.raises(UserError, match=r"ladder.json is not UTF-8 text \(byte 0\); bring it back"):
+        read_ladder(file)
+
+
 def test_fits_out_of_order_or_without_the_end_are_refused(file: Path) -> None:
     fits = json.loads(file.read_text())["fits"]
     for wrong in (fits[::-1], fits[:1]):

@@ -73,7 +73,7 @@ def test_control_characters_are_replaced(tmp_path: Path, capfd: pytest.CaptureFi
     with Console(silent=False) as console:
         console.open_log(tmp_path / "log.txt")
         console.log("a\x1b[2Jb\x00c\rd\x7f")
-    expected = "a\ufffd[2Jb\ufffdc\ufffdd\ufffd\n"
+    expected = "a\\u001b[2Jb\\u0000c\\u000dd\\u007f\n"
     assert capfd.readouterr().out == expected
     assert untimed((tmp_path / "log.txt").read_text()) == expected
 

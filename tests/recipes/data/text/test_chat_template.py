@@ -44,6 +44,14 @@ def test_chat_for_which_a_template_does_not_end_is_a_bad_row(inside: str) -> Non
     assert not isinstance(one.render(CHAT), str)
 
 
+@pytest.mark.parametrize("half", [r"{{ '\ud800' }}", r"{{ raise_exception('\ud800') }}"])
+def test_half_a_surrogate_pair_of_a_template_is_a_bad_row_and_no_prompt(half: str) -> None:
+    one = template(half + PLAIN)
+    assert str(one.render(CHAT)).startswith("chat template: ")
+    with pytest.raises(UserError, match="the chat template refuses this prompt: "):
+        one.prompt(CHAT[:1])
+
+
 def test_template_that_ends_its_process_again_and_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_module, "MOST_ENDS", 2)
     one = template("{{ messages[0].content * 20000000000 }}" + PLAIN)

@@ -62,6 +62,18 @@ def copy(run: Recipe, tmp_path: Path) -> Path:
     return shutil.copytree(run.run.folder, tmp_path / "run")
 
 
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b"[model\n", b"model = 3\n", b"a = 0x" + b"f" * 20_000])
+def test_damaged_recipe_of_a_run_is_refused_by_name(damage: bytes, copy: Path, tmp_path: Path) -> None:
+    """By what averages and exports, of which both read it after hours of other work otherwise."""
+    (copy / "recipe.toml").write_bytes(damage)
+    with pytest.raises(UserError, match=r"run/recipe\.toml (is damaged|is not UTF-8)"):
+        export_checkpoint(step_folder(copy / "checkpoints", 8), tmp_path / "hf", dtype=None)
+    if damage != b"model = 3\n":  # it is TOML
+        with pytest.raises(UserError, match=r"recipe\.toml (is not|cannot be read)"):
+            average(str(copy), STEPS, tmp_path / "average", weights="equal", log=lambda line: None)
+    assert not (tmp_path / "hf").exists() and not (tmp_path / "average").exists()
+
+
 def tensors(folder: Path, step: int) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, by its name."""
     path = step_folder(folder / "checkpoints", step)
