@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recipes.files.atomic import Lines, utc_now
+from recipes.files.end import write_end
 from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.metrics.clock import START
 
@@ -73,12 +74,22 @@ def for_a_while(work: Callable[[], None]) -> None:
     worker.join(WRITE_SECONDS)
 
 
-def add_to_log(folder: Path, text: str) -> None:
-    """Append to the log.txt of a run that has begun, if its disk answers. folder: that of the run."""
+def add_failure(folder: Path, text: str, *, rank: int, code: int, error: str, begun: bool = True) -> None:
+    """Append to the log.txt of a run, if its disk answers, and note what killed the run unless that is noted.
+
+    Args:
+        folder: that of the run.
+        text: for the log.
+        rank, code: of this process, the code that it exits with.
+        error: what it fails with; its first line is noted.
+        begun: whether the folder is surely this run's; otherwise nothing is noted.
+    """
 
     def append() -> None:
         with suppress(OSError):
             if (folder / RECIPE).is_file():
+                if begun:
+                    write_end(folder, rank, code, error)
                 Lines(folder / LOG_FILE, log=lambda line: None).append(f"{utc_now()} {text}")
 
     for_a_while(append)
