@@ -189,14 +189,12 @@ class Workers:
 
     def note(self, rank: int, code: int, node: str = platform.node()) -> None:
         """Note the end of a worker in the run's folder and log, if rank 0 is a worker here and has locked the folder:
-        the local ranks are those of the run then."""
+        local ranks are those of the run then."""
         with suppress(OSError, UserError):
-            folder = self._run_folder()
-            mine = f"process {self._context.pids()[0]} on {platform.node()}"
-            if not folder or (folder / LOCK).read_text(encoding="utf-8").strip() != mine:
-                return
-            if end := write_end(folder, rank, code, node=node):
-                Lines(folder / LOG_FILE, log=log).append(f"{end.time} launch: {end}")
+            folder, mine = self._run_folder(), f"process {self._context.pids()[0]} on {platform.node()}\n"
+            if folder and (folder / LOCK).read_text(encoding="utf-8") == mine:
+                end = write_end(folder, rank, code, node=node)
+                Lines(folder / LOG_FILE, log=log).append(*([f"{end.time} launch: {end}"] if end else []))
 
 
 def launch(arguments: list[str], workers: Workers) -> int:
@@ -303,7 +301,7 @@ def _join_nodes(args: Namespace, workers: Workers) -> "Served | None":
     served = serve(args.master_addr, args.master_port, remote=True) if args.node_rank == 0 else None
     if args.node_rank == 0 and served is None and nodes.answers():
         raise UserError(
-            f"NODE_RANK=0 runs at {args.master_addr} already, which is no address of this node: write 1 or more"
+            f"NODE_RANK=0 runs at {args.master_addr}, no address of this node: number nodes from 0, each once"
         )
     nodes.join()
     nodes.await_all(lambda: workers.starting, give_up=lambda: os._exit(NOT_MET))

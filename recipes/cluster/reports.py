@@ -75,21 +75,13 @@ def for_a_while(work: Callable[[], None]) -> None:
 
 
 def add_failure(folder: Path, text: str, *, rank: int, code: int, error: str, begun: bool = True) -> None:
-    """Append to the log.txt of a run, if its disk answers, and note what killed the run unless that is noted.
-
-    Args:
-        folder: that of the run.
-        text: for the log.
-        rank, code: of this process, the code that it exits with.
-        error: what it fails with; its first line is noted.
-        begun: whether the folder is surely this run's; otherwise nothing is noted.
-    """
+    """Append to the log.txt of a run that has begun, if its disk answers, and note what killed the run: this process,
+    which exits with the code. begun: whether the folder is surely this run's; otherwise nothing is noted."""
 
     def append() -> None:
         with suppress(OSError):
             if (folder / RECIPE).is_file():
-                if begun:
-                    write_end(folder, rank, code, error)
+                _ = begun and write_end(folder, rank, code, error)
                 Lines(folder / LOG_FILE, log=lambda line: None).append(f"{utc_now()} {text}")
 
     for_a_while(append)

@@ -51,14 +51,12 @@ class Trainer:
             number = self.interruption.noted
             if not number or isinstance(error, UserError):
                 raise
-            # Sent to every process of the job, the signal ended a compiler, for example, or a rank that got it twice.
-            # Or another rank failed, and the launcher ends this one with it.
+            # The signal ended a compiler, or a rank that got it twice; or another rank failed first.
             done = self.step == self.recipe.run.steps
-            cause = f"{'a process was lost; ' if lost_a_peer(error) else ''}{signal.Signals(number).name}"
-            if end := read_end(self.recipe.run.folder):
-                cause = f"{end}; that"
+            lost = "a process was lost; " if lost_a_peer(error) else ""
+            end = read_end(self.recipe.run.folder)
             when = "after its last step; run the same command again" if done else "in the middle of a step; NOT SAVED"
-            self.console.log(f"{cause} ended the run {when}")
+            self.console.log(f"{f'{end}; that' if end else lost + signal.Signals(number).name} ended the run {when}")
             return ended_by(number)
 
     def _loop(self) -> int:
