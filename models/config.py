@@ -14,6 +14,8 @@ FROM_CONFIG = "from_config"
 CUSTOM = "custom"
 """The value of model.name for a shape of one's own: the recipe writes every field without a default."""
 # Far beyond every published model. Without a limit, one wrong digit would list or allocate until the memory is full.
+SMALLEST, MOST = 1.18e-38, 3.4e38
+"""Numbers that float32 holds without loss of precision."""
 LARGEST = {
     "layers": 10_000,
     "width": 2**20,
@@ -162,6 +164,10 @@ class ModelConfig:
             for field, most in LARGEST.items()
             if getattr(self, field) > most
         }
+        for field, value in vars(self).items():
+            least = 1.0 if field in ("rope_theta", "rope_local_theta") else SMALLEST
+            if isinstance(value, float) and value and not least <= value <= MOST:
+                found[field] = f"must be from {least:.3g} to {MOST:.3g}, for float32 to compute with it"
         heads, low = self.heads, self.rope_low_frequency_factor
         if heads % self.key_value_heads:
             found["key_value_heads"] = f"must divide heads = {heads}; write one of its divisors, such as {heads}"

@@ -21,12 +21,23 @@ from recipes.files.exit_codes import SIGNALS, leave  # noqa: E402
 from recipes.files.screen import open_missing, say  # noqa: E402
 
 
+def run_folder() -> Path | None:
+    """The folder of the run that the workers train; None if they run something else. Raises UserError."""
+    script = str(Path(__file__).resolve().parents[1] / "train.py")
+    if script not in sys.argv[:-1]:
+        return None
+    from recipes.recipe.load import load  # only after a failure
+
+    recipe, *overrides = sys.argv[sys.argv.index(script) + 1 :]
+    return load(recipe, overrides, rules=False).run.folder
+
+
 def main() -> int:
     open_missing()
     if sys.argv[1:] in (["-h"], ["--help"]):
         say(__doc__)
         return 0
-    workers = Workers()
+    workers = Workers(run_folder)
     handle_stop_signals(workers.stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/restarts.py blocks them until this line
     return launch(sys.argv[1:], workers)

@@ -22,7 +22,7 @@ from recipes.checkpoint.plan import pieces_of
 from recipes.checkpoint.state import checked_progress, hyperparameters, named_tensors, restore
 from recipes.checkpoint.storage import HostCopies, Share, assemble, make_plan, raw, read_tensors, signature, spreads_of
 from recipes.checkpoint.together import Together, require_shards, unseen
-from recipes.files.atomic import sync_folder, write_whole
+from recipes.files.atomic import free_bytes, sync_folder, write_whole
 from recipes.files.layout import checkpoint_steps, step_folder
 from recipes.optimization.config import OptimizerConfig
 
@@ -107,9 +107,18 @@ class Checkpoints:
         own = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
         own += optimizer.state_bytes(elements, len(parameters), matrices=(of_matrices, len(matrices)))
         size = sum(self._together.of_parts(lambda: own)) + sum(len(text.encode()) for text in self.files.values())
-        fits = self._together.on_main(
-            lambda: folders.disk_space(self.folder, checkpoint_bytes=size, keep=self._config.keep)
-        )
+
+        def make_room() -> str:
+            # checkpoint.keep was lowered; every byte of the newest has been read.
+            for old in self._dispensable() if self._newest in self.steps() else []:
+                if (free := free_bytes(self.folder)) is None or free >= size:
+                    break
+                with suppress(OSError):
+                    folders.delete(self.folder, old)
+                    self._log(f"deleted step {old}, above checkpoint.keep, as the disk has no space for another save")
+            return folders.disk_space(self.folder, checkpoint_bytes=size, keep=self._config.keep)
+
+        fits = self._together.on_main(make_room)
         if self._main:
             self._log("  " + fits)
 

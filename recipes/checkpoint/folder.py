@@ -20,7 +20,7 @@ from parallel.errors import UserError
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.checkpoint.files import check_files, read_manifest
 from recipes.checkpoint.manifest import Damage, Manifest
-from recipes.files.atomic import sync_folder
+from recipes.files.atomic import free_bytes, sync_folder
 from recipes.files.layout import checkpoint_steps, step_folder
 from recipes.files.reading import fault, is_folder, named_faults, names_in
 from recipes.files.units import size
@@ -60,7 +60,9 @@ def disk_space(folder: Path, *, checkpoint_bytes: int, keep: int) -> str:
     """
     place = next(parent for parent in (folder, *folder.absolute().parents) if is_folder(parent))
     with named_faults(place):
-        free = shutil.disk_usage(place).free + sum(map(_taken, left_overs(folder)))
+        if (free := free_bytes(place)) is None:
+            return f"checkpoints: {size(checkpoint_bytes)} each; the disk does not say how much space it has"
+        free += sum(map(_taken, left_overs(folder)))
     fit = free // checkpoint_bytes
     if not fit:
         raise UserError(

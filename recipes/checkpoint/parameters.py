@@ -12,6 +12,7 @@ from models.config import ModelConfig
 from models.hf import layout_of
 from parallel.errors import UserError
 from parallel.fsdp import without_wrapper
+from parallel.state_check import not_finite
 from recipes.checkpoint.files import complete, read_manifest, write_shard
 from recipes.checkpoint.folder import check_parts
 from recipes.checkpoint.manifest import shard_name
@@ -45,6 +46,8 @@ class StoredParameters:
         """One whole parameter, on the CPU."""
         values = torch.empty(self._manifest.tensors[PARAMETERS + name].shape, dtype=self.dtype(name))
         self._read({name: values})
+        if not_finite({name: values}):
+            raise UserError(f"{name} in {self.path} has NaN or infinite values: the weights cannot be used")
         return values
 
     def read_into(self, model: nn.Module) -> None:

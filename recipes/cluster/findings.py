@@ -29,9 +29,9 @@ class Room:
     """Total memory of the GPU."""
     free_device: int | None
     free_host: int | None
-    free_disk: int
+    free_disk: int | None
     """Free bytes on the file system of the run's folder."""
-    free_temporary: int
+    free_temporary: int | None
 
 
 class Measured(NamedTuple):
@@ -95,8 +95,9 @@ def node_warnings(everyone: Sequence[Measured], nodes: Sequence[Node]) -> Iterat
                     f"rank {rank} has {size(room.free_device)} of GPU memory free, the median is {size(int(usual))}"
                     "; is another process using it? nvidia-smi lists them",
                 )
-        if (temporary := min(rooms[rank].free_temporary for rank in node.ranks)) < TEMPORARY_BYTES:
-            yield node.name, f"the folder for temporary files has {size(temporary)} free; set TMPDIR to use another"
+        temporary = [room for rank in node.ranks if (room := rooms[rank].free_temporary) is not None]
+        if temporary and (least_free := min(temporary)) < TEMPORARY_BYTES:
+            yield node.name, f"the folder for temporary files has {size(least_free)} free; set TMPDIR to use another"
         least, most = everyone[node.ranks[0]].clock
         if least > CLOCK_SECONDS or most < -CLOCK_SECONDS:
             yield (
@@ -117,6 +118,11 @@ def slow_links(links: Sequence[Links], nodes: Sequence[Node]) -> Iterator[tuple[
         )
 
 
+def _least(values: Sequence[int | None]) -> str:
+    known = [value for value in values if value is not None]
+    return size(min(known)) if known else ""
+
+
 def table(everyone: Sequence[Measured], nodes: Sequence[Node], *, always: Sequence[str]) -> list[str]:
     """A row for each node, with the worst value of its processes.
 
@@ -126,18 +132,14 @@ def table(everyone: Sequence[Measured], nodes: Sequence[Node], *, always: Sequen
     minima = Node(f"least of {len(nodes)}", tuple(rank for node in nodes for rank in node.ranks))
     rows = [["node", "ranks", "GPU free", "host free", "disk free", "tmp free", "clock", "to the next"]]
     for node in [*chosen, *([minima] if len(chosen) < len(nodes) else [])]:
+        free = ("free_device", "free_host", "free_disk", "free_temporary")
         rooms, clocks, links = zip(*(everyone[rank] for rank in node.ranks), strict=True)
-        gpus = [room.free_device for room in rooms if room.free_device is not None]
-        hosts = [room.free_host for room in rooms if room.free_host is not None]
         sent = [speed for link in links for speed in link.exchanges.values()]
         rows.append(
             [
                 node.name,
                 f"{node.ranks[0]}-{node.ranks[-1]}" if len(node.ranks) > 1 else str(node.ranks[0]),
-                size(min(gpus)) if gpus else "",
-                size(min(hosts)) if hosts else "",
-                size(min(room.free_disk for room in rooms)),
-                size(min(room.free_temporary for room in rooms)),
+                *(_least([getattr(room, name) for room in rooms]) for name in free),
                 _offset(*max(clocks, key=lambda bounds: abs(sum(bounds)))),
                 f"{size(int(min(sent)))}/s" if sent else "",
             ]

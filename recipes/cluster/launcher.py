@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from parallel.errors import UserError
 from parallel.nodes import raise_limit, require_store
 from recipes.cluster.restarts import FINAL_CODES, NAMED_CRASHES
+from recipes.files.atomic import Lines
+from recipes.files.end import words_of, write_end
 from recipes.files.exit_codes import (
     ECHO_SECONDS,
     HUNG,
@@ -28,6 +31,8 @@ from recipes.files.exit_codes import (
     is_there,
     with_parent,
 )
+from recipes.files.layout import LOG_FILE
+from recipes.files.lock import LOCK
 from recipes.files.screen import tell
 
 if TYPE_CHECKING:
@@ -65,7 +70,9 @@ class Workers:
     torch 2.13 always), and abandons them on a second signal. So torchrun handles no signals here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run_folder: Callable[[], Path | None] = lambda: None) -> None:
+        """run_folder: asked for the run's folder when a worker has failed."""
+        self._run_folder = run_folder
         self.starting = False
         self.signal = 0  # the first signal, 0 = none yet
         self.ended_first: set[int] | None = None  # processes that ended by themselves, before torchrun ended the others
@@ -93,6 +100,7 @@ class Workers:
                 self.ended_first = {process for process in context.pids().values() if not is_there(process)}
                 if any(handler.proc.poll() == HUNG for handler in context.subprocess_handlers.values()):
                     options["timeout"] = FROZEN_SECONDS
+                self._note_first()  # before the others get a signal, which they would take for the cause
             close(context, *arguments, **options)
 
         PContext.start = watched_start  # type: ignore[assignment, method-assign]
@@ -110,12 +118,16 @@ class Workers:
         if self.signal:
             self._send(self.signal)
         code = process.wait()
+        self._note_first()
         return exit_code_of(0, code, sent=self.signal) if code else 0
 
     def kill(self) -> None:
         """Kill the workers and the processes they have started."""
         if self._context and all(handler.proc.poll() == 0 for handler in self._context.subprocess_handlers.values()):
             os._exit(0)  # this node is done; torchrun would wait for the other launchers for 5 minutes
+        if not self.starting and self.others and self.others.cause:  # torchrun still waits for the other nodes
+            log(self.others.cause.message)
+            os._exit(self.others.cause.code)
         self.killed = True
         self._send(signal.SIGKILL, group=True)
 
@@ -164,7 +176,25 @@ class Workers:
         """
         code = failure.exitcode
         ended_first = self.ended_first is None or failure.pid in self.ended_first
-        return not ended_first, 0 if code in EXPLAINED else 1 if code < 0 else 2, failure.timestamp
+        return not ended_first, _rank_of_code(code), failure.timestamp
+
+    def _note_first(self) -> None:
+        """Note in the run's folder which worker has failed first, unless that worker did."""
+        codes = {rank: handler.proc.poll() for rank, handler in self._context.subprocess_handlers.items()}
+        failed = [(rank, code) for rank, code in codes.items() if code]
+        if failed and not self.killed:
+            rank, code = min(failed, key=lambda item: _rank_of_code(item[1]))
+            if code not in EXPLAINED and -code != self.signal:
+                self.note(rank, code)
+
+    def note(self, rank: int, code: int, node: str = platform.node()) -> None:
+        """Note the end of a worker in the run's folder and log, if rank 0 is a worker here and has locked the folder:
+        local ranks are those of the run then."""
+        with suppress(OSError, UserError):
+            folder, mine = self._run_folder(), f"process {self._context.pids()[0]} on {platform.node()}\n"
+            if folder and (folder / LOCK).read_text(encoding="utf-8") == mine:
+                end = write_end(folder, rank, code, node=node)
+                Lines(folder / LOG_FILE, log=log).append(*([f"{end.time} launch: {end}"] if end else []))
 
 
 def launch(arguments: list[str], workers: Workers) -> int:
@@ -192,6 +222,9 @@ def launch(arguments: list[str], workers: Workers) -> int:
         served = _join_nodes(args, workers) if several else _stay_on_this_machine(args)
         run(args)
         del served
+    except UserError as error:
+        log(str(error))
+        return REFUSED
     except SignalException as error:
         return ended_by(error.sigval)
     except ChildFailedError as error:
@@ -199,10 +232,13 @@ def launch(arguments: list[str], workers: Workers) -> int:
         others = workers.others
         if others and (workers.killed or failure.exitcode not in EXPLAINED) and (cause := others.wait_for_cause()):
             log(cause.message)
+            if cause.worker:
+                workers.note(*cause.worker)
             return cause.code
         code = exit_code_of(rank, failure.exitcode, sent=workers.signal)
         if others and code != PREEMPTED:  # after a pre-emption all nodes have saved together
-            others.announce_end(code, crashed=code not in EXPLAINED)
+            worker = None if code in EXPLAINED else (rank, failure.exitcode, platform.node())
+            others.announce_end(code, crashed=code not in EXPLAINED, worker=worker)
         return code
     except (DistError, RendezvousError) as error:
         log(f"the processes could not find each other: {error}")
@@ -263,6 +299,10 @@ def _join_nodes(args: Namespace, workers: Workers) -> "Served | None":
     workers.others = nodes
     workers.exit_on_early_signals()
     served = serve(args.master_addr, args.master_port, remote=True) if args.node_rank == 0 else None
+    if args.node_rank == 0 and served is None and nodes.answers():
+        raise UserError(
+            f"NODE_RANK=0 runs at {args.master_addr}, no address of this node: number nodes from 0, each once"
+        )
     nodes.join()
     nodes.await_all(lambda: workers.starting, give_up=lambda: os._exit(NOT_MET))
     nodes.watch(workers.kill, grace=2 * FROZEN_SECONDS)
@@ -289,9 +329,11 @@ def _stay_on_this_machine(args: Namespace) -> "Served | None":
 
 def exit_code_of(rank: int, code: int, *, sent: int) -> int:
     """The launcher's exit code for a failed worker's, logged if unexplained. sent: signal passed on to it, 0 = none."""
-    if code < 0 and -code != sent:
-        hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
-        log(f"rank {rank} was killed by {signal.Signals(-code).name}{hint}")
-    elif code > 0 and code not in EXPLAINED:
-        log(f"rank {rank} ended with exit code {code}")
+    if code not in EXPLAINED and -code != sent:
+        log(f"rank {rank} {words_of(code)}")
     return code if code > 0 else ended_by(-code)
+
+
+def _rank_of_code(code: int) -> int:
+    """Order in which exit codes are named: what workers have explained, then kills, then other failures."""
+    return 0 if code in EXPLAINED else 1 if code < 0 else 2

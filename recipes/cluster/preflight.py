@@ -4,7 +4,6 @@ import os
 import platform
 import re
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from parallel.errors import UserError
 from parallel.nodes import Node, abbreviated
 from recipes.cluster.findings import Measured, Room, report, wrong_results
 from recipes.cluster.links import clock_bounds, measure_links
+from recipes.files.atomic import free_bytes
 from recipes.files.layout import holds_results
 from recipes.files.reading import user_path
 from recipes.files.version import of_package
@@ -126,8 +126,8 @@ def local_room(folder: Path, device: torch.device) -> Room:
         device=total,
         free_device=free,
         free_host=int(available) * 1024 if available else None,
-        free_disk=shutil.disk_usage(_places(folder)[_level(folder)]).free,
-        free_temporary=shutil.disk_usage(tempfile.gettempdir()).free,
+        free_disk=free_bytes(_places(folder)[_level(folder)]),
+        free_temporary=free_bytes(Path(tempfile.gettempdir())),
     )
 
 

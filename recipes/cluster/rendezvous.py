@@ -8,6 +8,7 @@ store is made here, on one address, and the rendezvous is torchrun's static one,
 import errno
 import json
 import os
+import platform
 import socket
 import threading
 import time
@@ -21,8 +22,10 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from parallel.dist import PREFIX
+from parallel.errors import UserError
 from parallel.heartbeats import ENDED as ENDED_SUBJECT
 from parallel.nodes import abbreviated
+from recipes.files.end import words_of
 
 ENDED = PREFIX + ENDED_SUBJECT
 CAME = PREFIX + "came"
@@ -90,6 +93,8 @@ class Cause(NamedTuple):
     """The exit code of the launcher that failed first; the others use it unless they have a reason of their own."""
     crashed: bool = False
     """Whether the other nodes' workers must be killed; otherwise they end by themselves."""
+    worker: tuple[int, int, str] | None = None
+    """Rank, exit code (-n after signal n) and host of the worker that failed without a reason of its own."""
 
 
 class Launchers:
@@ -107,14 +112,21 @@ class Launchers:
         """Return when this node may start its workers.
 
         If a store has counted this node before, its processes wait for lost workers: end them and wait for a new store.
+        If that launcher still runs, it is another node with this number, or a second start: raises UserError.
         """
         logged = False
-        while not self._counted and (address := self._answering()):  # if it is not up, its store will be a new one
+        while not self._counted and (address := self.answers()):  # if it is not up, its store will be a new one
             with suppress(RuntimeError):  # the store has just gone
                 store = self._connect(address)
                 if self._counted_first(store):
                     self._store = store
                     return
+                if self._still_beats(store):
+                    host = store.get(self._key("host")).decode()
+                    raise UserError(
+                        f"NODE_RANK={self._node} was started on {host} already, which goes on; this is"
+                        f" {platform.node()}: give every node its own number, 0 to {self._nodes - 1}"
+                    )
                 _announce(store, Cause(f"node {self._node} was started again", 1, crashed=True))
             if not logged:
                 self._log("node 0 is still in the run that this node was in before: waiting for that to end")
@@ -126,7 +138,7 @@ class Launchers:
 
         Of a name with addresses of several families, torch would keep trying one that refuses.
         """
-        while not (address := self._answering()):
+        while not (address := self.answers()):
             time.sleep(LOOK_SECONDS)
         return address
 
@@ -170,9 +182,10 @@ class Launchers:
         self._cause_known.wait(3 * LOOK_SECONDS)
         return self.cause
 
-    def announce_end(self, code: int, *, crashed: bool) -> None:
-        """Notify the other launchers that this one ends with an error."""
-        cause = Cause(f"node {self._node} ended with exit code {code}", code, crashed)
+    def announce_end(self, code: int, *, crashed: bool, worker: tuple[int, int, str] | None = None) -> None:
+        """Notify the other launchers that this one ends with an error, and of which worker."""
+        why = f": rank {worker[0]} on {worker[2]} {words_of(worker[1])}" if worker else ""
+        cause = Cause(f"node {self._node} ended with exit code {code}{why}", code, crashed, worker)
 
         def send() -> None:
             with suppress(RuntimeError):
@@ -185,6 +198,18 @@ class Launchers:
         if self._node == 0:
             time.sleep(3 * LOOK_SECONDS)  # the store ends with this process
 
+    def _key(self, what: str) -> str:
+        return f"{PREFIX}{what} {self._node}"
+
+    def _still_beats(self, store: TCPStore) -> bool:
+        """Whether the launcher that was counted under this number is still there after SILENT_SECONDS."""
+        end, beats = time.monotonic() + SILENT_SECONDS, -1
+        while beats != (beats := store.add(self._key("beat"), 0)):
+            if time.monotonic() > end:
+                return True
+            time.sleep(3 * LOOK_SECONDS)
+        return False
+
     def _look(self) -> Cause | None:
         try:
             if (store := self._connected()) is None:
@@ -192,6 +217,7 @@ class Launchers:
             if not self._counted:
                 self._counted_first(store)
                 self._counted = True
+            store.add(self._key("beat"), 1)
             if store.check([ENDED]):
                 return Cause(*json.loads(store.get(ENDED)))
         except RuntimeError:
@@ -212,13 +238,14 @@ class Launchers:
 
     def _counted_first(self, store: TCPStore) -> bool:
         """Let the store count this node. Whether it did so for the first time."""
-        first = store.add(f"{PREFIX}node {self._node}", 1) == 1
+        first = store.add(self._key("node"), 1) == 1
         if first:
+            store.set(self._key("host"), platform.node())
             store.append(CAME, f"{self._node},")  # type: ignore[attr-defined]  # torch's stubs lack it
         self._counted = first
         return first
 
-    def _answering(self) -> str | None:
+    def answers(self) -> str | None:
         """The address at which node 0's launcher is up, if it is. torch's own attempts would print errors."""
         try:
             with socket.create_connection(self._address, timeout=5) as connection:
@@ -231,7 +258,7 @@ class Launchers:
 
     def _connected(self) -> TCPStore | None:
         """The store, or None if node 0's launcher is not up yet."""
-        if self._store is None and (address := self._answering()):
+        if self._store is None and (address := self.answers()):
             self._store = self._connect(address)
         return self._store
 

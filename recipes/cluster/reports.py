@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recipes.files.atomic import Lines, utc_now
+from recipes.files.end import write_end
 from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.files.screen import safe
 from recipes.metrics.clock import START
@@ -74,12 +75,14 @@ def for_a_while(work: Callable[[], None]) -> None:
     worker.join(WRITE_SECONDS)
 
 
-def add_to_log(folder: Path, text: str) -> None:
-    """Append to the log.txt of a run that has begun, if its disk answers. folder: that of the run."""
+def add_failure(folder: Path, text: str, *, rank: int, code: int, error: str, begun: bool = True) -> None:
+    """Append to the log.txt of a run that has begun, if its disk answers, and note what killed the run: this process,
+    which exits with the code. begun: whether the folder is surely this run's; otherwise nothing is noted."""
 
     def append() -> None:
         with suppress(OSError):
             if (folder / RECIPE).is_file():
+                _ = begun and write_end(folder, rank, code, error)
                 Lines(folder / LOG_FILE, log=lambda line: None).append(f"{utc_now()} {safe(text)}")
 
     for_a_while(append)

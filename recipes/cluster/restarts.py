@@ -18,6 +18,7 @@ from types import FrameType
 from parallel.errors import UserError
 from recipes.files import exit_codes
 from recipes.files.atomic import utc_now, write_whole
+from recipes.files.end import read_end
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 from recipes.files.screen import tell
 
@@ -189,14 +190,15 @@ def supervise(launcher: Launcher, folder: Path, *, steps: int, restarts: int) ->
     """Start the launcher until `steps` steps are saved or another start would not help. Returns the exit code."""
     attempts: list[Attempt] = []
     while True:
-        began_at = newest_step(folder)
+        began_at, before = newest_step(folder), read_end(folder)
         code = launcher.run()
         end = End.UNSTARTED if code == exit_codes.NOT_MET else end_of([code])[0]
         attempts.append(Attempt(began_at, end))
         if launcher.signal or end in (End.DONE, End.FINAL, End.PREEMPTED):
             return code
         step = newest_step(folder)
-        log(f"attempt {len(attempts)} {end.value}, exit code {code}; newest checkpoint: step {step}")
+        cause = f" ({killed})" if (killed := read_end(folder)) != before and killed else ""
+        log(f"attempt {len(attempts)} {end.value}, exit code {code}{cause}; newest checkpoint: step {step}")
         if step >= steps:
             log("not started again: the last step is saved; the same command does the rest")
             return code

@@ -24,6 +24,7 @@ from recipes.cluster.restarts import (
     reason_to_stop,
 )
 from recipes.files.atomic import utc_now
+from recipes.files.end import read_end
 from recipes.files.exit_codes import PREEMPTED, SIGNALS, TEMPORARY
 from recipes.files.screen import Output, put, tell
 
@@ -161,7 +162,7 @@ class Job:
         history = History(self.logs / "attempts.json", log=log)
         code = 1
         while True:
-            step = newest_step(folder)
+            step, before = newest_step(folder), read_end(folder)
             if stop := reason_to_stop(history.attempts, step=step, restarts=self.restarts):
                 log(f"stopped: {stop}")
                 return code
@@ -183,6 +184,8 @@ class Job:
             log(f"attempt {attempt} {end.value}; newest checkpoint: step {newest_step(folder)}")
             if end != End.PREEMPTED:
                 self._log_causes(states)
+                if (killed := read_end(folder)) != before and killed:
+                    log(f"  {killed}")
             if absent:
                 log(f"  no answer from: {' '.join(absent)}")
             if end in (End.PREEMPTED, End.UNSTARTED) and not reason_to_stop(

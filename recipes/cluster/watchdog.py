@@ -24,7 +24,7 @@ from recipes.cluster.reports import (
     LOOK_SECONDS,
     STACKS,
     Report,
-    add_to_log,
+    add_failure,
     after,
     for_a_while,
     place_of,
@@ -150,7 +150,8 @@ class Watchdog:
         if sys.stdout.isatty():
             put(2, SHOW_CURSOR)
         tell(text)
-        add_to_log(self._folder, text)
+        begun = self._clock.now != START
+        add_failure(self._folder, text, rank=self._world.rank, code=HUNG, error=text, begun=begun)
 
     def _write_stacks(self, own: Report) -> None:
         head = f"{utc_now()} {own.process}, {own.where}, no progress for {own.idle:.0f} s\n"

@@ -9,7 +9,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel.errors import TemporaryError, UserError
+from parallel.errors import UserError
 from parallel.nodes import files_of_tokens
 from recipes.data.config import HELD_OUT, BatchConfig, DataConfig
 from recipes.data.order import SequenceOrder
@@ -26,7 +26,7 @@ from recipes.data.tokens.workspace import (
     whole_shards,
     would_read_itself,
 )
-from recipes.files.reading import may_pass, user_path
+from recipes.files.reading import cache_fault, user_path
 from recipes.files.units import counted
 
 if TYPE_CHECKING:
@@ -310,9 +310,7 @@ def _choose_folder(cache: Path, work: Preparation, *, used: str) -> tuple[Path, 
             folder.mkdir(parents=True, exist_ok=True)
             shards = whole_shards(folder)
         except OSError as error:
-            message = f"data.cache: cannot write below '{cache}': {error}"
-            problem = TemporaryError(message) if may_pass(error) else UserError(f"{message}; give another folder")
-            raise problem from error
+            raise cache_fault(cache, error) from error
         if used or not any(shard.unread for shard in shards):
             break
         whole = folder, [*takewhile(lambda shard: not shard.unread, shards)]

@@ -1,5 +1,6 @@
 """Small files that survive kills, full disks and power cuts: replaced texts and appended lines. Imports no torch."""
 
+import errno
 import json
 import os
 import platform
@@ -12,6 +13,8 @@ from typing import Any, BinaryIO
 
 PART = ".part-"
 """Prefix of the names of unfinished texts; a kill may leave one behind."""
+UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+"""What file systems in user space answer to calls that they lack."""
 BLOCK = 4096
 """Bytes of a file that are read at a time, from its end."""
 
@@ -26,11 +29,34 @@ def utc_now() -> str:
     return utc_of(time.time())
 
 
-def sync_folder(path: Path) -> None:
-    """Sync the names in a folder to the disk, so that they survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def free_bytes(folder: Path) -> int | None:
+    """Free bytes of a folder's disk; None where its file system does not say."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return None
+    return usage.free if usage.total else None
+
+
+def sync_descriptor(descriptor: int) -> bool:
+    """Sync an open file or folder to the disk. Returns False where the file system cannot."""
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
+def sync_folder(path: Path) -> bool:
+    """Sync the names in a folder to the disk, so that they survive a power cut, and return True, or False where the
+    file system cannot."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return sync_descriptor(descriptor)
     finally:
         os.close(descriptor)
 
@@ -49,7 +75,7 @@ def replace(file: Path, write: Callable[[BinaryIO], object], *, sync: bool) -> N
             write(out)
             out.flush()
             if sync:
-                os.fsync(out.fileno())
+                sync_descriptor(out.fileno())
         part.replace(file)
     except BaseException:
         with suppress(OSError):
@@ -146,7 +172,7 @@ def keep_rows(path: Path, column: str, wanted: Callable[[Any], bool]) -> int:
     elif cut and not late:
         with path.open("rb+") as shortened:
             shortened.truncate(end)
-            os.fsync(shortened.fileno())
+            sync_descriptor(shortened.fileno())
     return count
 
 
@@ -162,5 +188,5 @@ def sync(folder: Path, names: Iterable[str]) -> None:
     """Sync those of these files that exist, and the folder, so that they survive a power cut. Raises OSError."""
     for name in names:
         with suppress(FileNotFoundError), (folder / name).open("rb") as file:
-            os.fsync(file.fileno())
+            sync_descriptor(file.fileno())
     sync_folder(folder)

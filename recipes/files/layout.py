@@ -11,6 +11,7 @@ ORIGIN = "origin.json"  # the checkpoint that a fork continues from, and the run
 ENVIRONMENT = "environment.json"  # versions, commit and device
 METRICS = "metrics.jsonl"  # one row per logged step
 LOG_FILE = "log.txt"  # a copy of the screen output
+END = "end.json"  # what killed the run (recipes/files/end.py)
 QUARANTINE = "quarantine.jsonl"  # the rows of the data that were skipped
 FLOAT8_SHARES = "float8.jsonl"  # {"step", "linear", "tensor", "overflow", "underflow"} for each sampled step
 CURVES = "curves.png"  # the picture that the end of a run draws

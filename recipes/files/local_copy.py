@@ -1,6 +1,7 @@
 """Copies of files of a server on this disk, for what is read from memory maps or many times: tokens and weights.
 Imports no torch."""
 
+import json
 import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -10,8 +11,9 @@ from pathlib import Path
 import xxhash
 
 from parallel.errors import UserError
+from recipes.files.atomic import write_whole
 from recipes.files.lock import alone
-from recipes.files.reading import user_path
+from recipes.files.reading import cache_fault, checksum_of, user_path
 from recipes.files.remote import download, find
 
 COPIES = Path("~/.cache/shardwright")
@@ -51,13 +53,14 @@ def local_copy(
     place = user_path(cache) / "remote"
     last = place_there.rpartition("/")[2]
     folder = place / f"{last}-{xxhash.xxh3_128_hexdigest(f'{address} {identity}'.encode())}"
-    if folder.is_dir():
+    sums = folder.with_name(f"{folder.name}.xxh3")
+    if folder.is_dir() and not _damaged(folder, sums):
         return folder
     part = folder.with_name(f".part-{folder.name}")
     try:
         part.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError), alone(part.with_name(f"{part.name}.lock")):
-            if folder.is_dir():
+            if folder.is_dir() and not _take_back(folder, part, _damaged(folder, sums), log):
                 return folder
             size = sum(file.state.st_size for file in files)
             log(f"copying {len(files)} files with {size:,} bytes from {address} to {folder}")
@@ -71,10 +74,33 @@ def local_copy(
             except UserError:
                 shutil.rmtree(part)
                 raise
+            write_whole(sums, json.dumps(_checksums(part)))
             part.rename(folder)
     except OSError as error:
-        raise UserError(
-            f"{address} cannot be copied to {place}: {error.strerror or error}; free some space, or give another"
-            " data.cache"
-        ) from None
+        raise cache_fault(place, error) from None
     return folder
+
+
+def _damaged(folder: Path, sums: Path) -> list[str]:
+    """The files of a copy that are not as they were copied. Reads all; older versions wrote no checksums."""
+    known: dict[str, str] = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(sums.read_bytes())
+    now = _checksums(folder) if known else {}
+    return [name for name in known if now.get(name) != known[name]]
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    return {str(file.relative_to(folder)): checksum_of(file) for file in folder.rglob("*") if file.is_file()}
+
+
+def _take_back(folder: Path, part: Path, bad: Collection[str], log: Callable[[str], None]) -> bool:
+    """Make a copy that has bad files unfinished, without them. Returns whether it has any."""
+    if not bad:
+        return False
+    log(f"{folder}: {', '.join(bad)} changed since it was copied; copied anew")
+    shutil.rmtree(part)
+    folder.rename(part)
+    for name in bad:
+        (part / name).unlink(missing_ok=True)
+    return True

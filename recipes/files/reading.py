@@ -2,6 +2,7 @@
 fault is not damage, and a folder that cannot be listed is not empty. Imports no torch."""
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import xxhash
 
 from parallel.errors import TemporaryError, UserError
 
@@ -126,6 +129,15 @@ def fault(text: str, error: OSError, remedy: str = "") -> UserError:
     return (TemporaryError if error.errno in PASSING else UserError)(f"{text}: {error.strerror}{remedy}")
 
 
+def cache_fault(folder: Path, error: OSError) -> UserError:
+    """The error to raise where what is in data.cache cannot be written."""
+    other = "free some space"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        other = f"chmod -R g+rwX {folder} by the user who made it lets the group write (and umask 002 in what starts)"
+    kind = TemporaryError if may_pass(error) else UserError
+    return kind(f"data.cache: cannot write below '{folder}': {error}; give another folder, or {other}")
+
+
 @contextmanager
 def named_faults(path: Path) -> Iterator[None]:
     """Inside, errors of the system are raised as UserErrors: TemporaryErrors if they may pass."""
@@ -177,6 +189,12 @@ def read_whole(file: Path, *, most: int = LARGEST_TEXT) -> bytes:
         if about.st_size > most:
             raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(file))
         return content.read()
+
+
+def checksum_of(file: Path) -> str:
+    """The xxh3_128 of a file's bytes. Raises OSError."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
 
 
 def whole_text(file: Path, *, errors: str = "strict") -> str:

@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
@@ -26,6 +27,10 @@ class TensorBoard:
         def begin() -> None:
             from torch.utils.tensorboard.writer import SummaryWriter
 
+            before = threading.excepthook  # its thread raises what the next call raises again
+            threading.excepthook = lambda about: (
+                None if type(about.thread).__module__.startswith("tensorboard.") else before(about)
+            )
             self._writer = SummaryWriter(str(folder / TENSORBOARD), purge_step=done + 1, flush_secs=SECONDS)
             self._writer.add_text("recipe", _text(recipe), done)
 

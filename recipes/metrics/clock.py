@@ -129,7 +129,8 @@ class Goodput:
         self._earlier: dict[str, float] = defaultdict(float, then.get("seconds", {}))
         if then and not then["finished"]:  # a finished run that gets more steps lost no time
             gap = time.time() - (time.monotonic() - clock.began) - then["at"]
-            self._earlier[RESTARTS] += max(0.0, gap)  # the clocks of two nodes may differ a little
+            # Below 0 where the clock was ahead until now: that takes back what it added.
+            self._earlier[RESTARTS] = max(0.0, self._earlier[RESTARTS] + gap)
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Move up to this many seconds, as far as the source has them, from one part to another."""

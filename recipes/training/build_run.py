@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from recipes.data.loader import DataLoader
 from recipes.data.open_data import DataSettings
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.atomic import utc_now
-from recipes.files.layout import CHECKPOINTS, LOG_FILE, PROFILE, SAVED
+from recipes.files.layout import CHECKPOINTS, END, LOG_FILE, PROFILE, SAVED
 from recipes.files.reading import names_in
 from recipes.metrics.throughput import Throughput
 from recipes.optimization.optimizer import matrices_of
@@ -97,6 +98,8 @@ def _find_checkpoint(loaded: LoadedRecipe, process: Process) -> Path | None:
     if process.lock.take(recipe.run.folder, log=process.console.log):
         check_output_folder(recipe)  # again: it may have changed until it was locked
         names = names_in(recipe.run.folder)
+        with suppress(OSError):
+            (recipe.run.folder / END).unlink()  # of an earlier start
     if not recipe.run.continue_from and not {CHECKPOINTS, SAVED} & {*names}:
         return None
     from recipes.training.resume import find_checkpoint

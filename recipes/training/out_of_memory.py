@@ -12,7 +12,8 @@ from models.transformers_config import TransformersConfig
 from parallel.dist import World
 from parallel.errors import UserError
 from parallel.heartbeats import is_first_of_all
-from recipes.cluster.reports import add_to_log
+from recipes.cluster.reports import add_failure
+from recipes.files.exit_codes import OUT_OF_MEMORY
 from recipes.files.layout import RECIPE
 from recipes.files.screen import tell
 from recipes.metrics.clock import START, RunClock
@@ -79,7 +80,8 @@ def report(error: BaseException, recipe: Recipe, world: World, clock: RunClock) 
                 torch.cuda.memory._dump_snapshot(str(snapshot))
                 lines.append(f"  what the memory held: {snapshot}")
                 tell(lines[-1])
-        add_to_log(folder, "\n".join([*lines, *details]))
+        text, begun = "\n".join([*lines, *details]), clock.now != START
+        add_failure(folder, text, rank=world.rank, code=OUT_OF_MEMORY, error=lines[0], begun=begun)
 
 
 def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True) -> list[str]:

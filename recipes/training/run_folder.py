@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.files.atomic import PART, cut_back, keep_rows, write_whole
+from recipes.files.atomic import PART, cut_back, keep_rows, sync_folder, write_whole
 from recipes.files.layout import (
     CHECKPOINTS,
     CURVES,
@@ -105,6 +105,8 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
             notes.append(f"{folder} held results but no checkpoint to resume from; they are in {aside} now")
             folder.mkdir(parents=True, exist_ok=True)
             lock.take(folder, log=notes.append)
+        if not sync_folder(folder):
+            notes.append(f"the file system of {folder} has no fsync: a power cut may lose what was saved before")
         if done < recipe.run.steps:
             text, file = to_toml(recipe), folder / RECIPE
             if done > 0 and file.is_file() and (old := file.read_text(encoding="utf-8")) != text:

@@ -5,7 +5,9 @@ import time
 from contextlib import ExitStack
 from statistics import fmean
 
+from parallel.dist import lost_a_peer
 from parallel.errors import CorruptState, UserError
+from recipes.files.end import read_end
 from recipes.files.exit_codes import CANNOT_WRITE, CORRUPTED, FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
 from recipes.optimization.skip_steps import NonFiniteRun
@@ -49,11 +51,12 @@ class Trainer:
             number = self.interruption.noted
             if not number or isinstance(error, UserError):
                 raise
-            # Sent to every process of the job, the signal ended a compiler, for example, or a rank that got it twice.
-            # Or another rank failed, and the launcher ends this one with it.
+            # The signal ended a compiler, or a rank that got it twice; or another rank failed first.
             done = self.step == self.recipe.run.steps
+            lost = "a process was lost; " if lost_a_peer(error) else ""
+            end = read_end(self.recipe.run.folder)
             when = "after its last step; run the same command again" if done else "in the middle of a step; NOT SAVED"
-            self.console.log(f"{signal.Signals(number).name} ended the run {when}")
+            self.console.log(f"{f'{end}; that' if end else lost + signal.Signals(number).name} ended the run {when}")
             return ended_by(number)
 
     def _loop(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from models.hf import beyond_hf, layout_of
 from models.layout import Layout, Stored, key_of
 from parallel.errors import UserError
 from parallel.fsdp import plain_name
+from parallel.state_check import not_finite
 from recipes.checkpoint.parameters import StoredParameters, write_parameters
 from recipes.checkpoint.storage import CODES, DTYPES
 from recipes.weights import hf_folder
@@ -111,7 +113,15 @@ def _read(file: Path, entry: Entry, box: Box = WHOLE) -> Tensor:
     from safetensors import safe_open  # not needed for a checkpoint of ours
 
     with safe_open(file, framework="pt") as tensors:
-        return tensors.get_slice(entry.name)[box] if entry.shape else tensors.get_tensor(entry.name)
+        values = tensors.get_slice(entry.name)[box] if entry.shape else tensors.get_tensor(entry.name)
+    require_finite({f"{entry.name} in {file}": values})
+    return cast(Tensor, values)
+
+
+def require_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raises UserError if weights from outside are NaN or infinite. tensors: by what a message calls them."""
+    if names := not_finite({name: values for name, values in tensors.items() if values.is_floating_point()}):
+        raise UserError(f"{names[0]} has NaN or infinite values: the weights cannot be used")
 
 
 def _read_stored(stored: StoredTensors, layout: Layout, name: str) -> Tensor:

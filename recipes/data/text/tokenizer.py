@@ -22,7 +22,7 @@ from recipes.data.text.tokens_beside import CERTAIN_ENDS, ENDS, OTHER_ENDS, voca
 from recipes.files.atomic import write_whole
 from recipes.files.border import foreign
 from recipes.files.layout import TOKENIZER
-from recipes.files.reading import is_remote, read_patiently, user_path, whole_text
+from recipes.files.reading import cache_fault, checksum_of, is_remote, read_patiently, read_text, user_path, whole_text
 
 if TYPE_CHECKING:
     import tokenizers
@@ -330,9 +330,12 @@ def load_tokenizer(
     fingerprints = [fingerprint(source, text_field=text_field, text_documents=text_documents) for source in sources]
     identity = repr((TRAINER_VERSION, size, *fingerprints))
     cached = user_path(cache) / "tokenizers" / f"{xxhash.xxh3_128_hexdigest(identity.encode())}.json"
+    checksum = cached.with_suffix(".xxh3")  # older versions wrote none
     try:
-        return build_tokenizer(read_tokenizer(cached), where=cached)
-    except UserError:  # missing or damaged
+        if not checksum.exists() or read_text(checksum) == checksum_of(cached):
+            return build_tokenizer(read_tokenizer(cached), where=cached)
+        log(f"{cached} is not as it was written; the tokenizer is trained again")
+    except (UserError, OSError):  # missing or damaged
         pass
     from recipes.data.text.rows import readable_documents
 
@@ -349,8 +352,9 @@ def load_tokenizer(
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_whole(cached, trained)
+        write_whole(checksum, xxhash.xxh3_128_hexdigest(trained.encode()))
     except OSError as error:
-        raise UserError(f"data.cache: cannot write '{cached}': {error}; give another folder") from error
+        raise cache_fault(cached.parent, error) from error
     megabytes = sum(map(len, texts)) / 1e6
     log(f"trained a tokenizer of {size} entries on {megabytes:.1f} MB in {time.perf_counter() - started:.1f} s")
     return build_tokenizer(trained, where=cached)

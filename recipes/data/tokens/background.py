@@ -16,7 +16,7 @@ from parallel.errors import TemporaryError, UserError
 from recipes.data.tokens.shards import INDEX, PROBLEMS, Shards, problem_path, write_problem
 from recipes.data.tokens.workspace import Preparation
 from recipes.files.exit_codes import REFUSED, TEMPORARY, leave
-from recipes.files.reading import may_pass
+from recipes.files.reading import cache_fault, may_pass
 from recipes.files.screen import say
 from recipes.files.units import counted
 
@@ -186,8 +186,7 @@ def _work(folder: Path, work: Preparation, wanted: Any, shards_there: Any, token
     except OSError as error:
         if may_pass(error) or isinstance(error, FileNotFoundError):  # somebody removed the folder: it is made again
             _end(TEMPORARY, reason, f"data.cache: cannot write below '{folder}': {error}")
-        text = f"data.cache: cannot write below '{folder}': {error}; free some space or give another folder"
-        _end(REFUSED, reason, text)
+        _end(REFUSED, reason, str(cache_fault(folder, error)))
 
 
 def _end(code: int, reason: Any, text: str) -> None:

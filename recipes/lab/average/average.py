@@ -15,6 +15,7 @@ from recipes.checkpoint.manifest import Damage, Manifest, shard_name
 from recipes.checkpoint.plan import Spread, pieces_of, plan
 from recipes.checkpoint.remote_folder import RemoteFolder
 from recipes.checkpoint.storage import DTYPES, PARAMETERS, assemble, raw, read_tensors
+from recipes.files.atomic import free_bytes
 from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_step, checkpoint_steps, step_folder
 from recipes.files.local_copy import local_copy
 from recipes.files.reading import is_remote, read_text, user_path
@@ -57,7 +58,7 @@ def average(run: str, steps: str, out: Path, *, weights: str, log: Callable[[str
             other += [f"model.{name}" for name, _ in differences(read_description(path)[0], model)]
             if other:
                 raise UserError(f"{path} differs from step {newest.step} in {other[0]}: average steps of one model")
-        if newest.bytes > (free := shutil.disk_usage(partial).free):
+        if (free := free_bytes(partial)) is not None and newest.bytes > free:
             raise UserError(f"{out} needs {size(newest.bytes)}, but its disk has {size(free)} free; free some space")
         log(f"writing {out}")
         write_file(partial / RECIPE, [read_text(recipe).encode()])

@@ -6,6 +6,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+from recipes.files.end import read_end
 from recipes.files.layout import LOG_FILE, METRICS, RECIPE
 from recipes.files.lock import LOCK, open_locked
 from recipes.lab.curves.reading import LoggedRun, plain, read_about, take
@@ -14,9 +15,12 @@ DEEPEST = 5
 """Folders below the given one; runs of sweeps are in runs/sweeps/cpu/NAME/runs."""
 TAIL = 2**20
 """Bytes at the end of a file that say how a run is."""
+SHOWN = 100
+"""Characters of what killed a run."""
 START = "  mesh: "
 """Every start of a run logs a line with this."""
 ENDINGS = {
+    "a process was lost; SIG": "a process was lost",
     "NOT SAVED": "interrupted, not saved",
     "not saved, as checkpoint.every": "interrupted, not saved",
     ": interrupted ": "interrupted",
@@ -70,6 +74,8 @@ def _state(folder: Path, step: int) -> str:
         pass
     except OSError:
         return "unknown: its lock cannot be read"
+    if end := read_end(folder):
+        return plain(str(end))[:SHOWN]
     log = _tail(folder / LOG_FILE).decode(errors="replace").rpartition(START)[2]
     cut_off = "cut off" if step else "did not reach a step"
     return next((state for words, state in ENDINGS.items() if words in log), cut_off)

@@ -115,7 +115,7 @@ def test_checkpoint_under_the_name_of_another_step_is_refused(run: Run, tmp_path
 
 
 def set_free_space(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=size))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=size, total=1 << 50))
 
 
 def test_number_of_checkpoints_that_fit_is_logged(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
