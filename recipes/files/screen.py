@@ -4,12 +4,18 @@ lost, and neither ends the run nor holds it up. Imports no torch."""
 import os
 import select
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from errno import ETIMEDOUT
+from math import inf
+from threading import Thread
 from typing import Any
 
 PATIENCE = 2.0
 """How many seconds to wait for a reader, such as `less` or a terminal after Ctrl-S, before lines are lost."""
+QUIET_SECONDS = 2.0
+"""How long something is waited for without a word."""
 SHOW_CURSOR = b"\x1b[?25h\n"
 """What shows a terminal's cursor, which the live line hides."""
 PIPE_BUF = 4096
@@ -45,6 +51,21 @@ def put(number: int, content: bytes, *, patience: float = PATIENCE) -> OSError |
 def tell(text: str, *, to: int = 2) -> None:
     """Write a line to standard error, or to standard output (1). Unbuffered: a signal handler may interrupt a print."""
     put(to, f"{text}\n".encode(errors="backslashreplace"))
+
+
+def join_aloud(
+    thread: Thread, seconds: float, *, what: str, say: Callable[[str], None], stop: Callable[[], bool] = lambda: False
+) -> bool:
+    """Wait for a thread, for so long at most, and say so unless it is short. Returns whether it has ended.
+
+    stop: whether to leave the wait."""
+    begun, told = time.monotonic(), False
+    while thread.is_alive() and (waited := time.monotonic() - begun) < seconds and not stop():
+        if waited > QUIET_SECONDS and not told:
+            say(f"waiting for {what}{f', up to {seconds:.0f} s' if seconds < inf else ''}")
+            told = True
+        thread.join(0.1)
+    return not thread.is_alive()
 
 
 class Output:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
-from recipes.files.exit_codes import REFUSED, ended_by, with_parent
+from recipes.files.exit_codes import ended_by, exit_code, with_parent
 from recipes.files.screen import Screen
 from recipes.recipe.load import to_toml
 from recipes.recipe.schema import Recipe
@@ -68,14 +68,14 @@ def stop_signals() -> Iterator[None]:
 
 
 def exit_code_of(work: Callable[[], int], *, interrupted: str) -> int:
-    """The exit code that `work` returns; 2 after a UserError, 128 + n after signal n, each with a message."""
+    """The exit code that `work` returns; 2 or 71 after a UserError, 128 + n after signal n, each with a message."""
     try:
         with stop_signals():
             return work()
     except UserError as error:
         with suppress(OSError):  # nobody may read standard error any more
             print(error, file=sys.stderr, flush=True)
-        return REFUSED
+        return exit_code(error)
     except Stopped as stop:
         with suppress(OSError):
             print(f"\n{interrupted}", file=sys.stderr, flush=True)
