@@ -61,7 +61,7 @@ class Copies:
         patience. stop: whether a signal has ended the wait. say: receives what is waited for, unless it is short."""
         seconds = SECONDS_AFTER_A_SIGNAL if soon else SECONDS
         for last in (False, True):
-            what = f"the copy of step {self.step} to {self._there.place}; a signal leaves it to the next start"
+            what = f"copies to {self._there.place}; a signal leaves them to the next start"
             if self._thread is not None and not join_aloud(self._thread, seconds, what=what, say=say, stop=stop):
                 why = "when a signal came" if stop() else f"in {seconds:.0f} s"
                 self._note(self.step or 0, f"NOT COPIED to {self._there.place} {why}")
@@ -106,11 +106,15 @@ class Copies:
         here, there = checkpoint_steps(self._run_folder / CHECKPOINTS), self._there.steps()
         # A list may lack what was sent, and have what is from before the run went back: the manifest itself tells.
         for step in {*here} - ({*there} & self._same):
-            manifest = step_folder(self._run_folder / CHECKPOINTS, step) / MANIFEST
             content = None
             with suppress(remote.Altered):
                 content = remote.read(self._there.address(step, MANIFEST))
-            (self._same.add if content == manifest.read_bytes() else self._same.discard)(step)
+            try:
+                ours = (step_folder(self._run_folder / CHECKPOINTS, step) / MANIFEST).read_bytes()
+            except FileNotFoundError:  # deleted in the meantime
+                here.remove(step)
+                continue
+            (self._same.add if content == ours else self._same.discard)(step)
         if missing := [step for step in here if step not in self._same]:
             return missing[-1]
         self._there.copy_small_files(self._run_folder)

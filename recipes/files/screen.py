@@ -62,7 +62,7 @@ def join_aloud(
     begun, told = time.monotonic(), False
     while thread.is_alive() and (waited := time.monotonic() - begun) < seconds and not stop():
         if waited > QUIET_SECONDS and not told:
-            say(f"waiting for {what}{f', up to {seconds:.0f} s' if seconds < inf else ''}")
+            say(f"waiting {f'up to {seconds:.0f} s ' if seconds < inf else ''}for {what}")
             told = True
         thread.join(0.1)
     return not thread.is_alive()
