@@ -73,7 +73,7 @@ class ObjectServer:
                 if readable is server:
                     if fault == "flip" and not data.endswith(
                         b"\r\n\r\n"
-                    ):  # of the last byte that came with the head, or alone
+                    ):  # not of a head alone
                         data, fault = data[:-1] + bytes([data[-1] ^ 1]), ""
                     if fault == "hide":
                         data = data.replace(b"/manifest.json<", b"/.anifest.json<")  # as long as before

@@ -12,7 +12,7 @@ from recipes.checkpoint.remote_folder import RemoteFolder
 from recipes.files import remote
 from recipes.files.layout import CHECKPOINTS, checkpoint_step
 
-AtHand = Callable[[Path], AbstractContextManager[None]]
+AtHand = Callable[[Path], AbstractContextManager[object]]
 
 
 def mirrored(address: str, here: Path) -> tuple[list[Path], AtHand, str]:

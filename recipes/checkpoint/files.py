@@ -322,7 +322,7 @@ def verify_shards(
             patiently(partial(verify_shard, number, name))
 
 
-def verify(folder: Path, at_hand: Callable[[Path], AbstractContextManager[None]] = nullcontext) -> Manifest:
+def verify(folder: Path, at_hand: Callable[[Path], AbstractContextManager[object]] = nullcontext) -> Manifest:
     """Read a checkpoint completely and verify every byte. Raises Damage at the first wrong one, or at a NaN. at_hand:
     around each shard, of which one is read at a time."""
     manifest = read_manifest(folder)
