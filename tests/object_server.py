@@ -71,9 +71,7 @@ class ObjectServer:
                 if not data:
                     return
                 if readable is server:
-                    if fault == "flip" and not data.endswith(
-                        b"\r\n\r\n"
-                    ):  # not of a head alone
+                    if fault == "flip" and not data.endswith(b"\r\n\r\n"):  # not of a head alone
                         data, fault = data[:-1] + bytes([data[-1] ^ 1]), ""
                     if fault == "hide":
                         data = data.replace(b"/manifest.json<", b"/.anifest.json<")  # as long as before
