@@ -16,8 +16,8 @@ from recipes.files.interpreter import ShowVersion, explain_wrong_interpreter  # 
 
 explain_wrong_interpreter()
 
-from parallel.errors import TemporaryError, UserError  # noqa: E402
-from recipes.files.exit_codes import FINISHED, REFUSED, TEMPORARY, leave_after  # noqa: E402
+from parallel.errors import UserError  # noqa: E402
+from recipes.files.exit_codes import FINISHED, exit_code, leave_after  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
 USAGE = """\
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
         return run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))
     except UserError as error:
         tell(str(error))
-        return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
+        return exit_code(error)
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:

@@ -4,6 +4,8 @@ import argparse
 import os
 import signal
 import sys
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
@@ -17,6 +19,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.checkpoint import look  # noqa: E402
+from recipes.files.exit_codes import FAILED, FINISHED, exit_code  # noqa: E402
 from recipes.files.reading import is_remote, path_argument  # noqa: E402
 from recipes.files.screen import say  # noqa: E402
 
@@ -26,45 +29,41 @@ checkpoint.py list PATH      a table of checkpoints: step, size, visible damage
        checkpoint.py show PATH      the contents of one checkpoint: progress, files, tensors
        checkpoint.py average RUN --steps FIRST:LAST:EVERY|A,B,C [--weights equal|decay] OUT
 
-PATH: runs/NAME, its folder of checkpoints, or one checkpoint. `show` takes the newest of several.
-RUN: runs/NAME, or its address, s3://bucket/runs/NAME. OUT: a new folder like a run's, with the average in it, which
-after a constant learning rate is like a decay of it: a linear one, or with --weights decay by 1 - sqrt."""
+PATH: runs/NAME, its folder of checkpoints, one checkpoint, or the address of one of these, s3://bucket/runs/NAME.
+`show` takes the newest of several. RUN: runs/NAME, or its address. OUT: a new folder like a run's, with the average in
+it, which after a constant learning rate is like a decay of it: a linear one, or with --weights decay by 1 - sqrt."""
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 1 for damage, 2 for an error that the user can fix."""
+    """Returns the exit code: 0, 1 for damage, 2 for an error that the user can fix, 71 for a fault that may pass."""
     parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False)
     parser.add_argument("command", choices=("list", "verify", "show", "average"), help=argparse.SUPPRESS)
-    parser.add_argument("path", type=lambda one: one if is_remote(one) else path_argument(one), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "path", type=lambda one: one if is_remote(one) else str(path_argument(one)), help=argparse.SUPPRESS
+    )
     parser.add_argument("out", nargs="?", type=path_argument, help=argparse.SUPPRESS)
     parser.add_argument("--steps", help=argparse.SUPPRESS)
     parser.add_argument("--weights", default="equal", choices=("equal", "decay"), help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
     if {bool(options.steps), bool(options.out)} != {options.command == "average"}:
         parser.error("average, and nothing else, needs --steps and OUT")
-    sound = True
+    codes = {FINISHED}
     try:
         if options.command == "average":
             from recipes.lab.average.average import average
 
-            average(str(options.path), options.steps, options.out, weights=options.weights, log=say)
+            average(options.path, options.steps, options.out, weights=options.weights, log=say)
             return 0
-        paths = look.find(Path(options.path))
-        if options.command == "show":
-            for line in look.describe(paths[-1]):
+        with tempfile.TemporaryDirectory() if is_remote(options.path) else nullcontext("") as here:
+            for line, code in look.lines(options.command, options.path, here=Path(here)):
                 say(line)
-            return 0
-        for line, is_sound in look.table(paths, thorough=options.command == "verify"):
-            say(line)
-            sound &= is_sound
-        if others := look.aside(paths[0].parent):
-            say(f"also in this folder: {' '.join(others)}")
+                codes.add(code)
     except UserError as error:
         say(error, to=2)
-        return 2
+        return exit_code(error)
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0 if sound else 1
+    return FAILED if FAILED in codes else max(codes)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
+from recipes.files.exit_codes import exit_code  # noqa: E402
 from recipes.files.reading import path_argument  # noqa: E402
 from recipes.files.screen import say  # noqa: E402
 
@@ -68,7 +69,7 @@ def main(arguments: list[str]) -> int:
         if not isinstance(error, UserError):
             raise
         say(error, to=2)
-        return 2
+        return exit_code(error)
     say(f"wrote {options.target}")
     return 0
 

@@ -26,9 +26,9 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
-from parallel.errors import TemporaryError, UserError  # noqa: E402
+from parallel.errors import UserError  # noqa: E402
 from recipes.files.atomic import write_whole  # noqa: E402
-from recipes.files.exit_codes import REFUSED, TEMPORARY, leave_after  # noqa: E402
+from recipes.files.exit_codes import exit_code, leave_after  # noqa: E402
 from recipes.files.reading import path_argument  # noqa: E402
 from recipes.files.screen import say  # noqa: E402
 
@@ -106,7 +106,7 @@ def main(arguments: list[str]) -> int:
             # Rank 0 most likely reports the same, and then the launcher ends the others. Give it the time.
             time.sleep(10)
         say(error if rank == "0" else f"rank {rank}: {error}", to=2)
-        return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
+        return exit_code(error)
 
 
 def evaluate(options: argparse.Namespace) -> int:

@@ -20,8 +20,8 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
-from parallel.errors import TemporaryError, UserError  # noqa: E402
-from recipes.files.exit_codes import REFUSED, TEMPORARY, ended_by  # noqa: E402
+from parallel.errors import UserError  # noqa: E402
+from recipes.files.exit_codes import ended_by, exit_code  # noqa: E402
 from recipes.files.screen import say  # noqa: E402
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         return _generate(options)
     except UserError as error:
         say(error, to=2)
-        return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
+        return exit_code(error)
     except BrokenPipeError:  # `... | head`: whoever read the text has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would complain when it ends
         return 0

@@ -13,6 +13,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
+from recipes.files.reading import path_argument  # noqa: E402
 from recipes.files.screen import open_missing  # noqa: E402
 from recipes.lab.sweep.runner import exit_code_of, say  # noqa: E402
 
@@ -34,14 +35,16 @@ def main(arguments: list[str]) -> int:
         usage="ladder.py RECIPE [option ...] [--section.field value ...]",
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", type=Path, help="the recipe of the large run")
+    parser.add_argument("recipe", type=path_argument, help="the recipe of the large run")
     parser.add_argument("--rungs", type=int, default=5, help="number of small models (%(default)s)")
     parser.add_argument("--parameters", help="their sizes without embeddings instead, such as 10M,20M,40M")
     parser.add_argument("--tokens-per-parameter", default="10,20,40", help="lengths of their runs (%(default)s)")
     parser.add_argument("--tokens", help="lengths of all runs instead, such as 1B,2B")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each, with different seeds (%(default)s)")
     parser.add_argument("--rates", default="0.5,2", help="factors of the rate to try on three rungs; '' = none")
-    parser.add_argument("--output", type=Path, default=Path("runs/ladders"), help="folder of all ladders (%(default)s)")
+    parser.add_argument(
+        "--output", type=path_argument, default=Path("runs/ladders"), help="folder of all ladders (%(default)s)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="write and list the recipes without training them")
     options, overrides = parser.parse_known_args(arguments)
     options.command = shlex.join(["python", "scripts/ladder.py", *arguments])

@@ -14,9 +14,9 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
-from parallel.errors import TemporaryError, UserError  # noqa: E402
+from parallel.errors import UserError  # noqa: E402
 from recipes.files.atomic import replace  # noqa: E402
-from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
+from recipes.files.exit_codes import exit_code  # noqa: E402
 from recipes.files.layout import CURVES  # noqa: E402
 from recipes.files.reading import fault, path_argument  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
         _plot(options)
     except UserError as error:
         tell(str(error))
-        return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
+        return exit_code(error)
     return 0
 
 

@@ -25,8 +25,8 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
-from parallel.errors import TemporaryError, UserError  # noqa: E402
-from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
+from parallel.errors import UserError  # noqa: E402
+from recipes.files.exit_codes import REFUSED, TEMPORARY, exit_code  # noqa: E402
 from recipes.files.reading import may_pass, path_argument, user_path  # noqa: E402
 from recipes.files.screen import Screen, open_missing, tell  # noqa: E402
 from recipes.files.units import counted  # noqa: E402
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
         prepare(options)
     except UserError as error:
         tell(str(error))
-        return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
+        return exit_code(error)
     except OSError as error:
         tell(f"cannot write '{options.folder}': {error.strerror or error}; the same command continues")
         return TEMPORARY if may_pass(error) else REFUSED

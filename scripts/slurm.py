@@ -23,7 +23,7 @@ import tomllib  # noqa: E402
 from parallel.errors import UserError  # noqa: E402
 from recipes.cluster.pack import CACHE, Pack, pack  # noqa: E402
 from recipes.cluster.slurm import Job, Local, log, run_node  # noqa: E402
-from recipes.files.exit_codes import REFUSED  # noqa: E402
+from recipes.files.exit_codes import exit_code  # noqa: E402
 from recipes.files.screen import open_missing, say  # noqa: E402
 from recipes.recipe.schema import RunConfig  # noqa: E402
 
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
             run_from_own_disks(job, above, words)
     except UserError as error:
         log(str(error))
-        code, recipe = REFUSED, ""
+        code, recipe = exit_code(error), ""
     if code:
         log("refused: nothing was started")
         return code
@@ -82,7 +82,7 @@ def show_pack() -> int:
         files = packed()
     except UserError as error:
         log(str(error))
-        return REFUSED
+        return exit_code(error)
     say(f"{ROOT}/scripts/unpack.sh unpack FOLDER {files.key} {files.environment} {files.checkout}")
     return 0
 

@@ -14,10 +14,10 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
-from parallel.errors import TemporaryError, UserError  # noqa: E402
+from parallel.errors import UserError  # noqa: E402
 from recipes.cluster.launcher import handle_stop_signals  # noqa: E402
 from recipes.cluster.restarts import Launcher, number_of_restarts, supervise  # noqa: E402
-from recipes.files.exit_codes import REFUSED, TEMPORARY, with_parent  # noqa: E402
+from recipes.files.exit_codes import exit_code, with_parent  # noqa: E402
 from recipes.files.screen import open_missing, say, tell  # noqa: E402
 from recipes.recipe.load import load  # noqa: E402
 
@@ -35,7 +35,7 @@ def main(command: list[str]) -> int:
         restarts = number_of_restarts(os.environ.get("RESTARTS", ""))
     except UserError as error:
         tell(str(error))
-        return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
+        return exit_code(error)
     launcher = Launcher(with_parent(command))
     handle_stop_signals(launcher.stop)
     return supervise(launcher, run.folder, steps=run.steps, restarts=restarts)

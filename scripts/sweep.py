@@ -11,6 +11,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
+from recipes.files.reading import path_argument  # noqa: E402
 from recipes.files.screen import open_missing  # noqa: E402
 from recipes.lab.sweep.runner import exit_code_of, say  # noqa: E402
 
@@ -31,10 +32,12 @@ def main(arguments: list[str]) -> int:
         usage="sweep.py SWEEP [--dry-run] [--retry] [--output FOLDER] [--section.field value ...]",
         allow_abbrev=False,
     )
-    parser.add_argument("sweep", type=Path, help="a file such as configs/sweeps/fp8.toml")
+    parser.add_argument("sweep", type=path_argument, help="a file such as configs/sweeps/fp8.toml")
     parser.add_argument("--dry-run", action="store_true", help="check and list all rows without running them")
     parser.add_argument("--retry", action="store_true", help="also rerun the rows that failed")
-    parser.add_argument("--output", type=Path, default=Path("runs/sweeps"), help="folder of all results (%(default)s)")
+    parser.add_argument(
+        "--output", type=path_argument, default=Path("runs/sweeps"), help="folder of all results (%(default)s)"
+    )
     options, overrides = parser.parse_known_args(arguments)
     message = "interrupted; the same command continues from here"
     return exit_code_of(lambda: sweep(options, overrides), interrupted=message)

@@ -1,6 +1,7 @@
 """A server that speaks S3, in a process of its own, behind a proxy in this one that breaks what passes through it."""
 
 import os
+import re
 import select
 import socket
 import struct
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
@@ -18,7 +19,7 @@ from recipes.files import remote
 from tests.processes import free_ports, wait_for
 
 METHODS = (b"GET", b"PUT", b"HEAD", b"POST", b"DELETE")
-ANSWERS = {"503": b"HTTP/1.1 503 Slow Down", "403": b"HTTP/1.1 403 Forbidden", "500": b"HTTP/1.1 500 Internal Error"}
+STATUS = re.compile("[0-9]{3}")
 
 
 class ObjectServer:
@@ -27,11 +28,17 @@ class ObjectServer:
     def __init__(self, port: int) -> None:
         self._port = port
         self.faults: deque[tuple[str, str]] = deque()
-        """(method, fault) for the next requests of this method: a status, "reset", "cut", "slow", or "" for none."""
+        """(method, fault) for the next requests of this method: a status and perhaps a code, as in "400 BadDigest", the
+        same after "late ", "reset", "cut", "slow", "stall", "flip" (a bit of the answer), "hide" (manifests, in a
+        list), or "" for none."""
         self.down = False
         """Whether every connection is reset at once."""
         self.always = ""
         """A fault for every request."""
+        self.rule: Callable[[str], str] = lambda request: ""
+        """The fault for a request, by its method and address."""
+        self.clock = 0.0
+        """Seconds by which the clock of its errors is ahead."""
         self.requests: list[str] = []
         """The method and the address of each request."""
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -44,7 +51,7 @@ class ObjectServer:
     def heal(self) -> None:
         """Let everything pass again."""
         self.faults.clear()
-        self.down, self.always = False, ""
+        self.down, self.always, self.clock, self.rule = False, "", 0.0, lambda request: ""
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -57,21 +64,29 @@ class ObjectServer:
             self._pass_on(client, server)
 
     def _pass_on(self, client: socket.socket, server: socket.socket) -> None:
-        left = 1 << 62  # bytes of the answers that may pass
+        left, fault = 1 << 62, ""  # bytes of the answers that may pass
         while not self.down:
             for readable in select.select([client, server], [], [], 0.2)[0]:
                 data = readable.recv(1 << 16)
                 if not data:
                     return
                 if readable is server:
+                    if fault == "flip" and not data.endswith(b"\r\n\r\n"):  # not of a head alone
+                        data, fault = data[:-1] + bytes([data[-1] ^ 1]), ""
+                    if fault == "hide":
+                        data = data.replace(b"/manifest.json<", b"/.anifest.json<")  # as long as before
                     client.sendall(data[:left])
                     left -= len(data)
                     if left <= 0:
                         return
                     continue
-                fault = self._fault(data)
-                if fault in ANSWERS:
-                    client.sendall(ANSWERS[fault] + b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                fault = self._fault(data) or (fault if not data.startswith(METHODS) else "")
+                if fault == "stall":
+                    time.sleep(4)
+                    return
+                if STATUS.match(status := fault.removeprefix("late ")):
+                    time.sleep(2 if fault.startswith("late") else 0)
+                    client.sendall(answer(status, body=not data.startswith(b"HEAD"), clock=time.time() + self.clock))
                     return
                 if fault == "reset":
                     break
@@ -92,7 +107,16 @@ class ObjectServer:
         self.requests.append(f"{method.decode()} {rest.partition(b' ')[0].decode()}")
         if self.faults and self.faults[0][0] == method.decode():
             return self.faults.popleft()[1]
-        return self.always
+        return self.rule(self.requests[-1]) or self.always
+
+
+def answer(status: str, *, body: bool, clock: float) -> bytes:
+    """An error as S3 sends it."""
+    number, _, code = status.partition(" ")
+    text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>in other words</Message></Error>" if code else ""
+    date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(clock))
+    head = f"HTTP/1.1 {number} Because\r\nDate: {date}\r\nContent-Length: {len(text) if body else 0}\r\n"
+    return f"{head}Connection: close\r\n\r\n{text if body else ''}".encode()
 
 
 @contextmanager

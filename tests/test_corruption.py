@@ -270,7 +270,7 @@ def test_verify_names_a_checkpoint_with_nan_that_is_otherwise_intact(small: Reci
     recipe = change(small, run={"name": "verified"}, schedule={"warmup_steps": 0})
     run_processes(1, save_nan, recipe, True)
     folder = recipe.run.folder / "checkpoints"
-    found = {path.name: is_sound for path in folder.iterdir() for _, is_sound in list(table([path], thorough=True))[1:]}
+    found = {path.name: not code for path in folder.iterdir() for _, code in list(table([path], thorough=True))[1:]}
     assert found == {"damaged-step-00000004": False, "step-00000006": True, "step-00000008": True}
     [_, (line, _)] = table([folder / "damaged-step-00000004"], thorough=True)
     assert "is as it was written, but has NaN or infinite values in model.norm.weight" in line

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from recipes.checkpoint.storage import HostCopies, Share, assemble, make_plan, r
 from recipes.checkpoint.together import Together, require_shards, unseen
 from recipes.files.atomic import free_bytes, sync_folder, write_whole
 from recipes.files.layout import checkpoint_steps, step_folder
+from recipes.files.screen import join_aloud
 from recipes.optimization.config import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -169,17 +171,18 @@ class Checkpoints:
         Returns the step saved or loaded last, or None.
         """
         if self._thread is not None:
-            self._thread.join(FAILED_SECONDS if failed else None)
-            self._thread = self._thread if self._thread.is_alive() else None
+            what = f"a checkpoint to be written to {self.folder}"
+            done = join_aloud(self._thread, FAILED_SECONDS if failed else inf, what=what, say=self._say)
+            self._thread = None if done else self._thread
         self.report()
         return self._newest
 
-    def finish_copies(self, *, soon: bool = False) -> bool:
+    def finish_copies(self, *, soon: bool = False, stop: Callable[[], bool] = lambda: False) -> bool:
         """Wait until the checkpoints are copied, if they are to be. Returns whether they are. Call it after finish().
-        soon: the machine may be taken away."""
+        soon: the machine may be taken away. stop: whether a signal has ended the wait."""
         if self._copies is None:
             return True
-        done = self._copies.finish(soon=soon)
+        done = self._copies.finish(soon=soon, stop=stop, say=self._say)
         if done and self._main:  # all were verified before they were sent
             for old in self._dispensable():  # what was kept while it was copied
                 try:
@@ -209,6 +212,10 @@ class Checkpoints:
 
     def _note(self, step: int, text: str) -> None:
         self._messages.append(f"step {step:>6}  {text}")
+
+    def _say(self, text: str) -> None:
+        if self._main:
+            self._log(text)
 
     def _note_on_main(self, step: int, text: str) -> None:
         if self._main:

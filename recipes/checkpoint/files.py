@@ -11,7 +11,7 @@ import re
 import stat
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -322,8 +322,9 @@ def verify_shards(
             patiently(partial(verify_shard, number, name))
 
 
-def verify(folder: Path) -> Manifest:
-    """Read a checkpoint completely and verify every byte. Raises Damage at the first wrong one, or at a NaN."""
+def verify(folder: Path, at_hand: Callable[[Path], AbstractContextManager[object]] = nullcontext) -> Manifest:
+    """Read a checkpoint completely and verify every byte. Raises Damage at the first wrong one, or at a NaN. at_hand:
+    around each shard, of which one is read at a time."""
     manifest = read_manifest(folder)
     check_files(folder, manifest)
 
@@ -333,7 +334,9 @@ def verify(folder: Path) -> Manifest:
         if exponent and (words & exponent == exponent).any():
             raise Damage(f"{folder} is as it was written, but has NaN or infinite values in {tensor}")
 
-    verify_shards(folder, manifest, manifest.files, look=require_finite)
+    for name in manifest.shards.values():
+        with at_hand(folder / name):
+            verify_shards(folder, manifest, [name], look=require_finite)
     return manifest
 
 

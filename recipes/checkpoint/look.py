@@ -3,18 +3,20 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
 from recipes.checkpoint.best import best_among
 from recipes.checkpoint.files import check_files, read_manifest, verify
 from recipes.checkpoint.folder import ASIDE, left_overs
-from recipes.checkpoint.manifest import MANIFEST, Damage
+from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest
 from recipes.files.atomic import utc_of
+from recipes.files.exit_codes import FAILED, FINISHED, TEMPORARY
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps, step_folder
-from recipes.files.reading import is_folder, names_in
+from recipes.files.reading import is_folder, is_remote, names_in
 from recipes.files.units import size
 
 
@@ -39,30 +41,58 @@ def find(path: Path) -> list[Path]:
     raise UserError(f"{path} holds no checkpoint" + (f", only {' '.join(others)}" if others else ""))
 
 
-def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]]:
-    """A header and one line per checkpoint, each with whether it is sound. thorough: also read the tensors."""
-    yield f"{'step':>10}  {'written':<20}  {'size':>9}  {'files':>5}  {'tensors':>7}  state", True
+def lines(command: str, place: str, *, here: Path) -> Iterator[tuple[str, int]]:
+    """What `list`, `verify` or `show` prints, line by line, each with an exit code: FAILED for damage.
+
+    place: a path or an address. here: an empty folder for what is fetched from an address; verify brings shards there,
+    one at a time. Raises UserError.
+    """
+    read: Callable[[Path], Manifest] | None = None
+    stands_for, others = str(here), list[str]()
+    if is_remote(place):
+        from recipes.checkpoint.audit import mirrored
+
+        paths, at_hand, stands_for = mirrored(place, here)
+        read = partial(verify, at_hand=at_hand)
+    else:
+        paths = find(Path(place))
+        others = aside(paths[0].parent)
+    if command == "show":
+        yield from ((line.replace(str(here), stands_for), FINISHED) for line in describe(paths[-1]))
+        return
+    for line, code in table(paths, thorough=command == "verify", read=read):
+        yield line.replace(str(here), stands_for), code
+    if others:
+        yield f"also in this folder: {' '.join(others)}", FINISHED
+
+
+def table(
+    paths: Sequence[Path], *, thorough: bool, read: Callable[[Path], Manifest] | None = None
+) -> Iterator[tuple[str, int]]:
+    """A header and one line per checkpoint, each with an exit code: FAILED for damage. thorough: also read the tensors,
+    by `read` or verify()."""
+    yield f"{'step':>10}  {'written':<20}  {'size':>9}  {'files':>5}  {'tensors':>7}  state", FINISHED
     best, remark = best_among(paths) or (None, "")
     for path in paths:
         try:
-            manifest = verify(path) if thorough else read_manifest(path)
+            manifest = (read or verify)(path) if thorough else read_manifest(path)
             if not thorough:
                 check_files(path, manifest)
             if path.name.startswith("step-") and path != step_folder(path.parent, manifest.step or 0):
                 raise Damage(f"{path} holds the checkpoint of another step: {manifest.step}")
-            written = utc_of((path / MANIFEST).stat().st_mtime)
-        except (UserError, OSError) as error:
+            written = utc_of(at) if (at := (path / MANIFEST).stat().st_mtime) else "at a server"
+        except UserError as error:
             if os.path.lexists(path):
-                yield f"{path.name:>10}  {error}", False
+                yield f"{path.name:>10}  {error}", TEMPORARY if isinstance(error, TemporaryError) else FAILED
             else:  # by the training, which has newer ones
-                yield f"{path.name:>10}  deleted in the meantime", True
+                yield f"{path.name:>10}  deleted in the meantime", FINISHED
         else:
             step = "-" if manifest.step is None else manifest.step
             sound = ("intact" if thorough else "complete") + (f", {remark}" if path == best else "")
             yield (
                 f"{step:>10}  {written}  {size(manifest.bytes):>9}  {len(manifest.files):>5}"
                 f"  {len(manifest.tensors):>7}  {sound}",
-                True,
+                FINISHED,
             )
 
 

@@ -8,7 +8,8 @@ Imports no torch.
 """
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,9 @@ class RemoteFolder:
             for depth in (2, 3):
                 if (step := checkpoint_step(file.parts[-depth])) is not None:
                     by_step.setdefault(step, {})["/".join(file.parts[1 - depth :])] = file
+        for step, names in by_step.items():  # a list may lack what has just been sent: ask for the object itself
+            if MANIFEST not in names and (about := remote.state(address := self.address(step, MANIFEST))):
+                names[MANIFEST] = remote.RemoteFile(address, about)
         return dict(sorted(by_step.items()))
 
     def steps(self) -> list[int]:
@@ -72,18 +76,29 @@ class RemoteFolder:
             remote.write(f"{self.place}/{THEIR_ID}", ours.encode())
 
     def require_writable(self) -> None:
-        """Raises UserError if nothing may be written there: better now than at the first checkpoint."""
+        """Delete the halves of files that a killed process left. Raises UserError if nothing may be written or deleted
+        there: better now than at the first checkpoint."""
         remote.write(f"{self.place}/{PROBE}", b"")
         remote.delete([f"{self.place}/{PROBE}"])
+        with suppress(UserError):  # where this is not allowed, or no server of S3's kind; it costs room only
+            remote.abort_uploads(self.place)
 
-    def clear(self, step: int) -> None:
-        """Delete what is there of a step, and what a killed process left of others."""
-        for other, names in self.files().items():
-            if other == step or MANIFEST not in names:
-                self._delete(other, names)
+    def clear(self, step: int, names: Collection[str]) -> str:
+        """Delete what a copy of these files of a step does not replace there, the manifest first, and what a killed
+        process left of other steps. Returns why some of that cannot be deleted, or ""."""
+        problem = ""
+        for other, there in self.files().items():
+            if other == step:
+                self._delete(step, {*there} - {*names} | ({*there} & {MANIFEST}))
+            elif MANIFEST not in there:
+                try:
+                    self._delete(other, there)
+                except UserError as error:  # it is in nobody's way
+                    problem = f"what a killed run left of step {other} cannot be deleted: {error}"
+        return problem
 
     def prune(self, *, besides: Collection[int]) -> None:
-        """Delete the checkpoints that need not be kept. besides: those that stay in any case."""
+        """Delete the checkpoints that need not be kept. besides: those that stay in any case. Raises UserError."""
         files = self.files()
         whole = [step for step, names in files.items() if MANIFEST in names]
         doomed = {*dispensable(whole, self.config)} - {*besides}
@@ -108,9 +123,12 @@ class RemoteFolder:
             if not name.startswith(".") and file.is_file():
                 remote.write(f"{self.place}/{name}", file.read_bytes())
 
-    def fetch_small_files(self, run_folder: Path) -> None:
+    def fetch_small_files(self, run_folder: Path, *, log: Callable[[str], None]) -> None:
         """Copy those files from there to the run's folder, with the run's id. What else lies there is left alone."""
         for file in remote.files_in(self.place):
             if file.name not in (THEIR_ID, PROBE) and not (run_folder / file.name).is_dir():
-                remote.download(file, run_folder / file.name)
+                try:
+                    remote.download(file, run_folder / file.name)
+                except remote.Altered as damage:  # the run can do without
+                    log(f"{damage}; it is left out")
         write_whole(run_folder / RUN_ID, (remote.read(f"{self.place}/{THEIR_ID}") or b"").decode(), sync=True)

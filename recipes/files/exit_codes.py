@@ -1,14 +1,16 @@
-"""The exit codes of a run's processes, which scripts/run.sh passes on, and the signals that stop a run: see
-docs/running.md. Imports no torch."""
+"""The exit codes of all commands, which scripts/run.sh passes on, what errors of disks and servers have which, and the
+signals that stop a run: see docs/running.md. Imports no torch."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
+from parallel.errors import TemporaryError, UserError
 from recipes.files.screen import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -40,6 +42,51 @@ OUT_OF_MEMORY = 78
 CORRUPTED = 79
 """The weights or moments in memory are NaN, or differ between replicas: the same command resumes from a good
 checkpoint."""
+
+
+class Fault(NamedTuple):
+    """What an error of a disk or of a server leads to, in every command."""
+
+    code: int
+    """TEMPORARY if the same command may succeed later, without any change by the user; else REFUSED."""
+    remedy: str = ""
+
+
+_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or what your server asks for"
+
+FAULTS: dict[int | str, Fault] = {
+    **dict.fromkeys(
+        (
+            *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOMEM, errno.EMFILE),
+            *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ENFILE),
+            *(errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ESHUTDOWN, errno.EREMOTEIO, errno.ENOLINK),
+            *(errno.EHOSTDOWN, errno.ENODEV, 408, 409, 425, 429, 500, 502, 503, 504),
+            # S3 says 400 to what did not arrive whole or in time
+            *("RequestTimeout", "IncompleteBody", "BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch"),
+            "XAmzContentChecksumMismatch",
+        ),
+        Fault(TEMPORARY),
+    ),
+    errno.EACCES: Fault(TEMPORARY, "let this user read it, or renew the ticket of its login"),
+    errno.ENOSPC: Fault(REFUSED, "free some space"),
+    errno.EDQUOT: Fault(REFUSED, "free some space, or ask for a larger quota"),
+    **dict.fromkeys((401, "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"), Fault(REFUSED, _KEYS)),
+    "ExpiredToken": Fault(REFUSED, "renew these credentials"),
+    403: Fault(REFUSED, f"grant them {{right}}, or {_KEYS}"),
+    "RequestTimeTooSkewed": Fault(REFUSED, "set this machine's clock"),
+}
+"""Number of the system's error, status of a server's answer, or the code in it -> what it leads to. That of the answer
+counts first."""
+
+
+def meaning(*keys: int | str | None) -> Fault:
+    """What the first of these that FAULTS knows leads to; REFUSED if it knows none."""
+    return next((FAULTS[key] for key in keys if key in FAULTS), Fault(REFUSED))
+
+
+def exit_code(error: UserError) -> int:
+    """The exit code of a command that this error ends."""
+    return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
 
 
 def is_there(process: int) -> bool:

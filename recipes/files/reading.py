@@ -18,19 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import xxhash
 
 from parallel.errors import TemporaryError, UserError
+from recipes.files.exit_codes import TEMPORARY, meaning
 
 if TYPE_CHECKING:
     import numpy as np
 
-MAY_PASS = {
-    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
-    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN),
-    *(errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ESHUTDOWN, errno.EREMOTEIO, errno.ENOLINK),
-    errno.ENODEV,
-}
-"""Errors of a server, a connection or a machine that may pass."""
-PASSING = MAY_PASS | {errno.EACCES}
-"""Errors that may pass where something is read that was readable before: the ticket of a login may have expired."""
 LARGEST_TEXT = 1_000_000_000
 """Bytes of the largest file that is read as one text."""
 PAUSES = (1.0, 4.0)
@@ -55,6 +47,8 @@ def path_problem(text: str | Path, *, inside: int = 0) -> str:
 
     inside: bytes that names inside this folder need.
     """
+    if is_remote(str(text)):
+        return "is an address; write a path on this disk"
     if "\0" in str(text):
         return "has a NUL character in it, which no path can have; remove it"
     try:
@@ -103,8 +97,9 @@ def patiently(read: Callable[[], Result]) -> Result:
 
 
 def may_pass(error: OSError) -> bool:
-    """Whether the same call may succeed later, without any change by the user."""
-    return error.errno in MAY_PASS
+    """Whether the same call may succeed later, without any change by the user. (A permission only where something is
+    read that was readable before: see fault().)"""
+    return error.errno != errno.EACCES and meaning(error.errno).code == TEMPORARY
 
 
 def read_patiently(read: Callable[[], Result], *, what: str) -> Result:
@@ -126,7 +121,9 @@ def read_patiently(read: Callable[[], Result], *, what: str) -> Result:
 
 def fault(text: str, error: OSError, remedy: str = "") -> UserError:
     """The error to raise for one of the system: a TemporaryError if it may pass."""
-    return (TemporaryError if error.errno in PASSING else UserError)(f"{text}: {error.strerror}{remedy}")
+    known = meaning(error.errno)
+    remedy = remedy or (f"; {known.remedy}" if known.remedy else "")
+    return (TemporaryError if known.code == TEMPORARY else UserError)(f"{text}: {error.strerror}{remedy}")
 
 
 def cache_fault(folder: Path, error: OSError) -> UserError:

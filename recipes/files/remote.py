@@ -1,18 +1,21 @@
 """Files at a server, by their addresses: s3://bucket/name, gs://bucket/name, https://host/name.
 
 Every request has a time limit, and is sent again for PATIENCE seconds after a fault that may pass; then a
-TemporaryError is raised. What the user must mend is a UserError at once. Only this file imports fsspec, when an address
-is first used: other runs do without. Imports no torch.
+TemporaryError is raised, or Altered for damage. What the user must mend is a UserError at once. Only this file imports
+fsspec, when an address is first used: other runs do without. Imports no torch.
 """
 
 import glob
+import hashlib
 import io
+import os
 import re
 import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -20,11 +23,14 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files.atomic import replace
+from recipes.files.server_faults import Altered, Answer, problem_of
 
 CONNECT_SECONDS, READ_SECONDS = 5, 10
 """Seconds until a server must accept a connection, and send the next bytes."""
 PATIENCE = 15.0
-"""Seconds from the first attempt to the last one: a server that restarts is back by then."""
+"""Seconds from a fault to the last attempt: a server that restarts is back by then."""
+ATTEMPTS = 3
+"""So many are made in any case: those that transfer much may take longer than PATIENCE."""
 LONGEST_PAUSE = 4.0
 """Seconds between two attempts, at most; the first pause is a 16th of it."""
 BLOCK = 8 << 20
@@ -34,10 +40,8 @@ AHEAD = 4
 BLOCKS_KEPT = 3 * AHEAD
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}
 """Scheme of an address -> the package that fsspec reads it with."""
-LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "gcsfs", "google", "fsspec", "asyncio")
-"""Packages that errors of connections come from, besides Python's own OSError."""
-BROKEN_OFF = ("IncompleteBody", "BadDigest", "RequestTimeout", "SHA256Mismatch")
-"""Answers of S3 to a request that did not arrive whole: another attempt helps."""
+PART, MOST_PARTS = 2 * BLOCK, 10_000
+"""Bytes that are sent at once, unless a file would have more parts than S3 takes."""
 TAGS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "updated", "mtime")
 """What servers call the version of a file, best first."""
 Result = TypeVar("Result")
@@ -203,9 +207,8 @@ def read(address: str) -> bytes | None:
 
 
 def write(address: str, content: bytes) -> None:
-    """Create or replace a small file. Raises UserError."""
-    system = _system(address)
-    _patiently(lambda: system.pipe_file(address, content), address)
+    """Create or replace a file. Raises UserError."""
+    _send(address, len(content), lambda begin, end: content[begin:end])
 
 
 def upload(path: Path, address: str) -> None:
@@ -213,10 +216,77 @@ def upload(path: Path, address: str) -> None:
 
     The server compares each part with a checksum that is sent along. Raises UserError, and OSError for the file.
     """
-    system, size = _system(address), path.stat().st_size
-    _patiently(lambda: system.put_file(str(path), address), address)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if address.startswith("s3:"):
+            _send(address, size, lambda begin, end: os.pread(file.fileno(), end - begin, begin))
+        else:
+            _patiently(lambda: _system(address).put_file(str(path), address), address)
     if (there := state(address)) is None or there.st_size != size:
         raise TemporaryError(f"{address} is not there after it was sent: {size} bytes of {path}")
+
+
+def _send(address: str, size: int, piece: Callable[[int, int], bytes]) -> None:
+    """Create or replace a file of these bytes. Of a large one, a part that fails is sent again by itself; parts that an
+    attempt before left there are not if their checksums are those of these bytes."""
+    system, part = _system(address), max(PART, -(-size // MOST_PARTS))
+    if size <= part or not address.startswith("s3:"):
+        content = piece(0, size)
+        return _patiently(lambda: system.pipe_file(address, content), address)
+    named, upload, there = _named(address), "", dict[int, str]()
+    with suppress(UserError):  # not everybody who may write may look
+        upload = next((number for file, number in _unfinished(address) if file == address), "")
+        listed = _pages(address, "list_parts", "Parts", UploadId=upload, **named) if upload else ()
+        there = {about["PartNumber"]: about["ETag"].strip('"') for about in listed}
+    if not upload:
+        upload = _patiently(lambda: system.call_s3("create_multipart_upload", **named), address)["UploadId"]
+
+    def send(number: int) -> dict[str, Any]:
+        content = piece((number - 1) * part, min(number * part, size))
+        about = {"PartNumber": number, "UploadId": upload, "Body": content, **named}
+        tag = hashlib.md5(content, usedforsecurity=False).hexdigest()  # not so with a key of KMS: then all are sent
+        if there.get(number) != tag:
+            tag = _patiently(lambda: system.call_s3("upload_part", **about), address)["ETag"]
+        return {"PartNumber": number, "ETag": tag}
+
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="remote") as pool:
+        parts = list(pool.map(send, range(1, -(-size // part) + 1)))
+    about = {"UploadId": upload, "MultipartUpload": {"Parts": parts}, **named}
+    # It is not there any more if an attempt whose answer was lost has completed it; upload() looks at the file.
+    _if_there(lambda: system.call_s3("complete_multipart_upload", **about), address)
+
+
+def abort_uploads(address: str) -> int:
+    """Delete the parts of files below an address that were never sent whole, which only S3 keeps. Returns of how many.
+    Raises UserError."""
+    unfinished = _unfinished(f"{address}/") if address.startswith("s3:") else []
+    for file, upload in unfinished:
+        about = {"UploadId": upload, **_named(file)}
+        _if_there(partial(_system(file).call_s3, "abort_multipart_upload", **about), file)
+    return len(unfinished)
+
+
+def _unfinished(beginning: str) -> list[tuple[str, str]]:
+    """Address and number of the uploads in parts that have begun, of addresses that begin so."""
+    bucket, key = _named(beginning).values()
+    listed = _pages(beginning, "list_multipart_uploads", "Uploads", Bucket=bucket, Prefix=key)
+    return [(f"s3://{bucket}/{one['Key']}", one["UploadId"]) for one in listed]
+
+
+def _pages(address: str, method: str, of: str, **about: Any) -> list[dict[str, Any]]:
+    """All entries of a list that S3 gives in pages."""
+    entries: list[dict[str, Any]] = []
+    while True:
+        page = _patiently(partial(_system(address).call_s3, method, **about), address)
+        entries += page.get(of) or ()
+        if not page.get("IsTruncated"):
+            return entries
+        about |= {key.removeprefix("Next"): page[key] for key in page if re.fullmatch("Next.*Marker", key)}
+
+
+def _named(address: str) -> dict[str, str]:
+    bucket, _, key = address.removeprefix("s3://").partition("/")
+    return {"Bucket": bucket, "Key": key}
 
 
 def delete(addresses: Sequence[str]) -> None:
@@ -273,9 +343,9 @@ def _opened(fsspec: Any, scheme: str) -> Any:
 
 def _require_answer(error: FileNotFoundError) -> None:
     """Raise what fsspec takes for a file that does not exist, but is a fault, or a bucket that does not exist."""
-    if error.__cause__ is not None and _status(error.__cause__) not in (404, 410):
+    if error.__cause__ is not None and Answer(error).status not in (404, 410):
         raise error.__cause__
-    if "specified bucket" in str(error):
+    if Answer(error).code == "NoSuchBucket":
         raise error
 
 
@@ -301,50 +371,18 @@ def _if_there(look: Callable[[], Result], address: str) -> Result | None:
 
 def _patiently(work: Callable[[], Result], address: str) -> Result:
     """The result of `work`, which is called again after a fault that may pass. Raises UserError."""
-    last, pause = time.monotonic() + PATIENCE, LONGEST_PAUSE / 16
+    last, pause, attempt = 0.0, LONGEST_PAUSE / 16, 0
     while True:
         try:
             return work()
         except UserError:
             raise
         except Exception as error:
-            problem = _problem(error, address)
-            if not isinstance(problem, TemporaryError):
+            problem, attempt = problem_of(error, address), attempt + 1
+            if not isinstance(problem, TemporaryError | Altered):
                 raise problem from None
-            if time.monotonic() + pause > last:
+            last = last or time.monotonic() + PATIENCE
+            if time.monotonic() + pause > last and attempt >= ATTEMPTS:
                 raise problem from error
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
-
-
-def _status(error: BaseException | None) -> int:
-    """The status of the server's answer, as botocore and aiohttp keep it; 0 if there was none."""
-    if error is None:
-        return 0
-    response = getattr(error, "response", None)
-    about = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
-    return int(about.get("HTTPStatusCode") or getattr(error, "status", 0) or _status(error.__cause__))
-
-
-def _problem(error: Exception, address: str) -> UserError:
-    """The error to raise for one of a server or of its library: a TemporaryError if it may pass."""
-    kind, text, status = type(error).__name__, " ".join(str(error).split())[:300], _status(error)
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return UserError(f"{address} does not exist: {text or kind}")
-    if isinstance(error, PermissionError) or status in (401, 403):
-        return UserError(
-            f"{address} may not be used with these credentials: {text or kind}; set AWS_ACCESS_KEY_ID and"
-            " AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or what your server asks for"
-        )
-    if "Credentials" in kind:
-        return UserError(
-            f"{address} needs credentials: {text}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-            " (for a public bucket: FSSPEC_S3_ANON=true)"
-        )
-    if isinstance(error, (ValueError, NotImplementedError)) or "Validation" in kind or "InvalidURL" in kind:
-        return UserError(f"{address} is not an address that can be used: {text or kind}")
-    if 300 <= status < 500 and status not in (408, 429) and not any(code in str(error) for code in BROKEN_OFF):
-        return UserError(f"{address} cannot be used: its server answers {status}: {text}")
-    if isinstance(error, (OSError, EOFError)) or type(error).__module__.partition(".")[0] in LIBRARIES:
-        return TemporaryError(f"{address} cannot be reached now: {text or kind}")
-    raise error

@@ -5,12 +5,18 @@ import os
 import re
 import select
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from errno import ETIMEDOUT
+from math import inf
+from threading import Thread
 from typing import Any
 
 PATIENCE = 2.0
 """How many seconds to wait for a reader, such as `less` or a terminal after Ctrl-S, before lines are lost."""
+QUIET_SECONDS = 2.0
+"""How long something is waited for without a word."""
 SHOW_CURSOR = b"\x1b[?25h\n"
 """What shows a terminal's cursor, which the live line hides."""
 ACTIVE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -76,6 +82,21 @@ def say(text: object = "", *, to: int = 1, end: str = "\n", whole: bool = False,
 def tell(text: str, *, to: int = 2) -> None:
     """Write a line to standard error, or to standard output (1). Unbuffered: a signal handler may interrupt a print."""
     put(to, f"{safe(text)}\n".encode())
+
+
+def join_aloud(
+    thread: Thread, seconds: float, *, what: str, say: Callable[[str], None], stop: Callable[[], bool] = lambda: False
+) -> bool:
+    """Wait for a thread, for so long at most, and say so unless it is short. Returns whether it has ended.
+
+    stop: whether to leave the wait."""
+    begun, told = time.monotonic(), False
+    while thread.is_alive() and (waited := time.monotonic() - begun) < seconds and not stop():
+        if waited > QUIET_SECONDS and not told:
+            say(f"waiting {f'up to {seconds:.0f} s ' if seconds < inf else ''}for {what}")
+            told = True
+        thread.join(0.1)
+    return not thread.is_alive()
 
 
 class Output:

@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 from recipes.files.border import reason
+from recipes.files.screen import join_aloud
 
 STARTS = 4
 """How often it is started: wandb-core may be killed, or run out of memory, again and again."""
@@ -78,10 +79,9 @@ class Tracker:
     def close(self) -> None:
         """Wait for what is still to send, but not for long."""
         self._rows.put({})
-        if self._thread is not None:
-            self._thread.join(END_SECONDS)
-            if self._thread.is_alive():
-                self._note(f"no answer within {END_SECONDS:.0f} s, the end does not wait longer; {self._later('*')}")
+        what = "Weights & Biases to take the last rows"
+        if self._thread and not join_aloud(self._thread, END_SECONDS, what=what, say=self._log):
+            self._note(f"no answer within {END_SECONDS:.0f} s, the end does not wait longer; {self._later('*')}")
         self._show_notes()
 
     def _note(self, text: str) -> None:

@@ -45,6 +45,8 @@ def is_path(text: str, key: str) -> bool:
     """Whether this value of this field may be the path of a file or folder."""
     if key == "validation.tasks":
         return "/" in text or text.endswith((".yaml", ".yml"))
+    if key in ("run.output", "data.cache", "compile.cache"):  # an address will not do
+        return True
     return not is_remote(text) and not text.startswith(NO_PATHS)
 
 

@@ -74,15 +74,16 @@ def _begin(there: RemoteFolder, folder: Path, step: int, lock: FolderLock, log: 
         if lock.take(folder, log=log) and checkpoint_steps(folder / CHECKPOINTS):
             raise begun_meanwhile(folder)
         folders.begin(folder / CHECKPOINTS, step, log=log)
-        there.fetch_small_files(folder)
+        there.fetch_small_files(folder, log=log)
         path = folders.partial_folder(folder / CHECKPOINTS, step) / MANIFEST
-        content = remote.read(there.address(step, MANIFEST)) or b""
-        path.write_bytes(content)
-    try:
-        return sorted(decode(content, where=path).files)
-    except Damage as damage:
-        log(str(damage))
-        return []
+        try:
+            content = remote.read(there.address(step, MANIFEST)) or b""
+            path.write_bytes(content)
+            return sorted(decode(content, where=path).files)
+        except (Damage, remote.Altered) as damage:
+            path.write_bytes(b"")
+            log(str(damage))
+            return []
 
 
 def _fetch(there: RemoteFolder, folder: Path, step: int, names: Sequence[str]) -> str:
@@ -98,7 +99,7 @@ def _fetch(there: RemoteFolder, folder: Path, step: int, names: Sequence[str]) -
                 (part / name).parent.mkdir(exist_ok=True)
                 remote.download(files[0], part / name)
         verify_shards(part, manifest, names)
-    except Damage as damage:
+    except (Damage, remote.Altered) as damage:
         return str(damage)
     return ""
 

@@ -69,7 +69,9 @@ class Interruption:
     def __init__(self) -> None:
         self.noted = 0
         """The signal that asked this process to stop, or 0."""
-        self._noted_at = 0.0
+        self._last, self._noted_at = 0, 0.0
+        self.leaves = threading.Event()
+        """Set by a signal after end(): this process leaves what it still waits for."""
         self._listens = self._ending = False
         self.can_wait = True
         """Whether the run goes on until the ranks agree on a step; false where nothing is lost by ending at once."""
@@ -98,7 +100,8 @@ class Interruption:
         return self._agreement.end()
 
     def end(self) -> None:
-        """Leave together, ignoring signals: when the first rank ends, torchrun may send one to the others."""
+        """Leave together. From now on the first signal sets `leaves`: when a rank ends, torchrun may send one to the
+        others."""
         self._ending = True
         self.agreed_now()
         self._agreement.close()
@@ -109,15 +112,20 @@ class Interruption:
                 self._note(number)
 
     def _note(self, number: int) -> None:
-        if number not in SIGNALS or self._ending:
+        is_echo = number == self._last and time.monotonic() - self._noted_at <= ECHO_SECONDS
+        if number not in SIGNALS or is_echo:
             return
         if not self.can_wait:
             if dist.get_rank() == 0:
                 put(sys.stdout.fileno(), BETWEEN_STAGES.format(signal.Signals(number).name).encode())
             os._exit(PREEMPTED)
-        if self.noted == 0:
-            self.noted, self._noted_at = number, time.monotonic()
-        elif number != self.noted or time.monotonic() - self._noted_at > ECHO_SECONDS:
+        if not (self.leaves.is_set() if self._ending else self.noted):
+            self._last, self._noted_at = number, time.monotonic()
+            if self._ending:
+                self.leaves.set()
+            else:
+                self.noted = number
+        else:
             if sys.stdout.isatty():
                 put(sys.stdout.fileno(), SHOW_CURSOR)
             os._exit(ended_by(number))

@@ -111,8 +111,10 @@ def train_stages(loaded: LoadedRecipe, process: Process) -> int:
         del run
         _free_memory()
         run = build_run(loaded, process, after=step)
-    if run.checkpoints and not run.checkpoints.finish_copies(soon=code == PREEMPTED) and code == FINISHED:
-        return CANNOT_WRITE
+    if run.checkpoints:
+        left = run.process.interruption.leaves.is_set
+        if not run.checkpoints.finish_copies(soon=code == PREEMPTED, stop=left) and code == FINISHED:
+            return CANNOT_WRITE
     return code
 
 

@@ -206,6 +206,14 @@ def _fetched(address: str) -> Path:
     from recipes.checkpoint.manifest import MANIFEST, Damage
     from recipes.files.local_copy import local_copy
     from recipes.files.remote import find
+    from recipes.weights.hf_folder import read_header
+
+    def require_sizes(folder: Path) -> None:  # there are no checksums to compare with
+        for file in sorted(folder.glob("*.safetensors")):
+            try:
+                read_header(file)
+            except UserError as error:
+                raise UserError(f"{address}: {error}") from None
 
     def require_intact(folder: Path) -> None:
         try:
@@ -216,7 +224,7 @@ def _fetched(address: str) -> Path:
     place = address.rstrip("/")
     names = {file.address.removeprefix(f"{place}/") for file in find(place)}
     if HF_CONFIG in names:
-        return local_copy(place, only=HF_FILES)
+        return local_copy(place, only=HF_FILES, check=require_sizes)
     steps = (re.fullmatch(rf"(?:(?:checkpoints/)?step-([0-9]+)/)?{re.escape(MANIFEST)}", name) for name in names)
     found = {int(match[1] or 0): match[0].removesuffix(MANIFEST).rstrip("/") for match in steps if match}
     if not found:

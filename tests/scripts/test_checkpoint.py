@@ -105,11 +105,11 @@ def test_checkpoint_that_training_deletes_in_the_meantime_is_not_damaged(
 
     monkeypatch.setattr(os, "open", open_and_delete)
     rows = list(look.table(paths, thorough=thorough))
-    assert rows[1] == ("step-00000002  deleted in the meantime", True)
+    assert rows[1] == ("step-00000002  deleted in the meantime", 0)
     monkeypatch.undo()
     (folder / ".partial-00000002").rename(paths[0])
     (paths[0] / file).unlink()
-    assert [sound for _, sound in look.table(paths, thorough=thorough)] == [True, False]
+    assert [code for _, code in look.table(paths, thorough=thorough)] == [0, 1]
 
 
 def test_checkpoint_deleted_after_its_last_byte_was_read_is_not_damaged(
@@ -123,7 +123,7 @@ def test_checkpoint_deleted_after_its_last_byte_was_read_is_not_damaged(
         return manifest
 
     monkeypatch.setattr(look, "verify", verify_and_delete)
-    assert list(look.table([path], thorough=True))[1] == ("step-00000002  deleted in the meantime", True)
+    assert list(look.table([path], thorough=True))[1] == ("step-00000002  deleted in the meantime", 0)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("empty", "holds no checkpoint"), ("x", "does not exist")])

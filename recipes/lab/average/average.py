@@ -30,8 +30,9 @@ def average(run: str, steps: str, out: Path, *, weights: str, log: Callable[[str
 
     run: a folder or an address. steps: see steps_of(). weights: see shares_of(). Raises UserError, and leaves no files.
     """
-    wanted, path, place = steps_of(steps), user_path(run), run.rstrip("/").removesuffix(f"/{CHECKPOINTS}")
+    wanted, place = steps_of(steps), run.rstrip("/").removesuffix(f"/{CHECKPOINTS}")
     there = RemoteFolder(place, CheckpointConfig()) if is_remote(run) else None
+    path = Path(run) if there else user_path(run)
     folder = path if path.name == CHECKPOINTS else path / CHECKPOINTS
     have = there.steps() if there else checkpoint_steps(folder)
     if checkpoint_step(path.name) is not None:

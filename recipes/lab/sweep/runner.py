@@ -18,7 +18,7 @@ from typing import Literal
 
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
-from recipes.files.exit_codes import REFUSED, ended_by, with_parent
+from recipes.files.exit_codes import ended_by, exit_code, with_parent
 from recipes.files.screen import tell
 from recipes.recipe.load import to_toml
 from recipes.recipe.schema import Recipe
@@ -70,13 +70,13 @@ def stop_signals() -> Iterator[None]:
 
 
 def exit_code_of(work: Callable[[], int], *, interrupted: str) -> int:
-    """The exit code that `work` returns; 2 after a UserError, 128 + n after signal n, each with a message."""
+    """The exit code that `work` returns; 2 or 71 after a UserError, 128 + n after signal n, each with a message."""
     try:
         with stop_signals():
             return work()
     except UserError as error:
         tell(str(error))
-        return REFUSED
+        return exit_code(error)
     except Stopped as stop:
         tell(f"\n{interrupted}")
         return ended_by(stop.number)

@@ -1,21 +1,29 @@
+import os
 import shutil
+import signal
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
+from subprocess import run as run_command
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from parallel.errors import UserError
 from recipes.files import remote
-from recipes.files.exit_codes import CANNOT_WRITE, FINISHED
-from recipes.recipe.load import LoadedRecipe
+from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, TEMPORARY
+from recipes.recipe.load import LoadedRecipe, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.training import run
 from recipes.weights.locate import find_weights
 from tests.object_server import ObjectServer, object_server
-from tests.processes import PATIENCE, run_processes, untimed
+from tests.processes import PATIENCE, ROOT, run_processes, untimed
 from tests.training import change, curve, largest_gap, small_recipe
 
 pytestmark = pytest.mark.slow
@@ -260,3 +268,129 @@ def test_a_strange_object_beside_the_small_files_is_left_alone(name: str, recipe
     assert remote.read(address) == b"strange"
     file = recipe.run.folder / name
     assert len(name) > 255 or not file.is_file() or file.read_bytes() != b"strange"
+
+
+def test_damage_that_the_clients_checksum_finds_is_passed_over(server: ObjectServer, recipe: Recipe) -> None:
+    """Of the shard or the manifest of the newest copy, and of a small file, which the run can do without."""
+    for file in ("shard-00000", "manifest.json"):
+        assert train(change(recipe, run={"steps": 4})) == [FINISHED]
+        lose_the_disk(recipe)
+        damaged = f"/step-00000004/{file}"
+        server.rule = lambda request, damaged=damaged: (
+            "flip" if request.startswith("GET") and (damaged in request or request.endswith("/log.txt")) else ""
+        )
+        assert train(recipe, patience=0.1) == [FINISHED]
+        server.heal()
+        log = log_of(recipe)
+        assert "is damaged, at its server or on its way" in log and "log.txt is damaged" in log
+        assert "step-00000002\n" in log
+        lose_the_disk(recipe)
+        remote.delete([file.address for file in remote.find(f"{recipe.checkpoint.remote}/{recipe.run.name}")])
+
+
+def test_a_manifest_that_lists_hide_is_asked_for_and_nothing_is_sent_twice(
+    server: ObjectServer, recipe: Recipe
+) -> None:
+    server.rule = lambda request: "hide" if "list-type=2" in request else ""
+    server.requests.clear()
+    assert train(change(recipe, run={"steps": 4})) == [FINISHED]
+    sent = [request for request in server.requests if request.startswith("PUT") and "/step-" in request]
+    assert len(sent) == len({*sent})
+    assert not [request for request in server.requests if request.startswith("DELETE") and "/step-" in request]
+    assert log_of(recipe).count("copied to") == 2
+    lose_the_disk(recipe)
+    assert train(change(recipe, run={"steps": 6})) == [FINISHED]
+    assert "/checkpoints/step-00000004\n" in log_of(recipe)
+
+
+def test_deletion_that_is_denied_is_said_and_fails_no_copy(server: ObjectServer, recipe: Recipe) -> None:
+    place = f"{recipe.checkpoint.remote}/{recipe.run.name}/checkpoints"
+    remote.write(f"{place}/step-00000099/shard-00000-of-00001.safetensors", b"half of a shard")
+    server.rule = lambda request: "403 AccessDenied" if request.startswith("DELETE") and "/step-" in request else ""
+    kept = change(recipe, checkpoint={"keep": 1, "asynchronous": False})
+    for steps in (2, 6):
+        assert train(change(kept, run={"steps": steps})) == [FINISHED]
+    log = log_of(recipe)
+    assert "older copies are NOT DELETED" in log and "s3:DeleteObject" in log
+    assert "what a killed run left of step 99 cannot be deleted" in log
+    assert "manifest.json" in steps_of(recipe)["step-00000006"]
+
+
+def test_shards_that_have_arrived_are_not_sent_again_after_a_copy_that_failed(
+    server: ObjectServer, recipe: Recipe
+) -> None:
+    """The manifest cannot be sent at first; the end of the run tries again."""
+    refused: list[str] = []
+
+    def refuse(request: str) -> str:
+        if request.startswith("PUT") and "manifest.json" in request and len(refused) < 4:
+            refused.append(request)
+            return "503 SlowDown"
+        return ""
+
+    server.rule = refuse
+    server.requests.clear()
+    assert train(change(recipe, run={"steps": 2}), patience=0.1) == [FINISHED]
+    assert "NOT COPIED" in log_of(recipe)
+    assert sum(request.startswith("PUT") and "shard-" in request for request in server.requests) == 1
+    assert "manifest.json" in steps_of(recipe)["step-00000002"]
+
+
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 2), (signal.SIGTERM, 1)])
+def test_one_signal_leaves_the_wait_for_the_last_copy(
+    server: ObjectServer, recipe: Recipe, tmp_path: Path, number: int, processes: int
+) -> None:
+    server.rule = lambda request: "late 503" if request.startswith("PUT") and "/step-" in request else ""
+    file = tmp_path / "recipe.toml"
+    file.write_text(to_toml(change(recipe, run={"steps": 2})))
+    command = ["bash", str(ROOT / "scripts/run.sh"), str(file)]
+    about = os.environ | {"NPROC": str(processes), "PYTHON": sys.executable}
+    with Popen(command, env=about, stdout=PIPE, stderr=STDOUT, text=True, start_new_session=True) as run:
+        assert run.stdout
+        for line in run.stdout:
+            if "waiting up to 1500 s for copies to" in line:
+                os.killpg(run.pid, number)
+                asked = time.monotonic()
+        assert run.wait() == CANNOT_WRITE
+    assert time.monotonic() - asked < 60  # not 1500
+    assert "when a signal came" in log_of(recipe)
+
+
+def test_copies_are_listed_verified_and_shown_at_the_server(server: ObjectServer, recipe: Recipe) -> None:
+    assert train(change(recipe, run={"steps": 4})) == [FINISHED]
+    place = f"{recipe.checkpoint.remote}/{recipe.run.name}"
+    here = {command: checkpoint(command, recipe.run.folder) for command in ("list", "verify")}
+    for command, (code, said) in here.items():
+        assert code == 0
+        code, there = checkpoint(command, place)
+        assert code == 0
+        assert [line.split()[-5:] for line in there.splitlines()] == [line.split()[-5:] for line in said.splitlines()]
+    assert checkpoint("show", place)[1].startswith(f"{place}/checkpoints/step-00000004: step 4")
+    [shard] = [file for file in remote.find(f"{place}/checkpoints/step-00000002") if "shard" in file.name]
+    content = bytearray(remote.read(shard.address) or b"")
+    content[-100] ^= 1
+    remote.write(shard.address, bytes(content))
+    assert checkpoint("list", place)[0] == 0
+    code, said = checkpoint("verify", f"{place}/checkpoints/step-00000002")
+    assert code == 1 and f"{shard.address} is damaged: bytes" in said
+    server.always = "503"
+    assert checkpoint("list", place)[0] == TEMPORARY
+
+
+def checkpoint(command: str, place: object) -> tuple[int, str]:
+    """The exit code of scripts/checkpoint.py, and what it printed."""
+    words = [sys.executable, str(ROOT / "scripts/checkpoint.py"), command, str(place)]
+    done = run_command(words, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+def test_weights_of_another_length_than_their_header_says_are_not_kept(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_file({"a": torch.zeros(1000)}, tmp_path / "model.safetensors")
+    remote.write("s3://bucket/cut/config.json", b"{}")
+    remote.write("s3://bucket/cut/model.safetensors", (tmp_path / "model.safetensors").read_bytes()[:-10])
+    with pytest.raises(UserError, match=r"s3://bucket/cut: model\.safetensors has"):
+        find_weights("s3://bucket/cut")
+    assert not list((tmp_path / ".cache/shardwright/remote").glob("cut-*"))

@@ -1,13 +1,15 @@
 import random
+import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files import remote
+from recipes.files.exit_codes import REFUSED, exit_code
 from recipes.files.local_copy import local_copy
 from tests.object_server import ObjectServer, hurried, object_server
 from tests.processes import PATIENCE
@@ -196,3 +198,109 @@ def test_a_file_whose_name_has_the_signs_of_a_pattern_is_found_by_its_name(serve
     assert [file.name for file in remote.find("s3://bucket/odd/part[1].jsonl", pattern=True)] == ["part1.jsonl"]
     remote.delete(["s3://bucket/odd/part1.jsonl"])
     assert [file.name for file in remote.find("s3://bucket/odd/part[1].jsonl", pattern=True)] == ["part[1].jsonl"]
+
+
+@pytest.mark.parametrize("code", ["RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"])
+def test_what_did_not_arrive_whole_or_in_time_is_sent_again(server: ObjectServer, code: str) -> None:
+    server.faults.extend([("PUT", f"400 {code}")] * 2 + [("PUT", "409 OperationAborted")])
+    remote.write("s3://bucket/again", code.encode())
+    assert not server.faults
+    assert remote.read("s3://bucket/again") == code.encode()
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of three parts and a bit: 5 MiB is the least that S3 takes as a part."""
+    monkeypatch.setattr(remote, "PART", 5 << 20)
+    (tmp_path / "large").write_bytes(random.Random(1).randbytes((15 << 20) + 7))
+    return tmp_path / "large"
+
+
+def sent_parts(server: ObjectServer) -> list[str]:
+    numbers = [re.search("partNumber=([0-9]+)", one) for one in server.requests if one.startswith("PUT")]
+    return sorted(number[1] for number in numbers if number)
+
+
+def test_a_part_that_fails_late_is_sent_again_alone_whatever_it_took(
+    server: ObjectServer, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt takes longer than the patience."""
+    monkeypatch.setattr(remote, "PATIENCE", 0.5)
+    server.requests.clear()
+    server.faults.extend([("PUT", ""), ("PUT", "late 503 SlowDown"), ("PUT", "late 400 RequestTimeout")])
+    remote.upload(large, "s3://bucket/sent/large")
+    assert remote.read("s3://bucket/sent/large") == large.read_bytes()
+    assert len(sent_parts(server)) == 4 + 2
+
+
+def test_an_upload_that_was_given_up_goes_on_with_what_has_arrived(
+    server: ObjectServer, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PATIENCE", 0.5)
+    server.rule = lambda request: "503 SlowDown" if "partNumber=3" in request else ""
+    with pytest.raises(TemporaryError, match="SlowDown"):
+        remote.upload(large, "s3://bucket/given-up")
+    assert remote.state("s3://bucket/given-up") is None
+    server.heal()
+    server.requests.clear()
+    remote.upload(large, "s3://bucket/given-up")
+    assert "3" in sent_parts(server) and "1" not in sent_parts(server)
+    assert remote.read("s3://bucket/given-up") == large.read_bytes()
+
+
+def test_parts_that_a_killed_process_left_are_deleted_below_an_address_only(
+    server: ObjectServer, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PATIENCE", 0.1)
+    server.rule = lambda request: "503 SlowDown" if "partNumber=2" in request else ""
+    for name in ("mine/a", "mine-too/a"):
+        with pytest.raises(TemporaryError):
+            remote.upload(large, f"s3://bucket/{name}")
+    server.heal()
+    assert remote.abort_uploads("s3://bucket/mine") == 1
+    assert remote.abort_uploads("s3://bucket/mine") == 0
+    assert remote.abort_uploads("s3://bucket/mine-too") == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "work", "says"),
+    [
+        ("403 AccessDenied", lambda: remote.write("s3://bucket/x", b""), "grant them s3:PutObject"),
+        ("403 AccessDenied", lambda: remote.delete(["s3://bucket/x"]), "grant them s3:DeleteObject"),
+        ("403", lambda: remote.state("s3://bucket/x"), "grant them s3:GetObject and s3:ListBucket"),
+        ("403 RequestTimeTooSkewed", lambda: remote.write("s3://bucket/x", b""), "set this machine's clock"),
+        ("403 ExpiredToken", lambda: remote.write("s3://bucket/x", b""), "renew these credentials"),
+    ],
+)
+def test_a_refusal_names_the_right_that_is_missing_or_the_clock(
+    server: ObjectServer, fault: str, work: Callable[[], object], says: str
+) -> None:
+    server.always = fault
+    with pytest.raises(UserError, match=says) as raised:
+        work()
+    assert exit_code(raised.value) == REFUSED
+
+
+def test_a_wrong_clock_is_told_by_the_servers_own(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.always, server.clock = "403", -7200.0
+    with pytest.raises(UserError, match=r"this machine.s clock is 7,\d+ s ahead of the server"):
+        remote.state("s3://bucket/x")
+
+
+def test_damage_that_the_clients_checksum_finds_is_no_fault_that_passes(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PATIENCE", 0.1)
+    remote.write("s3://bucket/flipped", b"as it was sent")
+    server.faults.extend([("GET", "flip")])
+    assert remote.read("s3://bucket/flipped") == b"as it was sent"
+    assert not server.faults
+    server.rule = lambda request: "flip" if request.startswith("GET") else ""
+    with pytest.raises(remote.Altered, match="is damaged, at its server or on its way"):
+        remote.read("s3://bucket/flipped")
+
+
+def test_a_bucket_that_is_not_there_is_no_missing_file_in_any_words(server: ObjectServer) -> None:
+    server.always = "404 NoSuchBucket"
+    with pytest.raises(UserError, match="does not exist"):
+        remote.read("s3://bucket/data/a.bin")
