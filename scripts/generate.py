@@ -130,7 +130,8 @@ def _generate(options: argparse.Namespace) -> int:
         sampling = replace(sampling, temperature=0.0 if certain else 0.8)
     data = data_of_run(weights)
     template = _template(options, weights, data) if in_chat else None
-    opened = replace(opened, as_pairs=in_chat or bool(data and data.has_pairs))
+    ends = _ends(template, weights) if template else ()
+    opened = replace(opened, as_pairs=in_chat or bool(data and data.has_pairs), ends=(*opened.ends, *ends))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may lack some characters
 
@@ -179,7 +180,8 @@ def _around(options: argparse.Namespace, template: "ChatTemplate | None", data: 
 
 
 def _template(options: argparse.Namespace, weights: "Weights", data: "DataConfig | None") -> "ChatTemplate":
-    from recipes.data.text.chat import ChatTemplate, chat_settings
+    from recipes.data.text.chat import chat_settings, template_of
+    from recipes.data.text.pair_format import PairFormat
 
     date = data.chat_date if data and data.chat_date else datetime.date.today().isoformat()
     try:
@@ -187,7 +189,17 @@ def _template(options: argparse.Namespace, weights: "Weights", data: "DataConfig
     except UserError as error:  # in the words of a recipe
         problem = str(error).partition(": ")[2].partition(";")[0]
         raise UserError(f"--chat: {problem}; write --chat-template FILE.jinja") from None
-    return ChatTemplate(found["template"], special_tokens=dict(found["special_tokens"]), date=found["date"] or date)
+    return template_of(PairFormat(**found), weights.tokenizer)
+
+
+def _ends(template: "ChatTemplate", weights: "Weights") -> tuple[int, ...]:
+    """The tokens that end an answer in the template, which the model's own settings may lack."""
+    from recipes.data.text.chat import ends_of_answers
+
+    ends, note = ends_of_answers(template, weights.tokenizer)
+    if note:
+        print(f"--chat: {note}", file=sys.stderr)
+    return ends
 
 
 def _check_length(opened: "OpenedModel", prompt: str, max_tokens: int, *, positions: int) -> None:

@@ -22,6 +22,8 @@ from recipes.weights.description import Description, checkpoint_files
 from recipes.weights.locate import Weights, find_weights, trained_description
 
 if TYPE_CHECKING:
+    from recipes.data.text.pair_format import PairFormat
+    from recipes.data.text.tokenizer import Tokenizer
     from recipes.training.build import Built
 
 
@@ -63,9 +65,30 @@ def describe(
     description = trained_description(recipe.model, loader.tokenizer, start, length=length, log=log)
     if loader.pairing is None or not loader.pairing.format.template:
         return description
-    from recipes.data.text.chat import TEMPLATE
+    return _of_chats(description, loader.pairing.format, loader.tokenizer, log=log)
 
-    return replace(description, companions={**description.companions, TEMPLATE: loader.pairing.format.template})
+
+def _of_chats(
+    description: Description, format: "PairFormat", tokenizer: "Tokenizer", *, log: Callable[[str], None]
+) -> Description:
+    """The description with the chat template, and with what ends its answers among what ends texts."""
+    from recipes.data.text.chat import ends_of_answers, special_tokens_of, template_of
+    from recipes.weights.companions import with_chats
+
+    answer_ends, note = ends_of_answers(template_of(format, tokenizer), tokenizer)
+    if note:
+        log(f"data.messages_field: {note}")
+    given = description.facts.eos_token_id
+    ends = tuple(dict.fromkeys((*(given if isinstance(given, tuple) else filter(None.__ne__, (given,))), *answer_ends)))
+    companions = with_chats(
+        description.companions,
+        template=format.template,
+        special=special_tokens_of(format, tokenizer),
+        end=str(tokenizer.backend.id_to_token(answer_ends[0])) if answer_ends else "",
+        ends=ends,
+    )
+    facts = replace(description.facts, eos_token_id=ends if len(ends) > 1 else given)
+    return replace(description, facts=facts, companions=companions)
 
 
 def resume(
