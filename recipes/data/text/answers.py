@@ -1,5 +1,5 @@
-"""Where the answers of a chat are in its text, and what ends them: found out from what the template writes, which is the
-one source of it for training, generation and exports. Imports no torch."""
+"""Where the answers of a chat are in its text, and what ends them: derived from what the template writes, for training,
+generation and exports alike. Imports no torch."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ CONTENTS = "\ufdd2", "\ufdd3"
 """Stand for the contents of an answer and of the message after it."""
 THOUGHT = "</think>"
 """Ends what templates may leave out of an answer."""
-DROPS = "leaves it out or changes it (those of models with pictures expect lists of contents); give another template"
+DROPS = "leaves it out or changes it, as templates of models with pictures and those without tools do; give another one"
 Message = dict[str, Any]
-QUESTION: Message = {ROLE: "user", CONTENT: "A"}
+QUESTION: Message = {ROLE: "user", CONTENT: "What is it?"}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": CONTENTS[0]}}}
 RESULT: Message = {ROLE: "tool", "name": "f", "tool_call_id": "call00000", CONTENT: CONTENTS[1]}
 
@@ -59,9 +59,9 @@ class Answers:
     def _end_of_call(self, *, by_next: bool) -> str:
         """The token that ends a message that calls a tool; "" = none, or the template refuses such a message."""
         messages = [QUESTION, {ROLE: ASSISTANT, CONTENT: "", "tool_calls": [CALL]}, RESULT]
-        last = (self._calls and self._after_content(messages[:2]) or "").rstrip()
+        last = ((self._calls and self._after_content(messages[:2])) or "").rstrip()
         if by_next:
-            between = last and self._after_content(messages) or ""
+            between = (last and self._after_content(messages)) or ""
             mark = self._token.match(between, len(last)) if between.startswith(last) else None
             return mark[1] if mark else ""
         return next((mark[1] for mark in self._token.finditer(last) if mark.end() == len(last)), "")
@@ -70,7 +70,8 @@ class Answers:
         """What follows the answer's content, up to that of the next message; in a marked template, what is learned.
         None where the template refuses the messages, or leaves the content out."""
         _, there, rest = self._written(messages).partition(CONTENTS[0])
-        learned, ended, _ = (rest := rest.partition(CONTENTS[1])[0]).partition(MARKS[1])
+        rest = re.sub(f"{MARKS[1]}[^{MARKS[0]}]*{MARKS[0]}", "", rest.partition(CONTENTS[1])[0])
+        learned, ended, _ = rest.partition(MARKS[1])
         return None if not there else rest if not self._marked else learned if ended else ""
 
     def _written(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
@@ -107,14 +108,20 @@ class Answers:
         """Where an answer begins: after the prompt for it. after: the end of the answer before."""
         if number:  # the prompt of no messages may lack what comes first, such as a default system message
             before = self._written(messages[:number], prompt=True)  # some refuse a chat without a question
-            if before and text.startswith(before):
-                return len(before)
-        replaced = [*messages[:number], {**messages[number], CONTENT: CONTENTS[0]}, *messages[number + 1 :]]
-        head = self._write(replaced).partition(CONTENTS[0])[0]
-        if not text.startswith(head):  # some begin a thought, or leave it out, by what the content holds
+            shared = commonprefix([before, text])  # noqa: RUF071  characters are meant; some prompts begin a thought
+            if before and (shared == before or len(shared) > len(self._written(messages[:number]))):
+                return len(shared)
+        head = self._before_content(messages, number, CONTENTS[0])
+        if head is None or not text.startswith(head):
             raise _written_differently(number)
         begin = head.rfind(self._prompt, after) if self._prompt else -1
         return len(head) if begin < 0 else begin + len(self._prompt)
+
+    def _before_content(self, messages: Sequence[Message], number: int, content: str) -> str | None:
+        """What comes before this content, put in the place of a message's; None if the template leaves it out."""
+        replaced = [*messages[:number], {**messages[number], CONTENT: content}, *messages[number + 1 :]]
+        head, there, _ = self._written(replaced).partition(content)
+        return head if there else None
 
     def _end(self, messages: Sequence[Message], number: int, text: str, begin: int) -> int:
         """Where an answer that begins there ends, with the token for that."""
@@ -124,9 +131,9 @@ class Answers:
             mark = self._token.match(text, end) if self.ends.by_next else None
             return mark.end() if mark else end
         # It is written otherwise when others follow: without its thoughts, or an end of the whole text.
-        following = {**messages[number + 1], CONTENT: CONTENTS[1]}
-        until = self._write([*messages[: number + 1], following]).partition(CONTENTS[1])[0]
-        if not text.startswith(until):
+        later = (self._before_content(messages, place, CONTENTS[1]) for place in range(number + 1, len(messages)))
+        until = next((head for head in later if head is not None), None)  # some leave out messages of tools
+        if until is None or not text.startswith(until):
             raise _written_differently(number)
         content = _answered(messages[number])
         ends = self.ends.tokens or ((content,) if content else ())
@@ -142,12 +149,21 @@ class Answers:
 
     def require_contents(self, messages: Sequence[Message], learned: Sequence[str]) -> None:
         """Raises UserError if what is learned lacks the text of an answer; in a marked template, of every answer."""
-        contents = [_answered(message) for message in messages if message[ROLE] == ASSISTANT]
-        texts = ["".join(learned)] * len(contents) if self._marked else learned
-        pairs = enumerate(zip(map(_squeezed, contents), map(_squeezed, texts), strict=True), 1)
-        lacking = [number for number, (content, text) in pairs if content not in text]
-        if len(lacking) > (len(contents) - 1 if self._marked else 0):
+        answers = [message for message in messages if message[ROLE] == ASSISTANT]
+        texts = ["".join(learned)] * len(answers) if self._marked else learned
+        pairs = enumerate(zip(answers, map(_squeezed, texts), strict=True), 1)
+        lacking = [n for n, (answer, text) in pairs if not all(_squeezed(said) in text for said in _said(answer))]
+        if len(lacking) > (len(answers) - 1 if self._marked else 0):
             raise UserError(f"the text of answer {lacking[0]} is not among what is learned: it {DROPS}")
+
+
+def _said(message: Message) -> list[str]:
+    """What must be among what is learned of an answer: the names of the tools that it calls, or else its text."""
+    calls = message.get("tool_calls")
+    if not calls or not isinstance(calls, list):
+        return [_answered(message)]
+    functions = [call.get("function", call) for call in calls if isinstance(call, dict)]
+    return [str(function["name"]) for function in functions if isinstance(function, dict) and "name" in function]
 
 
 def _answered(message: Message) -> str:

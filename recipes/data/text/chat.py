@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from parallel.errors import UserError
 from recipes.data.text.answers import Ends
 from recipes.data.text.chat_template import MEMORY, SECONDS, TODAY
-from recipes.data.text.tokens_beside import CHAT_TEMPLATE, MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG, read_beside, text_of
+from recipes.data.text.tokens_beside import (
+    CHAT_TEMPLATE,
+    MAX_BYTES,
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
+    read_beside,
+    text_of,
+)
 from recipes.files.reading import fault, json_object, read_patiently, read_whole, user_path
 
 if TYPE_CHECKING:
@@ -129,7 +136,7 @@ def ends_of_answers(template: ChatTemplate, tokenizer: "Tokenizer") -> tuple[tup
     ends, note = template.ends(), ""
     if not ends.tokens:
         note = (
-            "no token of the tokenizer ends the answers that the chat template marks as learned, so generation will not"
+            "no token of the tokenizer ends the answers that are learned of the chat template, so generation will not"
             " stop by itself; write one after each answer in the template, such as {{ eos_token }}"
         )
     elif ends.earlier:
