@@ -14,6 +14,8 @@ MARKS = "\ufdd0", "\ufdd1"
 """Stand around an answer while the template is rendered. Unicode assigns no characters to them."""
 CONTENTS = "\ufdd2", "\ufdd3"
 """Stand for the contents of an answer and of the message after it."""
+LONGEST_TOKEN = 100
+"""Characters of an added token, at most."""
 THOUGHT = "</think>"
 """Ends what templates may leave out of an answer."""
 DROPS = "leaves it out or changes it, as templates of models with pictures and those without tools do; give another one"
@@ -110,7 +112,10 @@ class Answers:
             before = self._written(messages[:number], prompt=True)  # some refuse a chat without a question
             shared = commonprefix([before, text])  # noqa: RUF071  characters are meant; some prompts begin a thought
             if before and (shared == before or len(shared) > len(self._written(messages[:number]))):
-                return len(shared)
+                within = self._token.finditer(text, max(0, len(shared) - LONGEST_TOKEN))
+                return next(
+                    (mark.start(1) for mark in within if mark.start(1) < len(shared) < mark.end(1)), len(shared)
+                )
         head = self._before_content(messages, number, CONTENTS[0])
         if head is None or not text.startswith(head):
             raise _written_differently(number)
