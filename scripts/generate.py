@@ -110,6 +110,7 @@ def _generate(options: argparse.Namespace) -> int:
     sampling = _sampling(options, in_chat=in_chat)
 
     from models.decoder import Decoder
+    from recipes.data.text.chat import ends_of_answers
     from recipes.evaluation.by_transformers import check_search, open_exported, write_texts
     from recipes.evaluation.conversation import converse, read_message
     from recipes.evaluation.generate import choose_device, continue_text, open_model
@@ -130,7 +131,9 @@ def _generate(options: argparse.Namespace) -> int:
         sampling = replace(sampling, temperature=0.0 if certain else 0.8)
     data = data_of_run(weights)
     template = _template(options, weights, data) if in_chat else None
-    ends = _ends(template, weights) if template else ()
+    ends, note = ends_of_answers(template, weights.tokenizer) if template else ((), "")
+    if note:
+        print(f"--chat: {note}", file=sys.stderr)
     opened = replace(opened, as_pairs=in_chat or bool(data and data.has_pairs), ends=(*opened.ends, *ends))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may lack some characters
@@ -190,16 +193,6 @@ def _template(options: argparse.Namespace, weights: "Weights", data: "DataConfig
         problem = str(error).partition(": ")[2].partition(";")[0]
         raise UserError(f"--chat: {problem}; write --chat-template FILE.jinja") from None
     return template_of(PairFormat(**found), weights.tokenizer)
-
-
-def _ends(template: "ChatTemplate", weights: "Weights") -> tuple[int, ...]:
-    """The tokens that end an answer in the template, which the model's own settings may lack."""
-    from recipes.data.text.chat import ends_of_answers
-
-    ends, note = ends_of_answers(template, weights.tokenizer)
-    if note:
-        print(f"--chat: {note}", file=sys.stderr)
-    return ends
 
 
 def _check_length(opened: "OpenedModel", prompt: str, max_tokens: int, *, positions: int) -> None:

@@ -72,23 +72,27 @@ def _of_chats(
     description: Description, format: "PairFormat", tokenizer: "Tokenizer", *, log: Callable[[str], None]
 ) -> Description:
     """The description with the chat template, and with what ends its answers among what ends texts."""
-    from recipes.data.text.chat import ends_of_answers, special_tokens_of, template_of
-    from recipes.weights.companions import with_chats
+    from recipes.data.text.chat import TEMPLATE, ends_of_answers, template_of
+    from recipes.weights.companions import GENERATION_CONFIG, TOKENIZER_CONFIG
 
-    answer_ends, note = ends_of_answers(template_of(format, tokenizer), tokenizer)
+    template, companions = template_of(format, tokenizer), dict(description.companions)
+    eos = description.facts.eos_token_id
+    given = eos if isinstance(eos, tuple) else () if eos is None else (eos,)
+    answer_ends, note = ends_of_answers(template, tokenizer)
     if note:
         log(f"data.messages_field: {note}")
-    given = description.facts.eos_token_id
-    ends = tuple(dict.fromkeys((*(given if isinstance(given, tuple) else filter(None.__ne__, (given,))), *answer_ends)))
-    companions = with_chats(
-        description.companions,
-        template=format.template,
-        special=special_tokens_of(format, tokenizer),
-        end=str(tokenizer.backend.id_to_token(answer_ends[0])) if answer_ends else "",
-        ends=ends,
-    )
-    facts = replace(description.facts, eos_token_id=ends if len(ends) > 1 else given)
-    return replace(description, facts=facts, companions=companions)
+    ends = tuple(dict.fromkeys((*given, *answer_ends)))
+    config = json.loads(companions.get(TOKENIZER_CONFIG, "{}"))
+    config = {name: token for name, token in template.special_tokens.items() if name in format.template} | config
+    config.pop("chat_template", None)
+    if answer_ends and "eos_token" not in format.template:  # which may write it elsewhere
+        config["eos_token"] = tokenizer.backend.id_to_token(answer_ends[0])
+    texts = {TOKENIZER_CONFIG: config}
+    if GENERATION_CONFIG in companions and answer_ends:
+        texts[GENERATION_CONFIG] = json.loads(companions[GENERATION_CONFIG]) | {"eos_token_id": [*ends]}
+    companions |= {name: json.dumps(content, indent=2) + "\n" for name, content in texts.items()}
+    facts = replace(description.facts, eos_token_id=ends if ends != given else eos)
+    return replace(description, facts=facts, companions={**companions, TEMPLATE: format.template})
 
 
 def resume(

@@ -5,13 +5,12 @@ A run that starts from such a folder keeps these texts in its checkpoints, and e
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError, listed
 from recipes.data.text.tokens_beside import (
-    CHAT_TEMPLATE,
     SPECIAL_TOKENS,
     TOKENIZER_CONFIG,
     read_beside,
@@ -23,7 +22,7 @@ from recipes.files.layout import TOKENIZER
 from recipes.files.reading import fault, names_in, whole_text
 
 GENERATION_CONFIG = "generation_config.json"
-COMPANIONS = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, GENERATION_CONFIG)
+COMPANIONS = (TOKENIZER_CONFIG, SPECIAL_TOKENS, "chat_template.jinja", GENERATION_CONFIG)
 OUR_CLASS = "PreTrainedTokenizerFast"
 """The class that reads everything from tokenizer.json; others add tokens of their own."""
 ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
@@ -65,30 +64,6 @@ def tokenizer_ends(companions: Mapping[str, str], tokenizer: str) -> tuple[int, 
     """The token that ends texts by tokenizer_config.json, if it names one of the tokenizer's."""
     end = text_of(json.loads(companions.get(TOKENIZER_CONFIG, "{}")).get("eos_token"))
     return tuple(number for number, token in token_names(tokenizer).items() if token == end) if end else ()
-
-
-def with_chats(
-    companions: Mapping[str, str], *, template: str, special: Mapping[str, str], end: str, ends: Sequence[int]
-) -> dict[str, str]:
-    """The companions of a model that was trained on chats.
-
-    Args:
-        companions: those of the weights that it started from.
-        template: the chat template.
-        special: the tokens that the template may name, such as eos_token.
-        end: the token that ends an answer; "" = none. The tokenizer's eos_token, unless the template writes that.
-        ends: ids of all tokens that end a text.
-    """
-    config = json.loads(companions.get(TOKENIZER_CONFIG, "{}"))
-    config = {name: token for name, token in special.items() if name in template} | config
-    config.pop("chat_template", None)
-    if end and "eos_token" not in template:
-        config["eos_token"] = end
-    found = {**companions, CHAT_TEMPLATE: template, TOKENIZER_CONFIG: json.dumps(config, indent=2) + "\n"}
-    if GENERATION_CONFIG in companions and ends:
-        settings = json.loads(companions[GENERATION_CONFIG]) | {"eos_token_id": [*ends]}
-        found[GENERATION_CONFIG] = json.dumps(settings, indent=2) + "\n"
-    return found
 
 
 def repetition_penalty(companions: Mapping[str, str], *, where: Path) -> float:

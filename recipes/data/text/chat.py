@@ -16,20 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from parallel.errors import UserError
 from recipes.data.text.answers import Ends
 from recipes.data.text.chat_template import MEMORY, SECONDS, TODAY
-from recipes.data.text.tokens_beside import (
-    CHAT_TEMPLATE,
-    MAX_BYTES,
-    SPECIAL_TOKENS,
-    TOKENIZER_CONFIG,
-    read_beside,
-    text_of,
-)
+from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG, read_beside, text_of
 from recipes.files.reading import fault, json_object, read_patiently, read_whole, user_path
 
 if TYPE_CHECKING:
     from recipes.data.text.pair_format import PairFormat
     from recipes.data.text.tokenizer import Tokenizer
 
+TEMPLATE = "chat_template.jinja"
 MOST_ENDS = 5
 """Processes that a template may end."""
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,7 +46,8 @@ class ChatTemplate:
     ) -> None:
         """special_tokens: bos_token and so on. date: what the template takes for today, YYYY-MM-DD. tokens: the added
         tokens, of which one may end an answer. Raises UserError for a template that cannot be compiled."""
-        settings = {"special_tokens": dict(special_tokens), "date": date, "tokens": list(tokens)}
+        self.special_tokens = dict(special_tokens)
+        settings = {"special_tokens": self.special_tokens, "date": date, "tokens": list(tokens)}
         self._first = {"template": template, **settings}
         self._one_at_a_time, self._ends = threading.Lock(), 0
         self._process = self._started()
@@ -121,14 +116,11 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 def template_of(format: "PairFormat", tokenizer: "Tokenizer") -> ChatTemplate:
     """The chat template of a format. Raises UserError for one that cannot be compiled."""
-    special = special_tokens_of(format, tokenizer)
+    special = {"eos_token": tokenizer.backend.id_to_token(tokenizer.end_of_document) or ""} | dict(
+        format.special_tokens
+    )
     tokens = [added["content"] for added in json.loads(tokenizer.json).get("added_tokens") or ()]
     return ChatTemplate(format.template, special_tokens=special, date=format.date, tokens=tokens)
-
-
-def special_tokens_of(format: "PairFormat", tokenizer: "Tokenizer") -> dict[str, str]:
-    """What its chat template knows as bos_token and so on."""
-    return {"eos_token": tokenizer.backend.id_to_token(tokenizer.end_of_document) or ""} | dict(format.special_tokens)
 
 
 def ends_of_answers(template: ChatTemplate, tokenizer: "Tokenizer") -> tuple[tuple[int, ...], str]:
@@ -149,13 +141,13 @@ def ends_of_answers(template: ChatTemplate, tokenizer: "Tokenizer") -> tuple[tup
 
 def read_chat_files(folder: Path) -> dict[str, str]:
     """File name -> text of the files in a tokenizer's folder that chats need. Raises UserError."""
-    return read_beside(folder, (CHAT_TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS))
+    return read_beside(folder, (TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS))
 
 
 def chat_files(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:
     """Files that read_chat_files() reads, with these contents."""
     config = {TOKENIZER_CONFIG: json.dumps(dict(special_tokens), indent=2) + "\n"}
-    return config | {CHAT_TEMPLATE: template} if template else config
+    return config | {TEMPLATE: template} if template else config
 
 
 def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict[str, Any]:
@@ -174,10 +166,10 @@ def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict
         given = _named(config.get("chat_template"))
     except ValueError as error:
         raise UserError(f"data.messages_field: {TOKENIZER_CONFIG} of the tokenizer is damaged: {error}") from None
-    text = _template_file(template) if template else files.get(CHAT_TEMPLATE) or given
+    text = _template_file(template) if template else files.get(TEMPLATE) or given
     if not text:
         raise UserError(
-            f"data.messages_field: the tokenizer came without a chat template ({CHAT_TEMPLATE}, or chat_template in"
+            f"data.messages_field: the tokenizer came without a chat template ({TEMPLATE}, or chat_template in"
             f' {TOKENIZER_CONFIG}); write data.chat_template = "FILE.jinja" (scripts: --chat-template FILE.jinja), or'
             " use prompt_field and answer_field"
         )

@@ -13,7 +13,6 @@ from recipes.files.layout import MODEL, TOKENIZER
 from recipes.files.reading import json_object, names_in, read_patiently, read_whole
 
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
-CHAT_TEMPLATE = "chat_template.jinja"
 ADDED_TOKENS = "added_tokens.json"
 MAX_BYTES = 10_000_000
 """The largest of these files."""

@@ -1,5 +1,6 @@
 """What is learned of a chat, and what ends its answers, by what its template writes."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def shown(template: str, messages: list[dict[str, Any]]) -> str:
         return pair
     marks = [0, *learned(pair), 0]
     pieces = [both()[0].decode([number]) for number in ids(pair)]
-    changes = [{1: "[", -1: "]", 0: ""}[now - then] for then, now in zip(marks, marks[1:], strict=False)]
+    changes = [{1: "[", -1: "]", 0: ""}[now - then] for then, now in itertools.pairwise(marks)]
     return "".join(change + piece for change, piece in zip(changes, [*pieces, ""], strict=True))
 
 
