@@ -60,8 +60,8 @@ def shown(template: str, messages: list[dict[str, Any]]) -> str:
     pair = encoded(chat(template), {"messages": messages})
     if isinstance(pair, str):
         return pair
-    marks = [0, *learned(pair), 0]
-    pieces = [both()[0].decode([number]) for number in ids(pair)]
+    marks, ours = [0, *learned(pair), 0], both()[0]
+    pieces = [ours.decode([number]) for number in ids(pair)]
     changes = [{1: "[", -1: "]", 0: ""}[now - then] for then, now in itertools.pairwise(marks)]
     return "".join(change + piece for change, piece in zip(changes, [*pieces, ""], strict=True))
 
