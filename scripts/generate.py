@@ -131,9 +131,7 @@ def _generate(options: argparse.Namespace) -> int:
         sampling = replace(sampling, temperature=0.0 if certain else 0.8)
     data = data_of_run(weights)
     template = _template(options, weights, data) if in_chat else None
-    ends, note = ends_of_answers(template, weights.tokenizer) if template else ((), "")
-    if note:
-        print(f"--chat: {note}", file=sys.stderr)
+    ends = ends_of_answers(template, weights.tokenizer)[0] if template else ()
     opened = replace(opened, as_pairs=in_chat or bool(data and data.has_pairs), ends=(*opened.ends, *ends))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may lack some characters

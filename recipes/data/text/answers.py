@@ -14,8 +14,6 @@ MARKS = "\ufdd0", "\ufdd1"
 """Stand around an answer while the template is rendered. Unicode assigns no characters to them."""
 CONTENTS = "\ufdd2", "\ufdd3"
 """Stand for the contents of an answer and of the message after it."""
-LONGEST_TOKEN = 100
-"""Characters of an added token, at most."""
 THOUGHT = "</think>"
 """Ends what templates may leave out of an answer."""
 DROPS = "leaves it out or changes it, as templates of models with pictures and those without tools do; give another one"
@@ -111,11 +109,11 @@ class Answers:
         if number:  # the prompt of no messages may lack what comes first, such as a default system message
             before = self._written(messages[:number], prompt=True)  # some refuse a chat without a question
             shared = commonprefix([before, text])  # noqa: RUF071  characters are meant; some prompts begin a thought
-            if before and (shared == before or len(shared) > len(self._written(messages[:number]))):
-                within = self._token.finditer(text, max(0, len(shared) - LONGEST_TOKEN))
-                return next(
-                    (mark.start(1) for mark in within if mark.start(1) < len(shared) < mark.end(1)), len(shared)
-                )
+            if before and shared == before:
+                return len(before)
+            if len(shared) > (start := len(self._written(messages[:number]))):
+                marks, place = self._token.finditer(text, start), len(shared)
+                return next((mark.start(1) for mark in marks if mark.start(1) < place < mark.end(1)), place)
         head = self._before_content(messages, number, CONTENTS[0])
         if head is None or not text.startswith(head):
             raise _written_differently(number)
@@ -158,7 +156,7 @@ class Answers:
         texts = ["".join(learned)] * len(answers) if self._marked else learned
         pairs = enumerate(zip(answers, map(_squeezed, texts), strict=True), 1)
         lacking = [n for n, (answer, text) in pairs if not all(_squeezed(said) in text for said in _said(answer))]
-        if len(lacking) > (len(answers) - 1 if self._marked else 0):
+        if lacking and (not self._marked or len(lacking) == len(answers)):
             raise UserError(f"the text of answer {lacking[0]} is not among what is learned: it {DROPS}")
 
 

@@ -663,8 +663,8 @@ def test_cache_inside_the_source_is_refused_before_anything_is_written(tmp_path:
 
 @pytest.mark.slow
 def test_a_run_on_chats_of_an_older_version_goes_on_with_its_tokens(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "This."}]
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 9)
+    chats = ([{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "Yes."}] for n in range(30))
+    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps({'messages': chat})}\n" for chat in chats))
     newer = PairFormat(messages="messages", template="{% for m in messages %}{{ m.content }};{% endfor %}", rules=2)
     pairing = {name: Pairing(replace(newer, rules=rules)) for name, rules in (("older", 0), ("newer", 2))}
 
