@@ -110,6 +110,7 @@ def _generate(options: argparse.Namespace) -> int:
     sampling = _sampling(options, in_chat=in_chat)
 
     from models.decoder import Decoder
+    from recipes.data.text.chat import ends_of_answers
     from recipes.evaluation.by_transformers import check_search, open_exported, write_texts
     from recipes.evaluation.conversation import converse, read_message
     from recipes.evaluation.generate import choose_device, continue_text, open_model
@@ -129,7 +130,8 @@ def _generate(options: argparse.Namespace) -> int:
         sampling = replace(sampling, temperature=0.0 if certain else 0.8)
     data = data_of_run(weights)
     template = _template(options, weights, data) if in_chat else None
-    opened = replace(opened, as_pairs=in_chat or bool(data and data.has_pairs))
+    ends = ends_of_answers(template, weights.tokenizer)[0] if template else ()
+    opened = replace(opened, as_pairs=in_chat or bool(data and data.has_pairs), ends=(*opened.ends, *ends))
 
     def show(piece: str, *, dim: bool = False) -> None:
         say(piece, end="", whole=True, dim=dim)  # the same in a pipe: what reads it may be a terminal, too
@@ -175,7 +177,8 @@ def _around(options: argparse.Namespace, template: "ChatTemplate | None", data: 
 
 
 def _template(options: argparse.Namespace, weights: "Weights", data: "DataConfig | None") -> "ChatTemplate":
-    from recipes.data.text.chat import ChatTemplate, chat_settings
+    from recipes.data.text.chat import chat_settings, template_of
+    from recipes.data.text.pair_format import PairFormat
 
     date = data.chat_date if data and data.chat_date else datetime.date.today().isoformat()
     try:
@@ -183,7 +186,7 @@ def _template(options: argparse.Namespace, weights: "Weights", data: "DataConfig
     except UserError as error:  # in the words of a recipe
         problem = str(error).partition(": ")[2].partition(";")[0]
         raise UserError(f"--chat: {problem}; write --chat-template FILE.jinja") from None
-    return ChatTemplate(found["template"], special_tokens=dict(found["special_tokens"]), date=found["date"] or date)
+    return template_of(PairFormat(**found), weights.tokenizer)
 
 
 def _check_length(opened: "OpenedModel", prompt: str, max_tokens: int, *, positions: int) -> None:

@@ -142,6 +142,11 @@ def prepare(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(options.tokenizer, sources=[source], **reading, cache=options.cache, log=say)
     if options.bos:
         tokenizer = with_beginning(tokenizer)
+    if not isinstance(fields, str) and fields.template:
+        from recipes.data.text.chat import ends_of_answers, template_of
+
+        if note := ends_of_answers(template_of(fields, tokenizer), tokenizer)[1]:
+            say(f"--messages-field: {note}")
     work = preparation(source, **reading, tokenizer=tokenizer, validation_fraction=options.validation_fraction)
     if (old := folder.with_name(f"{folder.name}.parts") / "plan.json").is_file():
         say(f"'{old.parent}' holds parts that version 0.2 left there; they are not read, so remove it")

@@ -4,7 +4,8 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -235,7 +236,7 @@ class _Opening:
                 shards, about = index.shards, f"{sum(shard.train for shard in index.shards):,} tokens"
                 entry = _entry(text, index.fingerprint, index.source_fingerprint, prepared=True, about=about)
         elif launch.looks:
-            folder, background, entry = self._cached(name, text, fraction, used=then.get("tokens", ""))
+            folder, background, entry = self._cached(name, text, fraction, then)
         else:
             folder, entry = settings.cache / then["tokens"], dict(then)
         length, several = settings.batch.sequence_length, name in settings.at_several_lengths
@@ -254,19 +255,23 @@ class _Opening:
         return source, entry
 
     def _cached(
-        self, name: str, text: str, fraction: float, *, used: str
+        self, name: str, text: str, fraction: float, then: Mapping[str, Any]
     ) -> "tuple[Path, Background | None, dict[str, Any]]":
         """The folder with the tokens of a source in the cache, what writes those that are missing, if this process
-        does, and its entry. used: name of the folder that the run was trained on."""
-        settings, launch = self.settings, self.launch
-        work = preparation(
+        does, and its entry. then: the entry that the run was trained on."""
+        settings, launch, used = self.settings, self.launch, then.get("tokens", "")
+        prepared = partial(
+            preparation,
             text,
-            text_field=settings.fields,
             text_documents=settings.data.text_documents,
             tokenizer=self.tokenizer,
             validation_fraction=fraction,
             pieces=launch.pieces,
         )
+        work = prepared(text_field=settings.fields)
+        if settings.pairing and then.get("text", work.source_fingerprint) != work.source_fingerprint:
+            older = prepared(text_field=replace(settings.pairing.format, rules=0))  # a run of an older version goes on
+            work = older if older.source_fingerprint == then["text"] else work
         background = None
         is_used = used.partition("-")[0] == work.fingerprint
         if launch.writes:

@@ -52,7 +52,8 @@ def prepared_index(
     if index.pairs != pairs:
         from recipes.data.text.pair_format import prepared_otherwise
 
-        raise UserError(f"{setting}: '{folder}' {prepared_otherwise(index.pairs, pairs)}")
+        if problem := prepared_otherwise(index.pairs, pairs):
+            raise UserError(f"{setting}: '{folder}' {problem}")
     return index
 
 

@@ -22,6 +22,8 @@ from recipes.weights.description import Description, checkpoint_files
 from recipes.weights.locate import Weights, find_weights, trained_description
 
 if TYPE_CHECKING:
+    from recipes.data.text.pair_format import PairFormat
+    from recipes.data.text.tokenizer import Tokenizer
     from recipes.training.build import Built
 
 
@@ -63,9 +65,34 @@ def describe(
     description = trained_description(recipe.model, loader.tokenizer, start, length=length, log=log)
     if loader.pairing is None or not loader.pairing.format.template:
         return description
-    from recipes.data.text.chat import TEMPLATE
+    return _of_chats(description, loader.pairing.format, loader.tokenizer, log=log)
 
-    return replace(description, companions={**description.companions, TEMPLATE: loader.pairing.format.template})
+
+def _of_chats(
+    description: Description, format: "PairFormat", tokenizer: "Tokenizer", *, log: Callable[[str], None]
+) -> Description:
+    """The description with the chat template, and with what ends its answers among what ends texts."""
+    from recipes.data.text.chat import TEMPLATE, ends_of_answers, template_of
+    from recipes.weights.companions import GENERATION_CONFIG, TOKENIZER_CONFIG
+
+    template, companions = template_of(format, tokenizer), dict(description.companions)
+    eos = description.facts.eos_token_id
+    given = eos if isinstance(eos, tuple) else () if eos is None else (eos,)
+    answer_ends, note = ends_of_answers(template, tokenizer)
+    if note:
+        log(f"data.messages_field: {note}")
+    ends = tuple(dict.fromkeys((*given, *answer_ends)))
+    config = json.loads(companions.get(TOKENIZER_CONFIG, "{}"))
+    config = {name: token for name, token in template.special_tokens.items() if name in format.template} | config
+    config.pop("chat_template", None)
+    if answer_ends and "eos_token" not in format.template:  # which may write it elsewhere
+        config["eos_token"] = tokenizer.backend.id_to_token(answer_ends[0])
+    texts = {TOKENIZER_CONFIG: config}
+    if GENERATION_CONFIG in companions and answer_ends:
+        texts[GENERATION_CONFIG] = json.loads(companions[GENERATION_CONFIG]) | {"eos_token_id": [*ends]}
+    companions |= {name: json.dumps(content, indent=2) + "\n" for name, content in texts.items()}
+    facts = replace(description.facts, eos_token_id=ends if ends != given else eos)
+    return replace(description, facts=facts, companions={**companions, TEMPLATE: format.template})
 
 
 def resume(

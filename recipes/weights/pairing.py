@@ -10,7 +10,7 @@ from recipes.data.config import DataConfig
 from recipes.data.pair_rules import pair_problems
 from recipes.data.pair_sequences import Pairing
 from recipes.data.text.chat import chat_settings, read_chat_files
-from recipes.data.text.pair_format import SETTINGS, PairFormat
+from recipes.data.text.pair_format import ANSWERS, SETTINGS, PairFormat
 from recipes.data.text.tokens_beside import TOKENIZER_CONFIG
 from recipes.files.reading import user_path
 from recipes.weights.companions import GENERATION_CONFIG
@@ -42,6 +42,7 @@ def pair_format(data: DataConfig, files: Mapping[str, str], *, encoder_decoder: 
             tokenizer = user_path(data.tokenizer)
             beside = read_chat_files(tokenizer if tokenizer.is_dir() else tokenizer.parent)
         chat = chat_settings({**files, **beside}, template=data.chat_template, date=data.chat_date)
+        chat["rules"] = ANSWERS
     given = {name: getattr(data, setting) for name, setting in SETTINGS.items()}
     return PairFormat(**given, encoder_decoder=encoder_decoder, **chat)
 

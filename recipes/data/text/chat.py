@@ -7,16 +7,21 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel.errors import UserError
+from recipes.data.text.answers import Ends
 from recipes.data.text.chat_template import MEMORY, SECONDS, TODAY
 from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER_CONFIG, read_beside, text_of
 from recipes.files.reading import fault, json_object, read_patiently, read_whole, user_path
+
+if TYPE_CHECKING:
+    from recipes.data.text.pair_format import PairFormat
+    from recipes.data.text.tokenizer import Tokenizer
 
 TEMPLATE = "chat_template.jinja"
 MOST_ENDS = 5
@@ -36,10 +41,14 @@ class Rendered(NamedTuple):
 class ChatTemplate:
     """A template in a process of its own, which is started again after one that a chat ended."""
 
-    def __init__(self, template: str, *, special_tokens: Mapping[str, str], date: str) -> None:
-        """special_tokens: bos_token and so on. date: what the template takes for today, YYYY-MM-DD. Raises UserError
-        for a template that cannot be compiled."""
-        self._first = {"template": template, "special_tokens": dict(special_tokens), "date": date}
+    def __init__(
+        self, template: str, *, special_tokens: Mapping[str, str], date: str, tokens: Iterable[str] = ()
+    ) -> None:
+        """special_tokens: bos_token and so on. date: what the template takes for today, YYYY-MM-DD. tokens: the added
+        tokens, of which one may end an answer. Raises UserError for a template that cannot be compiled."""
+        self.special_tokens = dict(special_tokens)
+        settings = {"special_tokens": self.special_tokens, "date": date, "tokens": list(tokens)}
+        self._first = {"template": template, **settings}
         self._one_at_a_time, self._ends = threading.Lock(), 0
         self._process = self._started()
 
@@ -54,6 +63,11 @@ class ChatTemplate:
         if "problem" in found:
             raise UserError(f"the chat template refuses this prompt: {found['problem']}")
         return str(found["text"])
+
+    def ends(self) -> Ends:
+        """What ends the answers that it writes. Raises UserError for a template that ended its process too often."""
+        found = self._answer({"messages": [], "prompt": False})
+        return Ends() if "problem" in found else Ends(tuple(found["tokens"]), found["earlier"], found["by_next"])
 
     def _answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         with self._one_at_a_time:
@@ -98,6 +112,31 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.kill()
     with suppress(BrokenPipeError), process:  # closes its pipes, and waits for it
         pass
+
+
+def template_of(format: "PairFormat", tokenizer: "Tokenizer") -> ChatTemplate:
+    """The chat template of a format. Raises UserError for one that cannot be compiled."""
+    special = {"eos_token": tokenizer.backend.id_to_token(tokenizer.end_of_document) or ""} | dict(
+        format.special_tokens
+    )
+    tokens = [added["content"] for added in json.loads(tokenizer.json).get("added_tokens") or ()]
+    return ChatTemplate(format.template, special_tokens=special, date=format.date, tokens=tokens)
+
+
+def ends_of_answers(template: ChatTemplate, tokenizer: "Tokenizer") -> tuple[tuple[int, ...], str]:
+    """The tokens that end the answers of chats, the usual one first, and what is to be said about them, or ""."""
+    ends, note = template.ends(), ""
+    if not ends.tokens:
+        note = (
+            "no token of the tokenizer ends the answers that are learned of the chat template, so generation will not"
+            " stop by itself; write one after each answer in the template, such as {{ eos_token }}"
+        )
+    elif ends.earlier:
+        note = (
+            f"the chat template ends earlier answers of a chat with {ends.earlier!r}, but the last with"
+            f" {ends.tokens[0]!r}, at which alone generation stops"
+        )
+    return tuple(number for end in ends.tokens if (number := tokenizer.backend.token_to_id(end)) is not None), note
 
 
 def read_chat_files(folder: Path) -> dict[str, str]:

@@ -7,15 +7,13 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from os.path import commonprefix
 from typing import Any
 
 from parallel.errors import UserError
+from recipes.data.text.answers import CONTENTS, MARKS, Answers
 
-MARKS = "\ufdd0", "\ufdd1"
-"""Stand around an answer while the template is rendered. Unicode assigns no characters to them."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TODAY = "strftime_now"
 SAFE_JINJA = (3, 1, 6)
@@ -25,7 +23,6 @@ MEMORY = 2_000_000_000
 """Bytes that the process may have."""
 MOST_CHARACTERS = 50_000_000
 """Characters of a chat as one text."""
-ROLE, CONTENT, ASSISTANT = "role", "content", "assistant"
 
 
 def serve() -> None:
@@ -55,27 +52,32 @@ def serve() -> None:
 
 
 class _Template:
-    def __init__(self, template: str, *, special_tokens: Mapping[str, str], date: str) -> None:
-        self._marked = MARKED.search(template) is not None
+    def __init__(self, template: str, *, special_tokens: Mapping[str, str], date: str, tokens: Sequence[str]) -> None:
         self._special = dict(special_tokens)
         self._template = _environment(date).from_string(template)
+        self._marked = MARKED.search(template) is not None
+        self._answers = Answers(self._text, tokens=tokens, marked=self._marked, calls="tool_calls" in template)
 
     def answer(self, messages: list[dict[str, Any]], *, prompt: bool) -> dict[str, Any]:
         """The "text" of a chat, of a prompt with what comes before an answer, and its "answers": first character, and
-        the one after the last.
+        the one after the last. Of no messages, what ends answers, as Ends.
 
         Answers are what the template puts between {% generation %} and {% endgeneration %}. In a template without
-        these, an answer is what its message adds to the text of those before, with the prompt for it.
+        these, Answers finds them.
         """
+        if not messages:
+            return self._answers.ends._asdict()
         if prompt:
             return {"text": self._text(messages, prompt=True)}
+        if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (*MARKS, *CONTENTS)):
+            raise UserError("a message holds one of U+FDD0 to U+FDD3, which are no characters")
         if not self._marked:
-            return self._by_prefixes(messages)
-        if any(mark in json.dumps(messages, ensure_ascii=False) for mark in MARKS):
-            raise UserError("a message holds U+FDD0 or U+FDD1, which are no characters")
-        return self._by_marks(self._text(messages))
+            return self._answers.spans(messages)
+        found = self._by_marks(self._text(messages))
+        self._answers.require_contents(messages, [found["text"][begin:end] for begin, end in found["answers"]])
+        return found
 
-    def _text(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
+    def _text(self, messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> str:
         nothing = {"tools": None, "documents": None}
         text: str = self._template.render(messages=messages, add_generation_prompt=prompt, **nothing, **self._special)
         return text
@@ -92,37 +94,6 @@ class _Template:
             else:
                 place += len(part)
         return {"text": "".join(part for part in parts if part not in MARKS), "answers": answers}
-
-    def _by_prefixes(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        text, answers = self._text(messages), []
-        for number, message in enumerate(messages):
-            if message[ROLE] != ASSISTANT:
-                continue
-            before, after = self._text(messages[:number], prompt=True), self._text(messages[: number + 1])
-            if not text.startswith(before):  # some write no prompt for an answer, others one that begins a thought
-                shared = commonprefix([before, text])  # noqa: RUF071  characters are meant
-                before = max(self._text(messages[:number]), shared, key=len)
-            end = len(after.rstrip()) if after[len(before) :].strip() else len(after)
-            if not text.startswith(after):
-                end = self._end_of(str(message.get(CONTENT) or ""), text, len(before))
-            if not text.startswith(before) or not end:
-                raise UserError(
-                    f"it writes the messages up to number {number + 1} differently when others follow,"
-                    " so the answer cannot be found; mark answers in it with {% generation %}"
-                )
-            answers.append((len(before), end))
-        return {"text": text, "answers": answers}
-
-    def _end_of(self, content: str, text: str, begin: int) -> int:
-        """The end of an answer that begins there with its content, and of the token that ends it; 0 = it does not. For
-        templates that write an answer differently, with thoughts for example, while it is the last message."""
-        content, end_token = content.strip(), self._special.get("eos_token", "")
-        begin += len(text[begin:]) - len(text[begin:].lstrip())
-        if not content or not text.startswith(content, begin):
-            return 0
-        end = begin + len(content)
-        space = len(text[end:]) - len(text[end:].lstrip())
-        return end + space + len(end_token) if end_token and text.startswith(end_token, end + space) else end
 
 
 def _environment(date: str) -> Any:

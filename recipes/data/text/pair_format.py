@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from parallel.errors import UserError
-from recipes.data.text.chat_template import ASSISTANT, CONTENT, ROLE
+from recipes.data.text.answers import ASSISTANT, CONTENT, ROLE
 from recipes.data.text.row import Row, no_such_field, text_or_problem
 from recipes.files.border import ForeignError, foreign
 
@@ -23,6 +23,8 @@ LEARNED, FIRST = 1 << 31, 1 << 30
 ID = FIRST - 1
 """The other bits: its id."""
 PAIR_TYPE = np.dtype("<u4")
+ANSWERS = 2
+"""The rules by which the answers of a chat are found; raise it when other tokens are learned."""
 SETTINGS = {
     "prompt": "prompt_field",
     "answer": "answer_field",
@@ -56,6 +58,15 @@ class PairFormat:
     """What the template knows as bos_token and so on."""
     date: str = ""
     """What the template takes for today, as YYYY-MM-DD."""
+    rules: int = 0
+    """ANSWERS for chats whose answers end as answers.py finds; 0 for those of older versions, and for pairs."""
+
+    def __repr__(self) -> str:
+        return f"PairFormat({', '.join(f'{name}={value!r}' for name, value in self._stored.items())})"
+
+    @property
+    def _stored(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value or name != "rules"}
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -65,7 +76,7 @@ class PairFormat:
     @property
     def summary(self) -> str:
         """All of it, for comparison."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(self._stored, sort_keys=True)
 
     @property
     def options(self) -> str:
@@ -146,8 +157,8 @@ PairFields: TypeAlias = "str | PairFormat"
 
 
 def prepared_otherwise(prepared: str, expected: str) -> str:
-    """What is wrong with shards that were prepared with one format of pairs, or as text, for a recipe with another.
-    prepared, expected: summaries, "" for text."""
+    """What is wrong with shards that were prepared with one format of pairs, or as text, for a recipe with another; ""
+    where they differ in nothing that the older of two versions wrote. prepared, expected: summaries, "" for text."""
     if not prepared:
         return (
             "holds text, not pairs; prepare its pairs (scripts/prepare_data.py --prompt-field ...), or name no fields"
@@ -156,6 +167,8 @@ def prepared_otherwise(prepared: str, expected: str) -> str:
         return "holds pairs, not text; write the fields in [data] that it was prepared with, such as prompt_field"
     then, now = json.loads(prepared), json.loads(expected)
     names = [name for name in then if then[name] != now.get(name)]
+    if not names:
+        return ""
     shown = "; ".join(f"{name}: {str(then[name])[:60]!r} there, {str(now.get(name))[:60]!r} here" for name in names)
     return f"holds pairs that were made otherwise ({shown}); write the same in [data], or prepare it again"
 
@@ -191,10 +204,9 @@ class PairEncoder:
         self._library = text_library(tokenizer.json, spelled_out=True)
         self._template = None
         if format.messages:
-            from recipes.data.text.chat import ChatTemplate
+            from recipes.data.text.chat import template_of
 
-            special = {"eos_token": self._library.id_to_token(self._end) or ""} | dict(format.special_tokens)
-            self._template = ChatTemplate(format.template, special_tokens=special, date=format.date)
+            self._template = template_of(format, tokenizer)
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Row], list[np.ndarray]]:
         """The rows, with the problems that show only now, and the stored pair of each row that still has text."""

@@ -21,7 +21,9 @@ from parallel.errors import TemporaryError, UserError
 from recipes.data.batches import Batches
 from recipes.data.config import BatchConfig, DataConfig
 from recipes.data.open_data import Data, DataSettings, Launch, open_data
+from recipes.data.pair_sequences import Pairing
 from recipes.data.sequences import Piece, Quarantine, Sequences, Source
+from recipes.data.text.pair_format import PairFormat
 from recipes.data.tokens.background import Background
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import array_path, problem_path, read_index, shard_path
@@ -657,3 +659,20 @@ def test_cache_inside_the_source_is_refused_before_anything_is_written(tmp_path:
             opened(tmp_path / place, {str(source): 1.0})
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["rows.jsonl"]
     opened(tmp_path / "in" / ".cache", {str(tmp_path / "in"): 1.0}).training.close()  # hidden: no source reads it
+
+
+@pytest.mark.slow
+def test_a_run_on_chats_of_an_older_version_goes_on_with_its_tokens(tmp_path: Path) -> None:
+    chats = ([{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "Yes."}] for n in range(30))
+    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps({'messages': chat})}\n" for chat in chats))
+    newer = PairFormat(messages="messages", template="{% for m in messages %}{{ m.content }};{% endfor %}", rules=2)
+    pairing = {name: Pairing(replace(newer, rules=rules)) for name, rules in (("older", 0), ("newer", 2))}
+
+    def tokens(version: str, **then: Any) -> dict[str, Any]:
+        data = opened(tmp_path / "cache", {str(tmp_path / "chats.jsonl"): 1.0}, pairing=pairing[version], **then)
+        (entry,) = data.data_state["sources"].values()
+        return dict(entry)
+
+    older = tokens("older")
+    state = {"sources": {str(tmp_path / "chats.jsonl"): older}}
+    assert tokens("newer", resumed_data_state=state) == older != tokens("newer")

@@ -14,10 +14,13 @@ from recipes.evaluation.generate import open_model
 from recipes.recipe.schema import Recipe
 from recipes.weights.convert import export_checkpoint, import_folder
 from recipes.weights.locate import find_weights
+from tests.commands import run_command
 from tests.processes import run_processes
+from tests.recipes.data.text.test_pair_format import CHAT_ML
 from tests.recipes.weights.test_hf_folder import SMALL, contents, edit_config, write_random
 from tests.training import change, run_all
 
+ROOT = Path(__file__).resolve().parents[3]
 TEMPLATE = "{% for message in messages %}{{ bos_token }}{{ message['role'] }}: {{ message['content'] }}\r\n{% endfor %}"
 MESSAGES = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "b\u00e9"}]
 
@@ -84,6 +87,50 @@ def test_an_export_after_training_and_resumes_reads_like_the_folder_it_came_from
     assert as_transformers_reads(run / "hf") == before
     export_checkpoint(run, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(run / "hf")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_base_model_trained_on_chats_stops_at_the_end_of_an_answer_wherever_it_goes(
+    small: Recipe, tmp_path: Path, prepared: bool
+) -> None:
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    base = write_random(tmp_path / "hf")  # its texts end with </s>, number 3
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    for number, token in enumerate(("<|im_start|>", "<|im_end|>"), 4):
+        tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": number, "content": token})
+    (base / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (base / "generation_config.json").write_text('{"eos_token_id": 3, "top_p": 0.9}')
+    (template := tmp_path / "chat.jinja").write_text(CHAT_ML)
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (source := tmp_path / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 9)
+    data = {"messages_field": "messages", "chat_template": str(template), "tokenizer": "from_weights"}
+    if prepared:
+        words = ["--tokenizer", base, "--messages-field", "messages", "--chat-template", template]
+        script, kept = str(ROOT / "scripts" / "prepare_data.py"), ["--validation-fraction", "0"]
+        code, _, error = run_command(script, *map(str, [source, tmp_path / "shards", *words, *kept]))
+        assert code == 0, error
+        source = tmp_path / "shards"
+        data = {"messages_field": "messages", "tokenizer": str(source / "tokenizer.json")}
+    recipe = change(
+        small,
+        run={"name": f"chats_{prepared}", "steps": 1},
+        model={**vars(replace(SMALL, weights=str(base)))},
+        data={**data, "source": str(source), "validation_fraction": 0.0},
+        checkpoint={"every": 1, "export_hf": True},
+        validation={"every": 0},
+    )
+    assert run_processes(1, run_all, [recipe]) == [[0]]
+    run = Path(recipe.run.folder)
+    for place in (run, run / "hf"):
+        assert set(find_weights(place).ends) == {3, 5}
+    assert AutoConfig.from_pretrained(run / "hf").eos_token_id == [3, 5]
+    settings = GenerationConfig.from_pretrained(run / "hf")
+    assert settings.eos_token_id == [3, 5] and settings.top_p == 0.9
+    theirs = AutoTokenizer.from_pretrained(run / "hf")
+    assert theirs.eos_token == "<|im_end|>" and theirs.chat_template == CHAT_ML
 
 
 @pytest.mark.filterwarnings("ignore")
