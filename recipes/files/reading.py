@@ -179,21 +179,21 @@ def read_whole(file: Path, *, most: int = LARGEST_TEXT) -> bytes:
         return content.read()
 
 
-def whole_text(file: Path, *, errors: str = "strict") -> str:
+def whole_text(file: Path, *, errors: str = "strict", most: int = LARGEST_TEXT) -> str:
     """The text in a file, in which every line ends with a line feed, as Path.read_text() has it. Raises what
     read_whole() does, and UnicodeDecodeError."""
-    return io.TextIOWrapper(io.BytesIO(read_whole(file)), encoding="utf-8", errors=errors).read()
+    return io.TextIOWrapper(io.BytesIO(read_whole(file, most=most)), encoding="utf-8", errors=errors).read()
 
 
-def read_text(file: Path, *, errors: str = "strict") -> str:
+def read_text(file: Path, *, errors: str = "strict", most: int = LARGEST_TEXT) -> str:
     """The contents of a file of text. Raises UserError if it cannot be read, TemporaryError for a fault that stays.
 
-    errors: as in bytes.decode(), for what is not UTF-8.
+    errors: as in bytes.decode(), for what is not UTF-8. most: bytes.
     """
 
     def text() -> str:
         try:
-            return whole_text(file, errors=errors)
+            return whole_text(file, errors=errors, most=most)
         except OSError as error:
             raise fault(f"{file} cannot be read", error) from None
 
