@@ -69,8 +69,7 @@ def climb(
     if task is None:  # tasks of an array share the folder
         lock.take(folder, log=log, remedy="write another --output", here=0, elsewhere=0)
     try:
-        if options.dry_run or began or not rates:
-            write_recipes(runs, folder, processes=processes)  # all of them: their rates are known
+        write_recipes(runs, folder, processes=processes)
         if options.dry_run:
             for line in _listed(groups):
                 log(line)
@@ -106,15 +105,15 @@ def _require_done(recipes: Sequence[Recipe], *, tasks: int) -> dict[str, str]:
 def _try_rates(
     plan: Callable[[Set[float]], list[Budget]], rates: Set[float], train: Callable[[list[Recipe]], dict[str, str]]
 ) -> tuple[dict[str, str], Set[float], float]:
-    """Train the trials of the learning rates, and of lower ones while a rung is best at the lowest. Returns what
-    failed, the rates that were tried, and the factor of the other runs."""
-    failed, tried, factor, low = dict[str, str](), set[float](), 1.0, bool(rates)
-    for halved in range(HALVINGS + 1):
-        if low:
+    """Train the trials of the learning rates, and of lower ones while the lowest is the best. Returns what failed, the
+    rates that were tried, and the factor of the other runs."""
+    failed, tried, factor = dict[str, str](), set[float](), 1.0
+    for halved in range(HALVINGS + 1 if rates else 0):
+        if not tried or factor == min(tried):
             new = {min(rates) / 2**halved} if halved else {*rates}
             tried |= new
             failed |= train(runs_of([one for one in plan(new) if one.tries]))
-            factor, low = settle_factor(trials_of(plan(tried)))
+            factor = settle_factor(trials_of(plan(tried)))
     return failed, tried, factor
 
 

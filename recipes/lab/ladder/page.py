@@ -66,8 +66,9 @@ def _draw_prediction(axes: Axes, answer: LadderAnswer) -> None:
     ends = [[loss[-1] - low[-1]], [high[-1] - loss[-1]]]
     note = f"{short(large)}, {short(answer.tokens)} tokens:\n{loss[-1]:.3f} ({low[-1]:.3f} to {high[-1]:.3f})"
     axes.errorbar(flops[-1:], loss[-1:], ends, color=VERMILION, fmt="D", markersize=5, capsize=4, label=note)
-    top = 1.05 * max(point.loss for point in answer.points)
-    axes.set_ylim(low[-1] - 0.12 * (top - low[-1]), top)
+    measured = [point.loss for point in answer.points]
+    bottom, top = min(*measured, low[-1]), 1.05 * max(measured)
+    axes.set_ylim(bottom - 0.12 * (top - bottom), top)
 
 
 def write_ladder_page(folder: Path, answer: LadderAnswer, *, command: str) -> None:

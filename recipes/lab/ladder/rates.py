@@ -1,13 +1,14 @@
 """The learning rates that a ladder tries before its other runs, and the one that these get. Imports no torch.
 
-A rung prefers the largest factor, up to 1, of the rate that its size asks for whose loss is within CLOSE of its best.
-All rungs get the lowest that one prefers, so that rates stay a power of N. It only goes down: a rate at the edge of
+All rungs get one factor of the rate that their size asks for, so that rates stay a power of N: the largest one up to 1
+whose loss, in the mean over the rungs that tried, is within CLOSE of the best. It only goes down: a rate at the edge of
 stability costs far more than one below it (Wortsman et al. 2023, arXiv 2309.14322), and the best rate falls with the
 length of a run (Bjorck et al. 2024, arXiv 2409.19913), while the trials are the shortest runs.
 """
 
 from collections.abc import Collection, Sequence
-from math import inf
+from math import inf, log
+from statistics import fmean
 from typing import NamedTuple
 
 from recipes.files.layout import RECIPE
@@ -16,9 +17,9 @@ from recipes.lab.ladder.runs import point_of
 from recipes.recipe.load import load
 
 CLOSE = 0.01
-"""Losses of a rung that differ by this share are as good: seeds differ as much."""
+"""Losses that differ by this share are as good: seeds differ as much."""
 HALVINGS = 3
-"""Rates below those that were asked for, each half of the one before, tried while a rung is best at the lowest."""
+"""Rates below those that were asked for, each half of the one before, tried while the lowest is the best."""
 
 
 class Trial(NamedTuple):
@@ -42,15 +43,12 @@ def trials_of(planned: Sequence[Budget]) -> list[Trial]:
     ]
 
 
-def settle_factor(trials: Sequence[Trial]) -> tuple[float, bool]:
-    """The factor of all other runs as far as these trials say, and whether a rung is best at the lowest rate alone."""
-    factor, low = 1.0, False
-    for rung in {trial.rung for trial in trials}:
-        losses = {trial.factor: trial.loss for trial in trials if trial.rung == rung}
-        good = {each for each, loss in losses.items() if loss <= (1 + CLOSE) * min(losses.values()) < inf}
-        factor = min(factor, max((each for each in good if each <= 1), default=1.0 if good else min(losses)))
-        low = low or good <= {min(losses)}
-    return factor, low
+def settle_factor(trials: Sequence[Trial]) -> float:
+    """The factor of all other runs, as far as these trials say."""
+    factors = {trial.factor for trial in trials if trial.factor <= 1}
+    means = {factor: fmean(log(trial.loss) for trial in trials if trial.factor == factor) for factor in factors}
+    least = min(means.values())
+    return max(factor for factor in factors if means[factor] <= least + CLOSE) if least < inf else min(factors)
 
 
 def factor_before(planned: Sequence[Budget], rates: Collection[float]) -> float | None:
