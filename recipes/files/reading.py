@@ -194,21 +194,21 @@ def checksum_of(file: Path) -> str:
         return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
 
 
-def whole_text(file: Path, *, errors: str = "strict") -> str:
+def whole_text(file: Path, *, errors: str = "strict", most: int = LARGEST_TEXT) -> str:
     """The text in a file, in which every line ends with a line feed, as Path.read_text() has it. Raises what
     read_whole() does, and UnicodeDecodeError."""
-    return io.TextIOWrapper(io.BytesIO(read_whole(file)), encoding="utf-8", errors=errors).read()
+    return io.TextIOWrapper(io.BytesIO(read_whole(file, most=most)), encoding="utf-8", errors=errors).read()
 
 
-def read_text(file: Path, *, errors: str = "strict") -> str:
+def read_text(file: Path, *, errors: str = "strict", most: int = LARGEST_TEXT) -> str:
     """The contents of a file of text. Raises UserError if it cannot be read, TemporaryError for a fault that stays.
 
-    errors: as in bytes.decode(), for what is not UTF-8.
+    errors: as in bytes.decode(), for what is not UTF-8. most: bytes.
     """
 
     def text() -> str:
         try:
-            return whole_text(file, errors=errors)
+            return whole_text(file, errors=errors, most=most)
         except OSError as error:
             raise fault(f"{file} cannot be read", error) from None
         except UnicodeDecodeError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy
-from annotated_types import Gt, MinLen
+from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from numpy.typing import NDArray
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
@@ -18,6 +18,9 @@ from parallel.errors import UserError
 from recipes.files.reading import read_text
 
 Positive = Annotated[FiniteFloat, Gt(0)]
+Count = Annotated[int, Gt(0), Le(10**18)]
+LARGEST = 50_000_000
+"""Bytes of a ladder.json; one of 1,000 losses has 200,000."""
 
 
 class Law(NamedTuple):
@@ -43,16 +46,23 @@ class Fit:
     """A law, and how uncertain it is."""
 
     law: Law
-    samples: Annotated[tuple[Law, ...], MinLen(1)]
+    samples: Annotated[tuple[Law, ...], MinLen(1), MaxLen(1000)]
     """Laws of resampled runs (bootstrap)."""
-    residuals: Annotated[tuple[FiniteFloat, ...], MinLen(1)]
+    residuals: Annotated[tuple[FiniteFloat, ...], MinLen(1), MaxLen(10_000)]
     """log(loss / law) of every run: the noise of one, by its seed for example."""
+    misfit: Annotated[FiniteFloat, Ge(0)] = 0.0
+    """What the law lacks: 95% of the errors, in the logarithm, of laws fitted to the smaller runs, at those they did
+    not see, per (1 + reach). 0: too few runs to hold some out, or written before it was measured."""
+    compute: Annotated[FiniteFloat, Gt(0)] = 1.0
+    """The largest N * D: the reach of a run is log(N * D / compute)."""
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
         """The loss that one run of this size and length will have."""
         loss, *drawn = losses([self.law, *self.samples], parameters, tokens)
         noisy = numpy.add.outer(numpy.log(drawn), self.residuals)
-        return Prediction(float(loss), *map(float, numpy.exp(numpy.quantile(noisy, [0.025, 0.975]))))
+        beyond = self.misfit * (1 + max(0.0, numpy.log(parameters) + numpy.log(tokens) - numpy.log(self.compute)))
+        below, above = numpy.hypot(numpy.quantile(noisy, [0.025, 0.975]) - numpy.log(loss), beyond)
+        return Prediction(float(loss), float(loss * numpy.exp(-below)), float(loss * numpy.exp(above)))
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,9 @@ class Ladder:
     """Dotted key -> value, as in TOML, of what losses depend on besides N and D: text, tokenizer, vocabulary."""
     fits: Annotated[tuple[tuple[float, Fit], ...], MinLen(1)]
     """(share of the steps of a run, the fit of the losses there), ascending; the last one is the end, 1.0."""
-    parameters: Annotated[int, Gt(0)]
+    parameters: Count
     """N of the largest rung."""
-    tokens: Annotated[int, Gt(0)]
+    tokens: Count
     """D of the longest run."""
 
     def predict(self, parameters: float, tokens: float, *, share: float = 1.0) -> Prediction | None:
@@ -114,7 +124,7 @@ def losses(laws: list[Law], parameters: Any, tokens: Any) -> NDArray[numpy.float
 def read_ladder(path: Path) -> Ladder:
     """Raises UserError if this is not a file of scripts/ladder.py."""
     try:
-        ladder: Ladder = TypeAdapter(Ladder).validate_json(read_text(path))
+        ladder: Ladder = TypeAdapter(Ladder).validate_json(read_text(path, most=LARGEST))
         if [*map(itemgetter(0), ladder.fits)] != sorted({share for share, _ in ladder.fits} | {1.0}):
             raise UserError(f"{path} has no fits of ascending shares up to 1; write it anew with scripts/ladder.py")
         return ladder

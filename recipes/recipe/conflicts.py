@@ -67,8 +67,6 @@ What a row reads is not written down: it raises Unreadable where it reads a valu
 
 # fmt: off
 CONFLICTS: tuple[Conflict, ...] = (
-    ("run.name", lambda r: "/" in r.run.name or r.run.name in (".", ".."),
-     'is the name of the run folder inside run.output; write a name without "/"'),
     ("model.upcycle", lambda r: r.model.upcycle and not r.model.weights,
      "needs the weights of a dense model; write model.weights, or false"),
     ("model.config", lambda r: r.model.config and r.model.name != FROM_CONFIG,

@@ -2,11 +2,13 @@
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,6 +149,22 @@ def test_a_refused_answer_names_the_one_that_is_left(finished: tuple[Path, str],
     code, _, err = climb(home, "--output", "rising")
     assert code == 2 and "the loss does not fall from rung" in err
     assert f"{Path('rising/large/ladder.json')} is still the answer of before" in err
+    page = (home / "rising/large/ladder.md").read_text()
+    assert "no prediction   the loss does not fall from rung" in page and page.count("\n| ") == 7
+
+
+def test_a_full_disk_ends_the_ladder_with_its_reason(home: Path) -> None:
+    def full(command: list[str], **options: Any) -> Ended:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        return Ended("crashed", "exit code 74", 1.0)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        code, out, err = climb(home, "--output", "full", train=full)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2 and out.count("steps of") == 1
+    assert "failed (crashed: exit code 74), and full/large has no room for the " in err and "make room" in err
 
 
 def test_a_loss_that_is_nan_is_named_and_left_out(finished: tuple[Path, str], home: Path) -> None:
@@ -197,6 +215,7 @@ def test_a_task_of_an_array_trains_one_rung_and_seed(home: Path) -> None:
     ("arguments", "message"),
     [
         (("--rungs", "2"), "--rungs 2: must be 3 or more"),
+        (("--run.name", "../../x"), 'is the name of the run folder inside run.output; write a name without "/"'),
         (("--seeds", "0"), "--seeds 0: must be 1 or more"),
         (("--seeds", "1"), "fewer than 5 rungs and seeds give no interval; write --seeds 2, or more rungs"),
         (("--tokens", "32K,32K"), "come out as [500, 500] steps; write lengths that differ more"),

@@ -16,7 +16,7 @@ from recipes.lab.curves.comparison import comparison
 from recipes.lab.curves.panels import Curves, Panel
 from recipes.lab.curves.picture import colour_of, draw_panel, heading, run_line
 from recipes.lab.curves.reading import Numbers
-from recipes.lab.curves.style import BLUE, COLOURS, FAINT, GRID, INK
+from recipes.lab.curves.style import BLUE, COLOURS, FAINT, GRID, INK, plain_text
 
 TEMPLATE = Path(__file__).with_name("page.html")
 # Colours that page.html gives other values where the page is dark.
@@ -47,7 +47,8 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "<table>" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
-@matplotlib.rc_context({"text.parse_math": False, "svg.fonttype": "none"})  # text stays text, in the page's font
+@plain_text
+@matplotlib.rc_context({"svg.fonttype": "none"})  # text stays text, in the page's font
 def _figure(panel: Panel, curves: Curves) -> str:
     """One panel: its SVG, and its values for the script of the page."""
     figure = Figure(figsize=(6.4, 3.0), layout="constrained")

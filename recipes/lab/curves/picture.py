@@ -2,7 +2,6 @@
 
 from typing import Any, BinaryIO
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,7 +12,7 @@ from matplotlib.typing import LineStyleType
 from recipes.lab.curves.comparison import aligned, comparison
 from recipes.lab.curves.panels import SKIPPED, STEP, Curves, Line, Panel
 from recipes.lab.curves.reading import LoggedRun, plain
-from recipes.lab.curves.style import BLUE, COLOURS, FAINT, INK, short, shortened, tidy
+from recipes.lab.curves.style import BLUE, COLOURS, FAINT, INK, plain_text, short, shortened, tidy
 
 COLUMNS = 2
 MOST_NAMES = 18
@@ -34,7 +33,7 @@ RED = "#B00020"
 SMALL = 8
 
 
-@matplotlib.rc_context({"text.parse_math": False})  # names may have dollars
+@plain_text
 def write_png(curves: Curves, file: BinaryIO) -> None:
     """All panels in one picture, and a table of several runs. Raises OSError."""
     runs = curves.runs if len(curves.runs) > 1 else []

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import matplotlib
 from matplotlib.axes import Axes
 
 # Okabe and Ito's palette, which most colour-blind readers can distinguish, and some more.
@@ -9,6 +10,8 @@ BLUE, ORANGE, GREEN, PINK, SKY, VERMILION = "#0072B2", "#E69F00", "#009E73", "#C
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, "#8C564B", "#7F7F7F")
 INK, FAINT, GRID = "#222222", "#888888", "#DDDDDD"
 DOTS_PER_INCH = 150
+plain_text = matplotlib.rc_context({"text.parse_math": False})
+"""Decorates what draws: names, devices and folders may have dollars, which stay what they are."""
 
 
 def tidy(axes: Axes, *, grid: Literal["x", "both"] = "both") -> None:

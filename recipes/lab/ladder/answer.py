@@ -7,11 +7,17 @@ import numpy
 
 from models.config import ModelConfig
 from recipes.lab.curves.style import short
-from recipes.lab.ladder.fit import BestRates, EndedRun, compute_optimal
+from recipes.lab.ladder.fit import BestRates, EndedRun, compute_optimal, too_close
+from recipes.lab.ladder.rates import Trial
 from recipes.lab.ladder.rungs import scaled
 from recipes.metrics.ladder import Fit, Ladder, Prediction
 
-CAUTION = "caution         the law has no floor, or an exponent at its bound: these runs do not determine it"
+CAUTION = "caution         {:.0%} of the resampled laws have no floor, or an exponent at its bound: few runs to tell"
+UNHELD = "caution         too few runs to hold some out, so the intervals do not have what the law itself misses"
+OFTEN = 0.05
+"""Share of the resampled laws that may have no floor."""
+REPEATS = 4.0
+"""Epochs up to which repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
 LAST_ONLY = "while training  validation.ladder compares the last loss only: before the end, these losses have no law"
 
 
@@ -19,24 +25,32 @@ LAST_ONLY = "while training  validation.ladder compares the last loss only: befo
 class LadderAnswer:
     """What the runs of a ladder found, and the run that they are asked about."""
 
+    recipe: str
+    """The file of the run that they are asked about."""
     model: ModelConfig
     tokens: int
     sequence_length: int
     learning_rate: float
-    ladder: Ladder
     points: Sequence[EndedRun]
+    trials: Sequence[Trial]
+    factor: float
+    """Of the learning rates of these runs."""
     rates: BestRates | None
     """The best learning rate by size; None if the runs do not tell."""
-    missed: Sequence[tuple[EndedRun, Prediction]]
-    """The runs of the largest rung, and what a fit without them predicts."""
     failed: Mapping[str, str]
     """Name of a run -> why it failed."""
+    ladder: Ladder | None = None
+    """None if the runs determine no law: `refused` says why."""
+    refused: str = ""
+    missed: Sequence[tuple[EndedRun, Prediction]] = ()
+    """The runs of the largest rung, and what a fit without them predicts."""
     unchecked: str = ""
     """Why `missed` is empty, if it is."""
 
     @property
     def fit(self) -> Fit:
         """The fit of the losses at the end."""
+        assert self.ladder is not None
         return self.ladder.fits[-1][1]
 
     @property
@@ -56,10 +70,16 @@ def at_equal_flops(
 
 def lines(answer: LadderAnswer) -> list[str]:
     """The answer on one screen."""
-    points, fit, rungs = answer.points, answer.fit, sorted({point.parameters for point in answer.points})
-    span = f"{short(rungs[0])} to {short(rungs[-1])} parameters (embeddings are not counted)"
+    points, rungs = answer.points, sorted({point.parameters for point in answer.points})
+    span = f", of {short(rungs[0])} to {short(rungs[-1])} parameters (embeddings are not counted)" if rungs else ""
     seeds = len({point.seed for point in points})
-    text = [f"{len(points)} losses on {len(rungs)} rungs (seeds: {seeds}), of {span}", ""]
+    text = [f"{len(points)} losses on {len(rungs)} rungs (seeds: {seeds}){span}", ""]
+    below = [f"learning rate   {_rates(answer)}", *_epochs(answer)]
+    rest = f" (and {len(answer.failed) - 1} more: ladder.md)" if len(answer.failed) > 1 else ""
+    failed = [f"failed          {name}: {why}{rest}" for name, why in answer.failed.items()][:1]
+    if answer.ladder is None:
+        return [*text, f"no prediction   {answer.refused}", *below, *failed]
+    fit = answer.fit
     text += [f"{'':<16}{'parameters':>10}{'tokens':>10}{'loss':>9}   95% interval"]
     for name, factor in {"this recipe": 1, "half as large": 0.5, "twice as large": 2}.items():
         size_here, tokens, seen = at_equal_flops(fit, answer.model, answer.flops, answer.sequence_length, factor)
@@ -69,28 +89,59 @@ def lines(answer: LadderAnswer) -> list[str]:
     low, high = interval([compute_optimal(law, answer.tokens) for law in fit.samples])
     each = f"for {short(answer.tokens)} tokens, {answer.tokens / best:.2g} tokens per parameter"
     size = f"{short(best)} parameters ({short(low)} to {short(high)}) {each}"
-    if not rungs[0] / 10 < best < 1000 * rungs[-1]:
+    near = [rungs[0] / 10 < number < 1000 * rungs[-1] for number in (low, best, high)]
+    if not near[1]:
         size = f"far {'below' if best < rungs[0] else 'above'} all rungs, where the law says little"
+    elif not all(near):
+        ends = [
+            short(number) if known else f"far {way}"
+            for number, known, way in ((low, near[0], "below all rungs"), (high, near[2], "above them"))
+        ]
+        size = f"not determined: 95% of the resampled laws put it from {ends[0]} to {ends[1]}"
     sizes = answer.model.non_embedding_params() / answer.ladder.parameters
     lengths, flops = answer.tokens / answer.ladder.tokens, answer.flops / max(point.flops for point in points)
-    rest = f" (and {len(answer.failed) - 1} more: ladder.md)" if len(answer.failed) > 1 else ""
     return [
         *text,
         "",
         f"best size       {size}",
-        f"learning rate   {_rates(answer)}",
+        *below[:1],
         f"reach           {_times(sizes)} the parameters of the largest rung, {_times(lengths)} the tokens of the"
         f" longest run, {_times(flops)} the FLOPs",
         f"check           {_check(answer)}",
-        *([] if (law := fit.law).E > 0.01 and 0.011 < min(law.a, law.b) < max(law.a, law.b) < 2.9 else [CAUTION]),
+        *below[1:],
+        *_cautions(answer),
         *([LAST_ONLY] if len(answer.ladder.fits) == 1 else []),
-        *[f"failed          {name}: {why}{rest}" for name, why in answer.failed.items()][:1],
+        *failed,
     ]
+
+
+def _cautions(answer: LadderAnswer) -> list[str]:
+    """What keeps these runs from determining the law."""
+    laws = [answer.fit.law, *answer.fit.samples]
+    open_ended = [law for law in laws if law.E < 0.01 or min(law.a, law.b) < 0.011 or max(law.a, law.b) > 2.9]
+    share = len(open_ended) / len(laws)
+    close = too_close([(point.parameters, point.tokens) for point in answer.points])
+    said = [CAUTION.format(share)] if share > OFTEN or answer.fit.law in open_ended else []
+    return [*said, *([f"caution         {close}"] if close else []), *([] if answer.fit.misfit else [UNHELD])]
+
+
+def _epochs(answer: LadderAnswer) -> list[str]:
+    """How often the longest run and the recipe read their text, as far as the runs say."""
+    most = max(answer.points, key=lambda point: point.epochs, default=None)
+    if most is None or not most.epochs:
+        return []
+    times = most.epochs, answer.tokens * most.epochs / most.tokens
+    doubt = (
+        ": the law knows no epochs; write lengths that the text has, or give more text" if max(times) > REPEATS else ""
+    )
+    return [f"epochs          of the text: {times[0]:.2g} in the longest run, {times[1]:.2g} in this recipe{doubt}"]
 
 
 def _rates(answer: LadderAnswer) -> str:
     """The recipe's learning rate, and the one that the small runs suggest."""
     in_recipe = f"{short(answer.learning_rate)} in the recipe"
+    if answer.factor != 1:
+        in_recipe += f", {short(answer.factor * answer.learning_rate)} as these runs were trained"
     if (rates := answer.rates) is None:
         return f"{in_recipe}; the small runs do not tell whether another is better"
     best = rates.coefficient * answer.model.non_embedding_params() ** rates.exponent

@@ -1,6 +1,6 @@
 """The law of a ladder and the best learning rate by size, fitted to runs. Imports no torch."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +15,8 @@ Array = NDArray[numpy.float64]
 HUBER = 1e-3  # beyond it a residual counts by its size, not its square (Hoffmann et al. 2022, approach 3)
 DISTINCT = 10  # draws of the bootstrap: fewer say nothing of the uncertainty
 SAME = 0.05  # lengths that differ by a smaller share are compared as equal ones
+SPANS = (4.0, 2.0)  # least ratios of sizes, and of lengths on a rung or of tokens per parameter, for an exponent
+HELD_OUT = numpy.linspace(0.3, 0.9, 7)  # shares of the runs, by their compute, whose laws predict the others
 EXPONENTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.8, 1.2)  # a and b of the starts
 
 
@@ -34,6 +36,8 @@ class EndedRun:
     """On the validation text at the end, nats per token."""
     curve: tuple[tuple[float, float], ...] = ()
     """(share of the steps, validation loss), ascending."""
+    epochs: float = 0.0
+    """How often its most read text was read; 0: unknown."""
 
 
 class BestRates(NamedTuple):
@@ -70,7 +74,11 @@ def fit_law(points: Sequence[EndedRun], *, samples: int = 200) -> Fit:
             weights.append(drawn)
     if len({point.tobytes() for point in weights}) < min(samples, DISTINCT):
         raise UserError(f"{len(runs)} rungs and seeds are too few to draw from, so there is no interval: add seeds")
-    law, *others = _minimize(numpy.array(weights), points)
+    compute = sizes * lengths
+    cuts = [least for least in {*numpy.quantile(compute, HELD_OUT)} if _lack(_below(points, least), sizes=3) is None]
+    smaller = [(compute <= least).astype(float) for least in cuts]
+    law, *laws = _minimize(numpy.array([*weights, *smaller]), points)
+    others, partial = laws[:samples], laws[samples:]
     residuals = [float(numpy.log(point.loss / losses([law], point.parameters, point.tokens)[0])) for point in points]
     small, large = ([point for point in points if point.parameters == edge] for edge in (sizes.min(), sizes.max()))
     pairs = [(low, high) for low in small for high in large if low.tokens <= high.tokens]
@@ -83,7 +91,15 @@ def fit_law(points: Sequence[EndedRun], *, samples: int = 200) -> Fit:
     if numpy.ptp(law.B * lengths**-law.b) < noise:
         raise UserError(f"the loss does not fall with more tokens: {remedy}")
     absorbed = (1 - len(law) / len(points)) ** 0.5  # five constants hide a part of the noise
-    return Fit(law, tuple(others), tuple(point / absorbed for point in residuals))
+    misses = [
+        abs(numpy.log(point.loss / losses([of_smaller], point.parameters, point.tokens)[0])) / (1 + reach)
+        for of_smaller, seen in zip(partial, smaller, strict=True)
+        for point, reach in zip(points, numpy.log(compute / compute[seen > 0].max()), strict=True)
+        if reach > 0
+    ]
+    misfit = float(numpy.quantile(misses, 0.95)) if misses else 0.0
+    noises = tuple(point / absorbed for point in residuals)
+    return Fit(law, tuple(others), noises, misfit=misfit, compute=float(compute.max()))
 
 
 def miss_of_top(points: Sequence[EndedRun]) -> list[tuple[EndedRun, Prediction]]:
@@ -129,6 +145,19 @@ def compute_optimal(law: Law, tokens: float) -> float:
     return float((law.a * law.A * tokens**law.b / (law.b * law.B)) ** (1 / law.a))
 
 
+def too_close(pairs: Iterable[tuple[int, float]]) -> str:
+    """What these (N, D) say too little of; "" if nothing."""
+    sizes, lengths, ratios = (
+        numpy.array(column, float) for column in zip(*((n, d, d / n) for n, d in pairs), strict=True)
+    )
+    size, length = sizes.max() / sizes.min(), min(column.max() / column.min() for column in (lengths, ratios))
+    if size < SPANS[0]:
+        return f"the sizes span only {size:.2g}x: what size does beyond them is hardly known; write them further apart"
+    if length < SPANS[1]:
+        return f"the lengths span only {length:.2g}x: what tokens do beyond them is hardly known; write longer ones"
+    return ""
+
+
 def _minimize(weights: Array, points: Sequence[EndedRun]) -> list[Law]:
     """The law for each row of weights (S, P): damped Gauss-Newton, with the Huber loss as reweighted squares."""
     size, length, loss = numpy.log([[point.parameters, point.tokens, point.loss] for point in points]).T
@@ -170,11 +199,15 @@ def _minimize(weights: Array, points: Sequence[EndedRun]) -> list[Law]:
     return [Law(E, A, a, B, b) for E, A, B, _, a, b in numpy.exp(theta).tolist()]
 
 
+def _below(points: Sequence[EndedRun], compute: float) -> list[EndedRun]:
+    return [point for point in points if float(point.parameters) * point.tokens <= compute]
+
+
 def _lack(points: Sequence[EndedRun], *, sizes: int) -> str | None:
     """Why these points cannot determine a law."""
-    lengths = Counter(size for size, _ in {(point.parameters, point.tokens) for point in points})
-    if len(lengths) < sizes:
-        return f"a ladder of {len(lengths)} sizes, and a law needs {sizes}: add rungs"
-    if max(lengths.values()) < 2:
+    if (few := len({point.parameters for point in points})) < sizes:
+        return f"a ladder of {few} sizes, and a law needs {sizes}: add rungs"
+    away = numpy.log([(point.parameters, point.tokens) for point in points])
+    if numpy.linalg.svd(away - away.mean(0), compute_uv=False)[-1] < SAME * len(points) ** 0.5:  # on one line
         return "every rung has one length, which does not separate size from data: add a token budget"
     return None if len(points) > 5 else f"{len(points)} losses do not determine five constants: add budgets or seeds"

@@ -1,9 +1,10 @@
 """What `scripts/ladder.py` does, from a recipe to its predicted loss. Imports no torch."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from pydantic import TypeAdapter
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
 from recipes.files.lock import FolderLock
-from recipes.lab.ladder.fit import SAME, EndedRun, best_rates, fit_law, miss_of_top
+from recipes.files.reading import fault
+from recipes.lab.ladder.fit import EndedRun, best_rates, fit_law, miss_of_top, too_close
+from recipes.lab.ladder.rates import HALVINGS, factor_before, settle_factor, trials_of
 from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, rung_sizes
-from recipes.lab.ladder.runs import point_of, runs_of, train_all, write_recipes
+from recipes.lab.ladder.runs import is_done, point_of, runs_of, train_all, write_recipes
 from recipes.metrics.ladder import Fit, Ladder
 from recipes.recipe.load import load, shown
 from recipes.recipe.rules_ladder import conditions_of
@@ -35,19 +38,24 @@ def climb(
 ) -> int:
     """Train the runs that are not done, and answer. Returns the exit code, 1 if a run failed.
 
-    task: of a SLURM array, which trains one rung and seed, and answers nothing. Raises UserError.
+    task: of a SLURM array: the trials of rates, or one rung and seed, and no answer. Raises UserError.
     """
     recipe = load(options.recipe, overrides, rules=False)
     require_scalable(recipe, options.recipe)
     folder = options.output / recipe.run.name
-    planned = _budgets(recipe, options, folder=folder, processes=processes)
-    groups = [list(group) for _, group in groupby(planned, lambda budget: (budget.rung.name, budget.seed))]
+    plan = partial(_budgets, recipe, options, folder=folder, processes=processes)
+    rates = {1.0, *options.rates} if options.rates else set[float]()
+    began = factor_before(plan(()), rates)
+    planned = plan(rates, began or 1.0)
+    groups = [list(group) for _, group in groupby(planned, lambda one: not one.tries and (one.rung.name, one.seed))]
     runs = runs_of(planned)
     flops, large = sum(_own_flops(run) for run in runs), _flops(recipe)
     log(
         f"{recipe.run.name}: {len({run.rung.name for run in planned})} rungs, {len(runs)} runs in {len(groups)} groups,"
         f" NPROC={processes}, {flops:.2e} FLOPs in all, {flops / large:,.2%} of the recipe's; in {folder}"
     )
+    if close := too_close([(one.rung.parameters, one.tokens) for one in planned]):
+        log(f"caution: {close}")
     if task is not None:
         if not task.isdecimal() or int(task) >= len(groups):
             raise UserError(f"SLURM_ARRAY_TASK_ID={task}: this ladder has the tasks 0 to {len(groups) - 1}")
@@ -66,18 +74,47 @@ def climb(
             for line in _listed(groups):
                 log(line)
             return 0
-        failed = train_all(runs, folder, processes=processes, log=log)
+        train = partial(train_all, folder=folder, processes=processes, log=log)
+        first = train if task is None or groups[int(task)][0].tries else partial(_require_done, tasks=len(groups) - 1)
+        failed, tried, factor = _try_rates(plan, rates, first)
+        if began and factor != began:
+            log(f"learning rates: the trials suggest {factor:g} times those of these runs: write another --output")
+        planned = plan(tried, factor := began or factor)
+        if factor != 1:
+            log(f"learning rates: {factor:g} times those that the sizes ask for, as the trials suggest")
+        names = {run.run.name for run in runs}
+        runs = [run for run in runs_of([one for one in planned if not one.tries]) if run.run.name in names]
+        failed |= train(runs)
         if task is None:
-            try:
-                answer = _answer(recipe, options, planned, failed, folder=folder)
-            except UserError as error:
-                old = f"; {folder / FILE} is still the answer of before" if (folder / FILE).exists() else ""
-                raise UserError(f"{error}{old}") from None
-            for line in ["", *answer]:
+            for line in ["", *_answer(recipe, options, planned, failed, folder=folder, factor=factor)]:
                 log(line)
+    except OSError as error:
+        raise fault(f"{error.filename or folder} cannot be written", error, "; the same command goes on here") from None
     finally:
         lock.release()
     return int(bool(failed))
+
+
+def _require_done(recipes: Sequence[Recipe], *, tasks: int) -> dict[str, str]:
+    """Raises UserError unless these trials have ended."""
+    if waiting := [recipe.run.name for recipe in recipes if not is_done(recipe)]:
+        raise UserError(f"{waiting[0]} has not ended: rates are tried first; run task 0, then the tasks 1 to {tasks}")
+    return {}
+
+
+def _try_rates(
+    plan: Callable[[Set[float]], list[Budget]], rates: Set[float], train: Callable[[list[Recipe]], dict[str, str]]
+) -> tuple[dict[str, str], Set[float], float]:
+    """Train the trials of the learning rates, and of lower ones while the lowest is the best. Returns what failed, the
+    rates that were tried, and the factor of the other runs."""
+    failed, tried, factor = dict[str, str](), set[float](), 1.0
+    for halved in range(HALVINGS + 1 if rates else 0):
+        if not tried or factor == min(tried):
+            new = {min(rates) / 2**halved} if halved else {*rates}
+            tried |= new
+            failed |= train(runs_of([one for one in plan(new) if one.tries]))
+            factor = settle_factor(trials_of(plan(tried)))
+    return failed, tried, factor
 
 
 def _listed(groups: Sequence[Sequence[Budget]]) -> Iterator[str]:
@@ -85,11 +122,20 @@ def _listed(groups: Sequence[Sequence[Budget]]) -> Iterator[str]:
     for number, group in enumerate(groups):
         first, names = group[0].recipes[0], [run.run.name for run in runs_of(group)]
         rate = f"{first.batch.global_batch_size} sequences, learning rate {first.optimizer.lr:.3g}"
-        yield f"  task {number}: {rate}: {', '.join(names)}"
+        yield f"  task {number}: {'rates, before the others' if group[0].tries else rate}: {', '.join(names)}"
 
 
-def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int) -> list[Budget]:
-    """The runs that the options ask for. Raises UserError if they determine no law."""
+def _budgets(
+    recipe: Recipe,
+    options: Namespace,
+    rates: Collection[float],
+    factor: float = 1.0,
+    *,
+    folder: Path,
+    processes: int,
+) -> list[Budget]:
+    """The runs that the options ask for, with these rates on trial and this factor of the rate of the others. Raises
+    UserError if they determine no law."""
     for key, value, least in (("--rungs", options.rungs, FEWEST), ("--seeds", options.seeds, 1)):
         if value < least:
             raise UserError(f"{key} {value}: must be {least} or more")
@@ -106,52 +152,56 @@ def _budgets(recipe: Recipe, options: Namespace, *, folder: Path, processes: int
         tokens=tokens,
         per_parameter=not options.tokens,
         seeds=options.seeds,
-        rates=options.rates,
+        rates=sorted(rates),
+        factor=factor,
         processes=processes,
     )
 
 
 def _answer(
-    recipe: Recipe, options: Namespace, planned: Sequence[Budget], failed: Mapping[str, str], *, folder: Path
+    recipe: Recipe,
+    options: Namespace,
+    planned: Sequence[Budget],
+    failed: Mapping[str, str],
+    *,
+    folder: Path,
+    factor: float,
 ) -> list[str]:
     """Fit the laws and write them, with a page. Returns the lines for the screen. Raises UserError if too few runs have
-    ended, or if they do not determine a law."""
+    ended, or if they do not determine a law: the page says what there is."""
     from recipes.lab.ladder.answer import LadderAnswer, lines
-    from recipes.lab.ladder.page import write_ladder_page
+    from recipes.lab.ladder.page import PAGE, write_ladder_page
 
-    reached = [(budget, point) for budget in planned if (point := point_of(budget))]
-    points = [point for budget, point in reached if not budget.sweep]
-    swept = {budget.rung: budget.tokens for budget, _ in reached if budget.sweep}
-    trials = [
-        (point.parameters, budget.recipes[0].optimizer.lr, point.loss)
-        for budget, point in reached
-        if budget.seed == recipe.run.seed and abs(budget.tokens / swept.get(budget.rung, 1) - 1) < SAME
-    ]
+    points = [point for budget in planned if not budget.tries and (point := point_of(budget))]
+    trials = trials_of(planned)
+    answer = LadderAnswer(
+        recipe=shown(options.recipe),
+        model=recipe.model,
+        tokens=recipe.run.steps * recipe.batch.global_batch_size * recipe.batch.sequence_length,
+        sequence_length=recipe.batch.sequence_length,
+        learning_rate=recipe.optimizer.lr,
+        points=points,
+        trials=trials,
+        factor=factor,
+        rates=best_rates((trial.parameters, trial.rate, trial.loss) for trial in trials),
+        failed=failed,
+    )
+    try:
+        fits = tuple(_fits(points))
+    except UserError as error:
+        write_ladder_page(folder, replace(answer, refused=str(error)), command=options.command)
+        old = f"; {folder / FILE} is still the answer of before" if (folder / FILE).exists() else ""
+        raise UserError(f"{error}; {folder / PAGE} has what was measured{old}") from None
+    largest, longest = max(point.parameters for point in points), max(point.tokens for point in points)
+    ladder = Ladder(answer.recipe, conditions_of(recipe), fits, parameters=largest, tokens=longest)
     missed, unchecked = [], "without its largest rung, the ladder has too few rungs for a law; add one"
     if len({point.parameters for point in points}) > FEWEST:
         try:
             missed = miss_of_top(points)
         except UserError as error:
             unchecked = str(error)
-    answer = LadderAnswer(
-        model=recipe.model,
-        tokens=recipe.run.steps * recipe.batch.global_batch_size * recipe.batch.sequence_length,
-        sequence_length=recipe.batch.sequence_length,
-        learning_rate=recipe.optimizer.lr,
-        ladder=Ladder(
-            recipe=shown(options.recipe),
-            conditions=conditions_of(recipe),
-            fits=tuple(_fits(points)),
-            parameters=max(point.parameters for point in points),
-            tokens=max(point.tokens for point in points),
-        ),
-        points=points,
-        rates=best_rates(trials),
-        missed=missed,
-        unchecked=unchecked,
-        failed=failed,
-    )
-    write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(answer.ladder).decode())
+    answer = replace(answer, ladder=ladder, missed=missed, unchecked=unchecked)
+    write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(ladder).decode())
     write_ladder_page(folder, answer, command=options.command)
     return [*lines(answer), "", f"wrote {folder}: {FILE} ladder.md ladder.png"]
 

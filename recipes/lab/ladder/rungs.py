@@ -6,7 +6,7 @@ without embeddings. Warm-up and decay keep their shares of a run; text, vocabula
 Imports no torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, log
 from pathlib import Path
@@ -54,8 +54,8 @@ class Budget:
     recipes: tuple[Recipe, ...]
     """A trunk and the fork that ends it, or one run; each is trained to its run.steps unless `steps` is less."""
     steps: int
-    sweep: bool = False
-    """Whether it only compares learning rates."""
+    tries: float = 0.0
+    """The multiple of the rung's learning rate that this run only tries; 0: it is a run of the law."""
 
     @property
     def tokens(self) -> int:
@@ -129,10 +129,11 @@ def budgets(
     tokens: Sequence[float],
     per_parameter: bool,
     seeds: int,
-    rates: Sequence[float] = (),
+    rates: Collection[float] = (),
+    factor: float = 1.0,
     processes: int = 1,
 ) -> list[Budget]:
-    """The runs of a ladder, those of a rung and seed one after another.
+    """The runs of a ladder: those that try rates, then all others, those of a rung and seed one after another.
 
     Args:
         recipe: the large run.
@@ -141,6 +142,7 @@ def budgets(
         tokens: of each run of a rung, ascending; per_parameter: times its parameters.
         seeds: of every rung: the recipe's and those that follow it.
         rates: factors of the learning rate that three of the rungs try on their shortest run.
+        factor: of the learning rate of all other runs.
         processes: which share a batch.
     Raises:
         UserError: two rungs come out as the same model.
@@ -152,7 +154,7 @@ def budgets(
         raise UserError(f"two of the rungs {list(parameters)} come out as {', '.join(names)}; name fewer, or others")
     rungs = [Rung(name, model) for name, model in zip(names, models, strict=True)]
     tried = {rungs[0].name, rungs[len(rungs) // 2].name, rungs[-1].name} if rates else set()
-    runs = []
+    trials, runs = [], []
     for rung in rungs:
         small = _of_rung(recipe, rung, folder=folder, processes=processes)
         sequence = small.batch.global_batch_size * small.batch.sequence_length
@@ -161,15 +163,15 @@ def budgets(
             raise UserError(
                 f"two lengths of rung {rung.name} come out as {steps} steps; write lengths that differ more"
             )
-        runs += _of_seed(small, rung, recipe.run.seed, steps, large=recipe)
-        for factor in rates if rung.name in tried else ():
-            other = replace(small, optimizer=_with_rate(small.optimizer, factor))
+        for tries in rates if rung.name in tried else ():
+            other = replace(small, optimizer=_with_rate(small.optimizer, tries))
             (one,) = _of_seed(other, rung, recipe.run.seed, steps[:1], large=recipe, forks=False)
-            run = replace(one.recipes[0].run, name=f"{one.recipes[0].run.name}-rate{factor:g}")
-            runs.append(replace(one, recipes=(replace(one.recipes[0], run=run),), sweep=True))
-        for seed in range(recipe.run.seed + 1, recipe.run.seed + seeds):
+            run = replace(one.recipes[0].run, name=f"{one.recipes[0].run.name}-rate{tries:g}")
+            trials.append(replace(one, recipes=(replace(one.recipes[0], run=run),), tries=tries))
+        small = replace(small, optimizer=_with_rate(small.optimizer, factor))
+        for seed in range(recipe.run.seed, recipe.run.seed + seeds):
             runs += _of_seed(small, rung, seed, steps, large=recipe)
-    return runs
+    return trials + runs
 
 
 def _of_rung(recipe: Recipe, rung: Rung, *, folder: Path, processes: int) -> Recipe:

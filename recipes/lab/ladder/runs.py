@@ -1,5 +1,8 @@
 """Train the runs of a ladder one after another, and read what they reached. Imports no torch."""
 
+import errno
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from math import isfinite
 from pathlib import Path
@@ -57,8 +60,9 @@ def _require_same(old: Recipe, new: Recipe) -> None:
 def train_all(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: Callable[[str], None]) -> dict[str, str]:
     """Train the runs that are not done, resuming those that began. Returns why some failed, by name; others go on.
 
-    Raises UserError if one of them read other text than the first.
+    Raises UserError if one of them read other text than the first, or if one failed and the disk is full.
     """
+    write_recipes(recipes, folder, processes=processes)
     failed: dict[str, str] = {}
     texts: dict[str, str] = {}
     for number, recipe in enumerate(recipes, 1):
@@ -74,6 +78,8 @@ def train_all(recipes: Sequence[Recipe], folder: Path, *, processes: int, log: C
             ended = train_apart(recipe, folder, processes=processes, timeout=TIMEOUT)
             problem = _problem(recipe) if ended.outcome == "done" else f"{ended.outcome}: {ended.reason}"
             seconds = ended.seconds
+            if problem:
+                _require_space(recipe, folder, problem)
         if problem:
             failed[name] = problem
             log(f"{which}: FAILED, {problem}")
@@ -120,6 +126,26 @@ def losses_of(recipe: Recipe) -> dict[int, float]:
     return by_step
 
 
+def _epochs(budget: Budget) -> float:
+    """How often the run had read the text that it read most."""
+    rows = [row["epochs"] for row in logged_rows(budget.recipes[-1].run.folder / METRICS) if row.get("epochs")]
+    return max((times for times in (rows[-1].values() if rows else ()) if times is not None), default=0.0)
+
+
+def _require_space(recipe: Recipe, folder: Path, problem: str) -> None:
+    """Raises UserError if there is no room for a checkpoint: no later run would do better."""
+    needed = 12 * recipe.model.num_params() + 2**20  # weights and two moments in float32, and the logs
+    try:
+        with tempfile.TemporaryFile(dir=folder / "logs") as file:
+            os.posix_fallocate(file.fileno(), 0, needed)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise UserError(
+                f"{recipe.run.name} failed ({problem}), and {folder} has no room for the {needed / 1e6:,.0f} MB of its"
+                f" checkpoint: {error.strerror}; make room, and the same command goes on"
+            ) from None
+
+
 def point_of(budget: Budget) -> EndedRun | None:
     """What a finished run reached; None unless all its parts are done and sound."""
     if any(map(_problem, budget.recipes)):
@@ -130,4 +156,4 @@ def point_of(budget: Budget) -> EndedRun | None:
         curve |= {step: loss for step, loss in losses_of(recipe).items() if step <= last}
     shares = tuple((step / budget.steps, loss) for step, loss in sorted(curve.items()))
     rung, loss = budget.rung, curve[budget.steps]
-    return EndedRun(rung.name, budget.seed, rung.parameters, budget.tokens, budget.flops, loss, shares)
+    return EndedRun(rung.name, budget.seed, rung.parameters, budget.tokens, budget.flops, loss, shares, _epochs(budget))

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from parallel.errors import UserError
-from recipes.lab.curves.style import BLUE, DOTS_PER_INCH, GREEN, ORANGE, PINK, SKY, VERMILION
+from recipes.lab.curves.style import BLUE, DOTS_PER_INCH, GREEN, ORANGE, PINK, SKY, VERMILION, plain_text
 from recipes.lab.plan.plan import MESSAGES, Plan
 from recipes.lab.plan.screen import number, seconds
 from recipes.lab.plan.world import World
@@ -37,6 +37,7 @@ LANES = ("compute", "inside nodes", "between nodes")
 """Lanes of the time of a step, from top to bottom."""
 
 
+@plain_text
 def draw_step(plan: Plan, file: Path) -> None:
     """Memory at the moments of a step, and how long each lane is busy in it. Raises UserError, as all of these do."""
     figure = Figure(figsize=(11, 7.5), layout="constrained")
@@ -145,6 +146,7 @@ def _lane(message: str) -> int:
     return LANES.index(message.rpartition(", ")[2])
 
 
+@plain_text
 def draw_scaling(recipe: Recipe, plans: Sequence[Plan], file: Path) -> None:
     """Speed, waiting and memory of a GPU against the number of GPUs."""
     figure = Figure(figsize=(11, 4), layout="constrained")
@@ -172,6 +174,7 @@ def draw_scaling(recipe: Recipe, plans: Sequence[Plan], file: Path) -> None:
     _save(figure, recipe, plans[0].world, file)
 
 
+@plain_text
 def draw_front(result: "SearchResult", file: Path) -> None:
     """What a search found: the fastest for each room that is left in memory. Those before a fall get a letter."""
     figure = Figure(figsize=(11, 6.5), layout="constrained")

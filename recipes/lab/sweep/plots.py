@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from recipes.lab.curves.style import COLOURS, DOTS_PER_INCH, tidy
+from recipes.lab.curves.style import COLOURS, DOTS_PER_INCH, plain_text, tidy
 from recipes.lab.sweep.grid import Sweep
 from recipes.lab.sweep.results import (
     Result,
@@ -28,6 +28,7 @@ UNDERFLOW = "underflow.png"
 UNDERFLOW_SHOWS = "Largest share of a tensor's nonzero values that a cast to float8 made zero, in any sampled step."
 
 
+@plain_text
 def draw_sweep(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
     """Write the pictures for which there are results; returns their paths."""
     done = [result for result in results.values() if result["outcome"] == "done"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parallel.errors import UserError
-from recipes.metrics.ladder import read_ladder
+from recipes.metrics.ladder import LARGEST, read_ladder
 from recipes.recipe.load import CONFIGS, load
 from tests.ladders import LAW, write_ladder
 
@@ -51,3 +51,14 @@ def test_fits_out_of_order_or_without_the_end_are_refused(file: Path) -> None:
     for wrong in (fits[::-1], fits[:1]):
         with pytest.raises(UserError, match="has no fits of ascending shares up to 1; write it anew"):
             read_ladder(edited(file, fits=wrong))
+
+
+def test_a_file_that_is_too_large_or_has_too_many_numbers_is_refused(file: Path) -> None:
+    fits = json.loads(file.read_text())["fits"]
+    fits[0][1]["residuals"] = [0.01] * 10_001
+    with pytest.raises(UserError, match=r"fits.0.1.residuals: Tuple should have at most 10000 items"):
+        read_ladder(edited(file, fits=fits))
+    with file.open("ab") as more:
+        more.truncate(LARGEST + 1)  # a sparse file
+    with pytest.raises(UserError, match="cannot be read: it has more than 50,000,000 bytes"):
+        read_ladder(file)

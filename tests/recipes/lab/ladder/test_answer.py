@@ -8,9 +8,10 @@ from matplotlib.image import imread
 
 from models.config import ModelConfig
 from models.sizes import SIZES
-from recipes.lab.ladder.answer import LadderAnswer, at_equal_flops, lines
+from recipes.lab.ladder.answer import CAUTION, LadderAnswer, at_equal_flops, lines
 from recipes.lab.ladder.fit import BestRates, EndedRun, compute_optimal
 from recipes.lab.ladder.page import write_ladder_page
+from recipes.lab.ladder.rates import Trial
 from recipes.lab.ladder.rungs import scaled
 from recipes.metrics.ladder import Ladder, losses
 from tests.ladders import LAW, fit
@@ -33,12 +34,15 @@ def answer() -> LadderAnswer:
     points = [point(model, tokens, seed) for model in rungs for tokens in (10**7, 2 * 10**7) for seed in range(2)]
     top = max(one.parameters for one in points)
     return LadderAnswer(
+        recipe="configs/large.toml",
         model=LARGE,
         tokens=16 * 10**7,
         sequence_length=LENGTH,
         learning_rate=3e-3,
         ladder=Ladder("configs/large.toml", {}, ((1.0, fit()),), parameters=top, tokens=2 * 10**7),
         points=points,
+        trials=(),
+        factor=1.0,
         rates=BestRates(0.4, -0.3, []),
         missed=[(one, fit().predict(one.parameters, one.tokens)) for one in points if one.parameters == top],
         failed={},
@@ -101,7 +105,7 @@ def test_the_page_lists_all_runs_and_those_that_failed(answer: LadderAnswer, tmp
     assert "    failed          0.2M-seed2: hung (and 1 more: ladder.md)" in page
     assert "| a | 0.27 | 0.27 to 0.27 |" in page
     rows = [line for line in page if line.endswith("% |")]
-    assert len(rows) == 6 and all("| 2 |" in row and "0.00% |" in row for row in rows)
+    assert len(rows) == 6 and all(row.count(", ") == 1 and "0.00% |" in row for row in rows)
     assert page[-2:] == ["- 0.2M-seed2: hung", "- 0.6M-seed2: out of memory"]
 
 
@@ -111,3 +115,48 @@ def test_the_picture_is_drawn(answer: LadderAnswer, tmp_path: Path) -> None:
     pixels = imread(tmp_path / "ladder.png")[..., :3]
     assert pixels.shape == (825, 1350, 3)
     assert 0.005 < (pixels.min(axis=2) < 0.6).mean() < 0.2
+
+
+def test_a_refused_ladder_has_a_page_with_losses_by_seed_and_the_rates_tried(
+    answer: LadderAnswer, tmp_path: Path
+) -> None:
+    trial = Trial("0.2M", 187_128, 0.5, 1e-3, 3.25)
+    refused = replace(answer, recipe="$a$b$", ladder=None, refused="the loss does not fall", trials=[trial])
+    write_ladder_page(tmp_path, refused, command="")
+    page = (tmp_path / "ladder.md").read_text()
+    assert "no prediction   the loss does not fall" in page and "| 0.2M | 0.5x | 1e-3 | 3.2500 |" in page
+    first = sorted(answer.points, key=lambda one: (one.parameters, one.tokens, one.seed))[:2]
+    assert f"| {first[0].loss:.4f}, {first[1].loss:.4f} |" in page
+    assert (tmp_path / "ladder.png").stat().st_size > 10_000
+    write_ladder_page(tmp_path, replace(refused, points=[], failed={"x": "hung"}), command="")  # nothing has ended
+    assert "- x: hung" in (tmp_path / "ladder.md").read_text()
+
+
+def test_a_ladder_whose_names_have_dollars_is_drawn(answer: LadderAnswer, tmp_path: Path) -> None:
+    write_ladder_page(tmp_path, replace(answer, recipe=r"run$\bad{$.toml"), command="")
+    assert (tmp_path / "ladder.png").exists()
+
+
+def test_a_best_size_that_the_laws_do_not_agree_on_is_not_given(answer: LadderAnswer) -> None:
+    wild = replace(fit(), samples=tuple(LAW._replace(A=LAW.A * 10.0**power) for power in range(-9, 2)))
+    assert answer.ladder is not None
+    found = named(replace(answer, ladder=replace(answer.ladder, fits=((1.0, wild),))))
+    assert found["best size"].startswith(
+        "not determined: 95% of the resampled laws put it from far below all rungs to "
+    )
+
+
+def test_caution_looks_at_the_resampled_laws_and_the_distance_of_the_runs(answer: LadderAnswer) -> None:
+    open_ended = replace(fit(), samples=(*[LAW] * 9, LAW._replace(E=0.001)), misfit=0.01)
+    assert answer.ladder is not None
+    said = lines(replace(answer, ladder=replace(answer.ladder, fits=((1.0, open_ended),))))
+    assert [line for line in said if line.startswith("caution")] == [CAUTION.format(1 / 11)]
+    near = [replace(one, parameters=one.parameters // 10**6 + 10**6) for one in answer.points]
+    assert any("the sizes span only" in line for line in lines(replace(answer, points=near)))
+
+
+def test_epochs_of_the_longest_run_and_of_the_recipe_are_said(answer: LadderAnswer) -> None:
+    points = [replace(one, epochs=one.tokens / 10**7) for one in answer.points]
+    assert named(replace(answer, points=points))["epochs"].startswith(
+        "of the text: 2 in the longest run, 16 in this recipe: the law knows no epochs"
+    )

@@ -1,6 +1,6 @@
 """The small recipes of a ladder: their shapes, rates, batches and schedules."""
 
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +95,13 @@ def test_a_native_model_of_a_config_has_rungs_of_its_own_shape() -> None:
 
 def test_three_rungs_try_other_rates_on_their_shortest_run() -> None:
     found = ladder(rates=(0.5, 2.0))
-    tried = [budget for budget in found if budget.sweep]
-    usual = {budget.rung.name: budget.recipes[0].optimizer.lr for budget in found if not budget.sweep}
-    assert len([*groupby(found, lambda one: (one.rung.name, one.seed))]) == 5  # tasks of an array
+    tried = [budget for budget in found if budget.tries]
+    usual = {budget.rung.name: budget.recipes[0].optimizer.lr for budget in found if not budget.tries}
+    assert [bool(one.tries) for one in found] == sorted((bool(one.tries) for one in found), reverse=True)  # first
     factors = [budget.recipes[0].optimizer.lr / usual[budget.rung.name] for budget in tried]
     assert factors == pytest.approx([0.5, 2.0] * 3)
     for budget in tried:
-        shortest = min(one.tokens for one in found if one.rung == budget.rung and not one.sweep)
+        shortest = min(one.tokens for one in found if one.rung == budget.rung and not one.tries)
         assert budget.tokens == pytest.approx(shortest, rel=0.02)
 
 
