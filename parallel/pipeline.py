@@ -139,7 +139,7 @@ class Pipeline(Passes):
             one.backward(torch.zeros_like(one))
 
     def _planned(self) -> Any:
-        """torch's schedule for so many micro-batches of this shape; it keeps the memory of all hidden states."""
+        """torch's schedule for so many micro-batches of this shape."""
         count, tokens = len(self._micro_batches), self._micro_batches[0][0]
         if (count, tokens.shape) not in self._schedules:
             hidden = self._hidden(tokens, length=tokens.shape[1] // self.mesh.degrees.context).requires_grad_()
@@ -234,8 +234,58 @@ class Pipeline(Passes):
             wait_for(work)
 
 
+class _WithoutBuffers(dict[int, Any]):
+    """What a stage receives of each micro-batch. Before torch 2.15, each came with its memory, for the whole run."""
+
+    def __setitem__(self, number: int, infos: Any) -> None:
+        super().__setitem__(number, infos)
+        self.let_go(number)
+
+    def let_go(self, number: int) -> None:
+        """Forget the memory of a micro-batch that has been used, or not been asked for."""
+        self._replace(number, "meta")
+
+    def provide(self, number: int, device: torch.device) -> None:
+        """New memory for a micro-batch that is about to be received."""
+        self._replace(number, device)
+
+    def _replace(self, number: int, device: torch.device | str) -> None:
+        for info in self.get(number, ()):
+            if isinstance(buffer := getattr(info, "buffer", None), Tensor):  # torch 2.15 has None: it does the same
+                info.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
+
+
 class _PlannedStage(PipelineStage):
-    """Adds up gradients of weights that are computed apart in float32, as FSDP's hooks do in whole backward passes."""
+    """Has memory for what it receives from the message until it is used.
+
+    Adds up gradients of weights that are computed apart in float32, as FSDP's hooks do in whole backward passes.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.args_recv_info: _WithoutBuffers = _WithoutBuffers()
+        self.grad_recv_info: _WithoutBuffers = _WithoutBuffers()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self.args_recv_info.provide(fwd_chunk_id, self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self.grad_recv_info.provide(bwd_chunk_id, self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        made = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+        self.args_recv_info.let_go(fwd_chunk_id)  # the graph keeps it
+        return made
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, **options: Any
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, **options)
+        self.grad_recv_info.let_go(bwd_chunk_id)
+        if loss is not None and full_backward:
+            loss.detach_()  # the schedule keeps it to the end of the step, and its graph what the stage has received
 
     def backward_weight_one_chunk(self, *arguments: Any, **options: Any) -> None:
         super().backward_weight_one_chunk(*arguments, **options)

@@ -129,9 +129,10 @@ def _same(device: str, gpu: Gpu | None, path: Path) -> Gpu:
     return gpu or found
 
 
-def _by(rates: Rates, what: str, path: Path, *, spread: float | None = None) -> Rates:
+def _by(rates: Rates, what: str, path: Path, *, spread: float | None = None, of_kernels: bool = False) -> Rates:
     said = f"{rates.calibrated}; {what}" if rates.calibrated else f"by {path.name}: {what}"
-    return replace(rates, calibrated=said, spread=rates.spread if spread is None else spread)
+    spread = rates.spread if spread is None else spread
+    return replace(rates, calibrated=said, spread=spread, of_kernels=of_kernels)
 
 
 # A record of bench.py --suite gpu.
@@ -155,7 +156,7 @@ def _by_kernels(record: Json, path: Path, gpu: Gpu | None) -> tuple[Gpu, Rates]:
     if beyond := [name for name in shares if getattr(rates, name) > PROMISED]:
         raise UserError(f"{path}: {', '.join(beyond)} beyond what is promised of {gpu.name}; is it of another device?")
     done = ", ".join(name for name in ("product", "attention", "copy", "cast", "optimizer", "loss") if name in found)
-    return gpu, _by(rates, f"its kernels: {done}", path, spread=SPREAD["record"])
+    return gpu, _by(rates, f"its kernels: {done}", path, spread=SPREAD["record"], of_kernels=True)
 
 
 def _moved(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:

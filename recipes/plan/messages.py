@@ -16,6 +16,7 @@ from functools import cached_property
 
 from recipes.plan.hardware import Gpu
 from recipes.plan.rates import Rates
+from recipes.plan.routing import DEDUPLICATED, HIDDEN
 from recipes.plan.work import Work
 
 Seconds = dict[str, float]
@@ -87,13 +88,21 @@ class Group:
         """Seconds to gather so many bytes in all members, or to scatter their sum."""
         return self.latency + amount * (self.size - 1) / self.size / self.rate if self.size > 1 else 0.0
 
-    def exchange(self, amount: float) -> float:
-        """Seconds in which each member sends a part of so many bytes to each: to other nodes by its own adapter."""
+    def exchange(self, amount: float, *, chosen: int = 0) -> float:
+        """Seconds in which each member sends a part of so many bytes to each: to other nodes by its own adapter.
+
+        chosen: experts of a token that goes to each node, and then to each process there, at most once; 0 = to each
+        expert by itself.
+        """
         if self.size == 1:
             return 0.0
         part = amount / self.size
         outside = part * (self.size - self.in_node) / (self.rates.network * self.gpu.network)
-        return self.latency + max(part * (self.in_node - 1) / self.inside, outside)
+        inside = part * (self.in_node - 1) / self.inside
+        if chosen:  # the mean number of different nodes, and processes, among so many choices
+            outside *= self.nodes * (1 - (1 - 1 / self.nodes) ** chosen) / chosen
+            inside = inside * self.nodes * self.size * (1 - (1 - 1 / self.size) ** chosen) / chosen
+        return self.latency + max(inside, outside)
 
     def pass_on(self, amount: float) -> float:
         """Seconds to send so many bytes to the next member, by the own adapter of each process between nodes."""
@@ -120,7 +129,8 @@ def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward:
         sent = _inside_blocks(work, gpu, rates, scatters=scatters)
         messages.add(sent, hiding=hidden * sum(sent.values()), times=times * passes)
     if work.experts and work.experts.degree > 1:
-        messages.add(_exchanges(work, gpu, rates, again=again), hiding=0.0, times=times * work.experts.share)
+        behind = forward + backward if HIDDEN in rates.assumed | work.experts.assumed else 0.0
+        messages.add(_exchanges(work, gpu, rates, again=again), hiding=behind, times=times * work.experts.share)
     group = Group("tensor", work.tensor, 1, gpu, rates)
     if small := small_sums(work):
         messages.add({group.name: group.sum(0)}, hiding=0.0, times=small)
@@ -176,11 +186,13 @@ def _inside_blocks(work: Work, gpu: Gpu, rates: Rates, *, scatters: int) -> Seco
 def _exchanges(work: Work, gpu: Gpu, rates: Rates, *, again: float) -> Seconds:
     """Seconds of all-to-all in one sparse layer, forward and backward. again: share of the layers that send again.
 
-    Nothing hides them: no product of the layer begins before all rows are there.
+    Nothing hides them: no product of the layer begins before all rows are there. --assume may say otherwise.
     """
     assert work.experts is not None
     group = Group("expert", work.experts.degree, 1, gpu, rates)
-    there_and_back = 2 * group.exchange(work.expert_rows(rates.imbalance) * work.width * work.element)
+    chosen = work.experts.chosen if DEDUPLICATED in rates.assumed | work.experts.assumed else 0
+    amount = work.expert_rows(rates.imbalance) * work.width * work.element
+    there_and_back = 2 * group.exchange(amount, chosen=chosen)
     return {group.name: (2 + again) * there_and_back + (1 + again) * group.exchange(0)}  # and how many rows
 
 

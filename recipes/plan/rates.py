@@ -75,6 +75,8 @@ class Rates:
     """Products of all experts as one kernel, relative to one product of as many rows. Assumed."""
     imbalance: float = 1.0
     """Rows of the experts of the fullest process, relative to the mean: equal loads."""
+    assumed: frozenset[str] = frozenset()
+    """What --assume says of all-to-all: the words of routing.py."""
 
     # Attention: causal flops / (share x peak) x (1 + ramp / S), and backward 2.5 times the flops.
     flash: float = 0.3197
@@ -148,9 +150,10 @@ class Rates:
     """(fitted) Share of tensor-parallel messages that async tensor parallelism hides."""
 
     # What the plan says of itself.
-    spread: float = 0.15
-    """(fitted) How far nine of ten published runs are off at most, where their own project was left out of the fit;
-    each project counts the same."""
+    spread: float | None = None
+    """How far a step may be off, as a share of it; None: as far as published rows of its kind (evidence.py)."""
+    of_kernels: bool = False
+    """Whether kernels alone were calibrated."""
     calibrated: str = ""
     """What replaced fields, such as a file; empty if nothing did."""
 

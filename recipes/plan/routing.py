@@ -4,6 +4,10 @@ from recipes.plan.hardware import Gpu
 from recipes.plan.rates import Rates
 from recipes.plan.work import Recompute, Work
 
+DEDUPLICATED, HIDDEN = "deduplicated", "hidden"
+ALL_TO_ALL = (DEDUPLICATED, HIDDEN)
+"""What --assume can say of all-to-all, as of DeepEP's: that each token goes to a node, and to a process, once; that
+computation of other micro-batches hides it. This program does neither."""
 HALF_TILE = 64
 """Rows that a grouped product computes for nothing, on average, for each expert: its last tile is not full."""
 COMPILED, EAGER = (64, 12, 20, 6, 18, 16), 2.0
@@ -13,7 +17,7 @@ and the width, and their inner width; the same where rows come from other proces
 KERNELS, EXCHANGED, EAGER_KERNELS = 45, 15, 110
 """Kernels of a layer, of those the ones around all-to-all, and without torch.compile. Assumed."""
 WAIT = 40e-6
-"""Seconds in which a device has nothing to do while the host reads the sizes of messages and queues again. Assumed."""
+"""Seconds in which a device has nothing to do while the host reads the sizes of messages. Assumed."""
 
 
 def products(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float]:
@@ -51,8 +55,9 @@ def moved(work: Work, rates: Rates, recompute: Recompute) -> tuple[float, float]
     return again * work.element / 2 * amount * (1.0 if work.compiled else EAGER), again * kernels
 
 
-def waits(work: Work, recompute: Recompute) -> float:
-    """Seconds of a sparse layer in which the host reads sizes."""
+def waits(work: Work, rates: Rates, recompute: Recompute) -> float:
+    """Seconds of a sparse layer in which the host reads sizes, and then queues what is around all-to-all anew."""
     assert work.experts is not None
     times = 2 if recompute == "full" else 1
-    return times * WAIT if work.experts.degree > 1 else 0.0
+    queues = EXCHANGED * rates.launch * (0.5 if work.compiled else 1.0)
+    return times * (WAIT + queues) if work.experts.degree > 1 else 0.0

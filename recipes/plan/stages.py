@@ -1,8 +1,8 @@
 """The peak memory of each process of a pipeline.
 
 A process has the blocks of its stages, and activations of all micro-batches whose backward pass is still to come. Its
-gradients are added up whole, and reduced after the last pass. torch keeps memory for all that a stage receives in a
-step. NCCL lets go of what it has sent; gloo keeps it, with several stages on a process. Where gradients of weights come
+gradients are added up whole, and reduced after the last pass. What a stage receives lives until its backward pass. NCCL
+lets go of what it has sent; gloo keeps it, with several stages on a process. Where gradients of weights come
 later, steps held up to 7% more than is counted here, and up to half as much again with recomputation.
 Imports no torch.
 """
@@ -98,7 +98,6 @@ class Part(Sizes):
         config, count = self.whole.pipeline, self.recipe.model.layers
         passes = in_flight(config, degree=self.degree, rank=self.rank, count=self.micro_batches)
         head = (passes - 1) * self.of_head if self.ends and config.schedule == "gpipe" else 0
-        edges = self.micro_batches * (2 * len(self.layers) - int(self.begins) - int(self.ends))
         sent = int(config.runs == 1 and not self.begins)  # the last gradient, until the next one
         embeddings = self.degrees.tensor if self.begins and not self.tied else 0  # if cut, it adds up all parts
         whole = count * self.block.whole + (embeddings + int(self.ends)) * self.table.whole + self.norm.whole
@@ -114,9 +113,19 @@ class Part(Sizes):
             "gathering": ahead * self.gathered_block if blocks < count else 0,
             "activations": round((passes - minus) * self.of_blocks + head + 16 * self.degrees.context * self.tokens),
             "gradients before those of weights": round(later),
-            "received": (edges + sent) * self.stream,
+            "received": round((self._received(passes - minus, waiting) + sent) * self.stream),
             "reduction": 0,
         }
+
+    def _received(self, passes: int, waiting: int) -> float:
+        """Hidden states and gradients that others have sent and that live.
+
+        passes: whose hidden states are kept; waiting: whose gradients are, for those of weights. With several stages,
+        the next ones arrive before they are needed; with one, the last gradient is kept until the next one is there.
+        """
+        runs = len(self.layers)
+        states = (passes + int(runs > 1)) * (runs - int(self.begins)) / runs
+        return states + (2 + waiting) * (runs - int(self.ends)) / runs
 
     def moments(self) -> Iterator[tuple[str, Pieces]]:
         """The moments that can be the fullest."""
@@ -135,11 +144,11 @@ class Part(Sizes):
         if self.begins:
             yield "the gradient of the embedding", at.embedding(self) | self.living(minus=1)
         unit = self.table if self.begins or self.tied else self.block
-        gone = {"activations": 0, "gradients before those of weights": 0, "gathering": 0}
+        gone = {"received": 0, "activations": 0, "gradients before those of weights": 0, "gathering": 0}
         yield "the reduction of the gradients", self.living(blocks=0) | gone | {"reduction": self.reduction(unit)}
         share = 0 if self.recipe.fsdp.cpu_offload else self.state["parameters"]  # as many bytes
-        done = {"accumulated gradients": 0, "reduced gradients": share, "activations": 0}
-        yield "the optimizer", at.optimizer(self) | done | {"received": self.living()["received"]}
+        done = {"accumulated gradients": 0, "reduced gradients": share, "activations": 0, "received": 0}
+        yield "the optimizer", at.optimizer(self) | done
 
 
 def parts(recipe: Recipe, degrees: MeshDegrees, *, imbalance: float = 1.0) -> Iterator[tuple[str, Part]]:

@@ -24,6 +24,7 @@ from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from parallel.owners import flat, newton_schulz_flops
 from recipes.plan import muon
+from recipes.plan.evidence import range_of
 from recipes.plan.hardware import Gpu
 from recipes.plan.messages import Messages, messages_of
 from recipes.plan.rates import RATES, Rates
@@ -61,6 +62,8 @@ class StepTime:
     """Seconds of messages behind computation, by piece."""
     spread: float
     """How far the step may be off, as a share of it."""
+    evidence: str = ""
+    """What that is known from."""
     calibrated: str = ""
     """What the rates were calibrated by; empty if by nothing."""
 
@@ -118,7 +121,7 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
         round(work.micro_batches * work.tokens / (work.tensor * work.pipeline)),
         seconds | states | _bubble(work, per_micro_batch, messages) | messages.exposed,
         messages.hidden,
-        rates.spread,
+        *range_of(work, gpu, rates),
         rates.calibrated,
     )
 
@@ -230,7 +233,7 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> tuple[_P
         share, (ahead, back) = work.experts.share, routing.products(work, gpu, rates)
         forward, backward, last = forward + share * ahead, backward + share * back, 0.0
         moves, launched = (share * amount for amount in routing.moved(work, rates, recompute))
-        waits = share * routing.waits(work, recompute)
+        waits = share * routing.waits(work, rates, recompute)
     again = {"none": 0.0, "selective": 0.0, "full": forward - last, "every second product": forward / 2}[recompute]
     widths = {"head_width": work.head_width, "sequence": work.sequence, "element": work.element}
     flops = 2 * work.query / tensor * work.sequence * tokens

@@ -36,6 +36,8 @@ class Experts:
     """Share of the layers that have them."""
     degree: int
     """Processes that they are divided over."""
+    assumed: frozenset[str] = frozenset()
+    """What another program does with all-to-all: the words of routing.py."""
 
 
 @dataclass(frozen=True)

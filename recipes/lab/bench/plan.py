@@ -7,9 +7,9 @@ that nobody has measured), and left out but for three rows that calibrate. Impor
 import argparse
 import csv
 import json
+import math
 import random
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +21,10 @@ from recipes.files.screen import say
 from recipes.lab.bench.fit import ROW, SOURCES, fit, residuals_of
 from recipes.lab.bench.gpu_page import gpu_of_device, step_table
 from recipes.lab.bench.plan_memory import GOAL, memory_table
-from recipes.lab.bench.published import TABLE, Published, projects, read_published
+from recipes.lab.bench.published import TABLE, Published, projects, read_experts, read_published
 from recipes.lab.sweep.grid import read_sweep
 from recipes.lab.sweep.runner import exit_code_of
+from recipes.plan import evidence
 from recipes.plan import rates as rates_module
 from recipes.plan.rates import RATES, Rates
 from recipes.recipe.load import CONFIGS, shown
@@ -72,12 +73,13 @@ def _run(options: argparse.Namespace) -> int:
     rows = read_published(options.table)
     fitted = fit(rows, by_sources())
     errors = errors_of(rows, fitted)
-    fitted = replace(fitted, spread=spread_of(errors))
     if not options.write_docs:
         rows_of_all = markdown_table(COLUMNS, cells_of(errors), align="rrlrl")
-        say("\n".join([*summary(errors), "", *constants(fitted), "", *rows_of_all, "", *memory_table(rows)]))
+        tables = [summary(errors), ranges(errors), constants(fitted), rows_of_all, memory_table(rows)]
+        say("\n\n".join("\n".join(table) for table in tables))
         return 0
     write_rates(fitted)
+    write_evidence(errors)
     part = "\n".join([*generated(errors, fitted), ""])
     PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, part), encoding="utf-8")
     with ALL_ROWS.open("w", encoding="utf-8", newline="") as file:
@@ -115,14 +117,48 @@ def _calibrated(rows: Sequence[Published], others: Rates) -> Iterator[tuple[Publ
         yield from zip(rest, map(float, np.expm1(residuals_of(rest, rates))), strict=True)
 
 
-def spread_of(errors: Errors) -> float:
-    """The size of the left-out errors below which WITHIN of them are, each project with several the same."""
-    several = {row.project for row, _ in errors.calibrated}
-    pairs = zip(errors.rows, errors.left_out, strict=True)
-    sizes = sorted(((abs(error), row.project) for row, error in pairs if row.trust == "A" and row.project in several))
-    counts = Counter(project for _, project in sizes)
-    reached = np.cumsum([1 / counts[project] / len(counts) for _, project in sizes])
-    return round(float(sizes[int(np.searchsorted(reached, WITHIN))][0]), 2)
+def by_kind(errors: Errors) -> dict[str, np.ndarray]:
+    """Kind of a step -> how far its rows are off: the logarithms of left-out predictions over measurements.
+
+    The rows that are stated as recipes are in no fit.
+    """
+    apart = read_experts()
+    sizes = np.concatenate([np.log1p(errors.left_out), residuals_of(apart, RATES)])
+    kinds = np.array([evidence.kind_of(evidence.traits_of(row.work, row.gpu)) for row in (*errors.rows, *apart)])
+    return {kind: sizes[kinds == kind] for kind in evidence.KINDS if (kinds == kind).any()}
+
+
+def spread_of(sizes: np.ndarray, least: float) -> float:
+    """The range that holds WITHIN of further rows, as a share, from the logarithms of those that are known.
+
+    least: none is narrower, because the rows of a kind may all be of one project. Where they are too few to tell, the
+    largest to the power of FEW.
+    """
+    ordered, position = np.sort(np.abs(sizes)), math.ceil(WITHIN * (len(sizes) + 1)) - 1
+    is_known = position < len(ordered)
+    size = max(least, *ordered[position : position + 1]) if is_known else evidence.FEW * max([least, *ordered])
+    return round(float(np.expm1(size)), 2)
+
+
+def least_of(errors: Errors) -> float:
+    """The logarithm that WITHIN of all fitted rows are below, where they are left out."""
+    return float(np.quantile(np.abs(np.log1p(errors.left_out)), WITHIN))
+
+
+def ranges(errors: Errors) -> list[str]:
+    """A table of the kinds of steps: how far rows are off, the range printed for them, and the share inside of it.
+
+    Each row is compared with the range that the other rows of its kind would give.
+    """
+    lines, inside, everything, least = list[Sequence[object]](), 0, list[float](), least_of(errors)
+    for kind, sizes in by_kind(errors).items():
+        held = sum(np.expm1(abs(size)) <= spread_of(np.delete(sizes, place), least) for place, size in enumerate(sizes))
+        cells = _two(np.expm1(sizes)), f"{spread_of(sizes, least):.0%}", f"{held} of {len(sizes)}"
+        lines.append((kind, len(sizes), *cells))
+        inside, everything = inside + held, [*everything, *sizes]
+    share = f"{inside} of {len(everything)}, {inside / len(everything):.0%}"
+    lines.append(("**all**", len(everything), _two(np.expm1(everything)), "", share))
+    return markdown_table(("kind", "rows", "left out", "range", "inside, by the other rows"), lines, align="lrrrr")
 
 
 def compiled_fsdp(row: Published) -> bool:
@@ -192,6 +228,11 @@ def generated(errors: Errors, fitted: Rates) -> Iterator[str]:
     yield from ("", "Our runs on an H200, which are in no fit. Second error: with the length of its documents, which a")
     yield from ("recipe does not know. *: the allocator waited in every step.", "", *measured_here(fitted))
     yield from ("", "Published rows, median and 90th percentile of the sizes of the errors:", "", *summary(errors), "")
+    yield from (
+        "By kind of step, with [rows of experts and a B200](benchmarks/published_experts.csv), which are in no fit:",
+        "",
+    )
+    yield from (*ranges(errors), "")
     yield from ("Published memory, of what a recipe can state:", "", *memory_table(errors.rows, least=GOAL), "")
 
 
@@ -200,8 +241,25 @@ def write_rates(fitted: Rates) -> None:
     assert rates_module.__file__
     file = Path(rates_module.__file__)
     text = file.read_text(encoding="utf-8")
-    for name in (*SOURCES, "spread"):
+    for name in SOURCES:
         line = f"    {name}: float = {getattr(fitted, name)}"
         text, count = re.subn(rf"^    {name}: float = .*$", line, text, flags=re.M)
         assert count == 1, name
     file.write_text(text, encoding="utf-8")
+
+
+def write_evidence(errors: Errors) -> None:
+    """Replace the numbers in the source of the ranges."""
+    assert evidence.__file__
+    file, least, seen = Path(evidence.__file__), least_of(errors), dict[str, set[str]]()
+    for row in (*errors.rows, *read_experts()):
+        traits = evidence.traits_of(row.work, row.gpu)
+        for place, trait in enumerate(traits):
+            seen.setdefault(trait, set()).update(traits[place + 1 :])
+    known = [f'    "{kind}": {len(sizes), spread_of(sizes, least)},' for kind, sizes in by_kind(errors).items()]
+    pairs = [f'    "{trait}": "{" ".join(sorted(seen[trait]))}",' for trait in sorted(seen)]
+    known = ["ROWS: dict[str, tuple[int, float]] = {", *known, "}"]
+    part = "\n".join([*known, "TOGETHER: dict[str, str] = {", *pairs, "}", ""])
+    file.write_text(
+        between(file.read_text(encoding="utf-8"), "# Written by bench.py --suite plan.\n", "# End.\n", part)
+    )

@@ -6,6 +6,7 @@ what is copied and gathered. Nothing here is fitted. Imports no torch.
 
 import csv
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +14,14 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.plan.hardware import GPUS, Gpu
-from recipes.plan.work import Kernel, Recompute, Work
-from recipes.recipe.load import CONFIGS
+from recipes.plan.work import Kernel, Recompute, Work, work_of
+from recipes.recipe.load import CONFIGS, load
 
 TABLE = CONFIGS.parent / "docs/benchmarks/published_throughput.csv"
+EXPERTS = TABLE.with_name("published_experts.csv")
+"""Rows that are in no fit, each with the options of a recipe, and what its program does with all-to-all."""
+PLAIN = ("--mesh.expert", "1", "--activation_checkpointing.blocks", "all")
+"""What these options begin from, besides the recipe of Qwen3-30B."""
 PROJECTS = {
     "llm-foundry": "mosaicml/llm-foundry",
     "NVIDIA": "NVIDIA",
@@ -74,6 +79,23 @@ def read_published(path: Path = TABLE) -> list[Published]:
             raise UserError(f"{path}, line {number}: tok_s_gpu = {row['tok_s_gpu']} must be more than 0")
     if not rows:
         raise UserError(f"{path} has no rows; write them as in {TABLE.name}")
+    return rows
+
+
+def read_experts() -> list[Published]:
+    """The rows that are stated as recipes: those with experts, and of a B200."""
+    rows = []
+    for row in csv.DictReader(EXPERTS.read_text(encoding="utf-8").splitlines()):
+        words, gpu, processes = shlex.split(row["recipe_options"]), GPUS[row["gpu"]], int(row["gpus"])
+        recipe = load(CONFIGS / "qwen3_30b_a3b_16x8h100.toml", [*PLAIN, *words], rules=False)
+        degrees = recipe.mesh.fit(processes, nodes=-(-processes // gpu.per_node))
+        work = work_of(recipe, degrees, per_node=gpu.per_node)
+        if "Megatron" in row["source"]:
+            work = replace(work, fused_accumulation=True, casts="te, current")
+        if work.experts:
+            work = replace(work, experts=replace(work.experts, assumed=frozenset(row["all_to_all"].split())))
+        name = f"{recipe.model.name}, {processes} {gpu.name}, {degrees}"
+        rows.append(Published("NVIDIA", row["trust"], name, float(row["tok_s_gpu"]), work, gpu, row))
     return rows
 
 

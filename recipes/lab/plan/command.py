@@ -56,7 +56,7 @@ def answer(arguments: Sequence[str]) -> int:
     if words[0].startswith("-"):
         raise UserError(f"the recipe must come first: train.py RECIPE {' '.join(words)} --plan")
     path, changes = words[0], words[1:]
-    asked = Asked(Path(path).stem, options.gpu, options.calibrated_by)
+    asked = Asked(Path(path).stem, options.gpu, options.calibrated_by, options.assume)
     if len(options.processes) > 1:
         said = _scaled(path, changes, options, asked)
     else:
@@ -165,7 +165,10 @@ def _searched(path: str, changes: Sequence[str], options: Options, world: World)
         ],
         "rejected": result.rejected,
     }
-    lines, draw = [*about(recipe, world), "", *result.lines()], lambda file: _pictures().draw_front(result, file)
+    lines, draw = (
+        [*about(recipe, world, result.best and result.best.time), "", *result.lines()],
+        lambda file: _pictures().draw_front(result, file),
+    )
     if result.best is None:
         return PlanAnswer(lines, numbers, draw, code=REFUSED)
     lines += ["", "of the fastest:", *costs(result.best, options.money)]

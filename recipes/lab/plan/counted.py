@@ -25,6 +25,7 @@ def refuse(options: Options) -> None:
     """Raise UserError for what only a predicted time answers."""
     asked = {
         "--search": options.search,
+        "--assume": bool(options.assume),
         "--picture": options.picture is not None,
         "--tokens": options.money.tokens is not None,
         "--price": options.money.price is not None,
@@ -73,7 +74,7 @@ class Counted:
         ]
         wrapped = [part for line in lines for part in wrap(line, COLUMNS, subsequent_indent=" " * 8)]
         table = memory_table(self.memory, mark, rows=ROWS)
-        return [*about(recipe, self.world, timed=False), *wrapped, "", *table]
+        return [*about(recipe, self.world, None), *wrapped, "", *table]
 
     def numbers(self) -> dict[str, Any]:
         """The same numbers for scripts, named as in other plans; null where nothing is predicted."""

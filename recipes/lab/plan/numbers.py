@@ -40,6 +40,8 @@ def numbers_of(plan: Plan, money: Money) -> dict[str, Any]:
             "tokens_per_second_per_device": worst.time.tokens_per_second,
         },
         "calibrated": time.calibrated,
+        "evidence": time.evidence,
+        "assumed": sorted(plan.world.rates.assumed),
         "cost": {**asdict(money.of(plan)), "price": money.price},
         "loss": money.loss(plan),
     }

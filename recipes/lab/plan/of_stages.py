@@ -38,7 +38,7 @@ def plans(recipe: Recipe, world: World, money: Money) -> list[StagePlan]:
 
 def stages_screen(recipe: Recipe, stages: Sequence[StagePlan]) -> list[str]:
     """Lines for all stages and their sum."""
-    lines = about(recipe, stages[0].plan.world)
+    lines = about(recipe, stages[0].plan.world, stages[0].plan.time)
     for planned in stages:
         stage = planned.stage
         lines += ["", f"stage {stage.name}: steps {stage.first + 1:,} to {stage.last:,}", *layout(planned.plan)]

@@ -11,6 +11,7 @@ from parallel.errors import UserError
 from recipes.files.reading import user_path
 from recipes.lab.plan.screen import Money
 from recipes.plan.hardware import GPUS
+from recipes.plan.routing import ALL_TO_ALL
 
 USAGE = f"""\
 usage: train.py RECIPE [--section.field value ...] --plan [option ...]
@@ -22,6 +23,7 @@ usage: train.py RECIPE [--section.field value ...] --plan [option ...]
   --price 2.5            of one GPU for an hour, in any currency
   --ladder FILE          the loss that small runs predict (docs/plan.md)
   --calibrated-by FILE   what was measured on such GPUs (docs/plan.md)
+  --assume WORD,WORD     of all-to-all of experts: {", ".join(ALL_TO_ALL)}
   --search               look for the fastest recipe that fits
   --search --numerics    among those that round differently, too
   --search --write FILE  write that recipe
@@ -48,6 +50,7 @@ class Options(Namespace):
     """Of tokens and price."""
     ladder: str | None = None
     calibrated_by: Path | None = None
+    assume: frozenset[str] = frozenset()
     search: bool = False
     numerics: bool = False
     write: Path | None = None
@@ -71,6 +74,7 @@ def read_options(arguments: Sequence[str]) -> tuple[Options | None, list[str]]:
     values: dict[str, Callable[[str], Any]] = {
         **{"--processes": _several, "--nodes": _whole, "--tokens": _tokens, "--price": _price},
         **{"--picture": _picture, "--write": _new, "--gpu": str, "--ladder": str, "--calibrated-by": user_path},
+        "--assume": _assumed,
     }
     for name, value in values.items():
         parser.add_argument(name, type=value)
@@ -99,6 +103,14 @@ def _several(text: str) -> tuple[int, ...]:
         limits = f"whole numbers from 1 to {MOST_PROCESSES:,}"
         raise UserError(f"--processes {text}: must be {limits}; write as in 8 or 8,64,512")
     return numbers
+
+
+def _assumed(text: str) -> frozenset[str]:
+    """Words about all-to-all with commas between them."""
+    words = frozenset(word.strip() for word in text.split(","))
+    if not words <= {*ALL_TO_ALL}:
+        raise UserError(f"--assume {text}: must be {' or '.join(ALL_TO_ALL)}; write as in {','.join(ALL_TO_ALL)}")
+    return words
 
 
 def _whole(text: str) -> int:

@@ -8,8 +8,8 @@ from textwrap import wrap
 from parallel.errors import UserError
 from recipes.files.reading import fault
 from recipes.lab.plan.plan import Plan, plan
-from recipes.lab.plan.screen import COLUMNS, number
-from recipes.lab.plan.search import Search, refusal_of_all, what_would_fit
+from recipes.lab.plan.screen import COLUMNS, number, off_by
+from recipes.lab.plan.search import TIE, Search, refusal_of_all, what_would_fit
 from recipes.lab.plan.search_space import SEARCHED, Candidate, Changes, Space, changes, numerics_of
 from recipes.lab.plan.world import World
 from recipes.metrics.hardware import MEMORY
@@ -96,9 +96,12 @@ class SearchResult:
             lines += [f"As it is, the recipe cannot run on {self.world.processes:,} processes."]
         if self.best.recipe != self.recipe and self.original:
             gain = self.best.time.tokens_per_second / self.original.time.tokens_per_second - 1
-            off = self.best.time.spread
+            off = max(self.best.time.spread, self.original.time.spread)
             sure = "less than that: measure both" if gain < off else "more than that"
-            lines += [f"Each time is predicted within {off:.0%}; the gain of {gain:+.1%} is {sure}.", ""]
+            said = f"Each time is predicted within {off_by(off)}; the gain of {gain:+.1%} is {sure}."
+            if gain <= 0:
+                said = f"As it is, the recipe does not fit: what fits is slower, by {-gain:.1%}."
+            lines += [said, ""]
         if difference := self.difference():
             lines += ["The fastest, to paste into the recipe (--write FILE makes one of it):", *_indented(difference)]
         else:
@@ -183,12 +186,15 @@ def search(
         if fastest := Search(replace(space, recipe=changed)).run().best_of_each_kind():
             apart[name] = plan(fastest[0].recipe, world)
     best = [plan(candidate.recipe, world) for candidate in looked.best_of_each_kind()]
+    original = plan(recipe, world) if space.own_degrees and space.refusal(recipe) is None else None
+    if original and original.fits and best and original.time.step_seconds <= TIE * best[0].time.step_seconds:
+        best = [original, *(other for other in best if other.recipe != recipe)]  # a mesh that is not searched
     return SearchResult(
         looked=looked,
         best=best[0] if best else None,
         others=tuple(best[1:]),
         apart=apart,
-        original=plan(recipe, world) if space.own_degrees and space.refusal(recipe) is None else None,
+        original=original,
         least=looked.least,
         remedies=() if best else tuple(what_would_fit(looked)),
     )
@@ -197,7 +203,7 @@ def search(
 def settings_of(candidate: Candidate, original: Recipe) -> str:
     """What a search chooses, such as "shard 128 x tensor 8, micro-batch 8, full 63/126, ZeRO-3".
 
-    It says loss chunks and prefetch only where they differ from those of the original.
+    It says schedule, loss chunks and prefetch only where they differ from those of the original.
     """
     recipe, degrees = candidate.recipe, candidate.degrees
     axes = {axis: getattr(degrees, axis) for axis in ("pipeline", "replicate", "shard", "context", "tensor")}
@@ -220,10 +226,12 @@ def _recomputed(recipe: Recipe) -> str:
 
 
 def _tuning(recipe: Recipe, original: Recipe) -> str:
-    """Loss chunks and prefetch where they differ from those of the original."""
+    """Schedule, loss chunks and prefetch where they differ from those of the original."""
     chunks, ahead = recipe.batch.loss_chunks, recipe.fsdp.prefetch
     words = [f"loss chunks {chunks}"] if chunks != original.batch.loss_chunks else []
     words += [f"prefetch {ahead}"] if ahead != original.fsdp.prefetch else []
+    if recipe.mesh.pipeline > 1 and recipe.pipeline != original.pipeline:
+        words = [f"{recipe.pipeline.schedule} x {recipe.pipeline.runs}", *words]
     return ", ".join(words)
 
 

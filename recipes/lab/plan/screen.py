@@ -12,6 +12,7 @@ from recipes.lab.plan.world import World
 from recipes.metrics.ladder import Ladder
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, Prediction
+from recipes.plan.time import StepTime
 from recipes.recipe.schema import Recipe
 
 IMBALANCE = 1.5
@@ -60,7 +61,7 @@ class Money:
 def screen(plan: Plan, money: Money, *, mark: str = "#") -> list[str]:
     """Lines for one plan. mark: the character that bars are made of."""
     above = [
-        *about(plan.recipe, plan.world),
+        *about(plan.recipe, plan.world, plan.time),
         *layout(plan),
         "",
         *answers(plan),
@@ -76,11 +77,12 @@ def screen(plan: Plan, money: Money, *, mark: str = "#") -> list[str]:
     return [*above, *memory_table(plan.memory, mark, rows=min(ROWS, left)), "", *below]
 
 
-def about(recipe: Recipe, world: World, *, number: str = "", timed: bool = True) -> list[str]:
-    """What is planned, on what, and how sure its times are. number: replaces the line about the number of GPUs."""
+def about(recipe: Recipe, world: World, time: StepTime | None, *, number: str = "") -> list[str]:
+    """What is planned, on what, and how sure its time is. number: replaces the line about the number of GPUs."""
     by = f"calibrated {world.rates.calibrated}" if world.rates.calibrated else "not calibrated (--calibrated-by FILE)"
     nodes = "1 node" if world.nodes == 1 else f"{world.nodes:,} nodes"
     model = recipe.model
+    assumed = world.rates.assumed
     active = f", {in_units(model.active_params())} active" if model.experts else ""
     lines = [
         f"{recipe.run.name}: {model.name}, {in_units(model.num_params())} parameters{active}; all predicted",
@@ -88,9 +90,15 @@ def about(recipe: Recipe, world: World, *, number: str = "", timed: bool = True)
         f"device  {world.gpu.name} with {world.gpu.memory / 1e9:.1f} GB ({world.kind_from})",
         number or f"number  {world.processes:,} in {nodes} ({world.number_from})",
         *([EQUAL] if recipe.run.deterministic else []),
-        *([f"rates   {by}; ranges are {world.rates.spread:.0%} to both sides"] if timed else []),
+        *([f"rates   {by}; ranges {off_by(time.spread)} to both sides ({time.evidence})"] if time else []),
+        *([f"assumed all-to-all is {' and '.join(sorted(assumed))}, which this program's is not"] if assumed else []),
     ]
     return [part for line in lines for part in wrap(line, COLUMNS, subsequent_indent=" " * 8) or [""]]
+
+
+def off_by(spread: float) -> str:
+    """How far times may be off: a share, or where it is large a factor."""
+    return f"{spread:.0%}" if spread < 0.5 else f"a factor of {1 + spread:.2g}"
 
 
 def layout(plan: Plan) -> list[str]:
@@ -225,7 +233,7 @@ def sizes_screen(recipe: Recipe, plans: Sequence[Plan], money: Money) -> list[st
     heads = [f"{head:>{width}}" for head, width in (*HEADS.items(), ("GPU-hours", 12), ("cost", 13))]
     priced = money.price is not None
     lines = [
-        *about(recipe, first.world, number=f"number  as below, up to {in_node} in a node"),
+        *about(recipe, first.world, first.time, number=f"number  as below, up to {in_node} in a node"),
         f"tokens  {in_units(money.of(first).tokens)}" + (f", at {money.price:g} for a GPU and hour" if priced else ""),
         "",
         "".join(heads if priced else heads[:-1]),

@@ -7,7 +7,7 @@ from itertools import product
 from math import gcd
 from typing import Any
 
-from parallel.config import ActivationCheckpointingConfig, MeshConfig, MeshDegrees
+from parallel.config import ActivationCheckpointingConfig, MeshConfig, MeshDegrees, PipelineConfig
 from parallel.errors import UserError
 from recipes.lab.plan.world import World
 from recipes.plan.hardware import Gpu
@@ -22,17 +22,24 @@ SEARCHED = (
     *(f"mesh.{name}" for name in ("pipeline", "replicate", "shard", "context", "tensor", "context_by", "expert")),
     *("batch.micro_batch_size", "activation_checkpointing.mode", "activation_checkpointing.blocks"),
     *("fsdp.reshard_after_forward", "batch.loss_chunks", "fsdp.prefetch"),
+    *("pipeline.schedule", "pipeline.stages_per_rank"),
 )
 """Fields that a search changes."""
 PIPELINE = (1, 2, 4, 8, 16)
 """Degrees for models whose parameters and moments do not fit in a node; without replicas, context as in the recipe."""
+ORDERS = (
+    *(PipelineConfig("1f1b"), PipelineConfig("interleaved"), PipelineConfig("interleaved", 4)),
+    *(PipelineConfig("zbv"), PipelineConfig("interleaved_zero_bubble")),
+)
+"""Orders of passes through a pipeline. GPipe has the bubble of 1F1B, and needs more memory."""
 CHUNKS = (1, 2, 4, 8, 16)
 PREFETCH = (1, 2, 3)
 BATCH, SEQUENCE = "the batch does not divide", "the sequence does not divide"
 REASONS = {
     "batch.global_batch_size": BATCH,
     "batch.sequence_length": SEQUENCE,
-    "mesh.pipeline": "the blocks cannot be so many stages",
+    **dict.fromkeys(("mesh.pipeline", "pipeline.stages_per_rank"), "the blocks cannot be so many stages"),
+    "pipeline.schedule": "too few micro-batches for the stages",
     "mesh.tensor": "the model's matrices do not divide",
     "mesh.context": "the heads do not divide",
     "mesh.expert": "the experts do not divide",
@@ -85,11 +92,11 @@ class Space:
 
     def layouts(self) -> Iterator[Meshed | str]:
         """Every mesh with every micro-batch that the rules accept; for each mesh that they refuse, why."""
-        for mesh in self._meshes():
+        for mesh, order in ((each, order) for each in self._meshes() for order in self._orders(each)):
             float8 = self.recipe.float8
             if mesh.tensor == 1 and "float8.gather_activations" not in self.fixed:
                 float8 = replace(float8, gather_activations=False)  # no group gathers any
-            meshed = replace(self.recipe, mesh=mesh, float8=float8)
+            meshed = replace(self.recipe, mesh=mesh, float8=float8, pipeline=order)
             size_is_free = "batch.micro_batch_size" not in self.fixed
             refused = self.refusal(self._with_micro_batch(meshed, 1) if size_is_free else meshed)
             if refused and not (size_is_free and refused == SEQUENCE):  # more rows may divide
@@ -211,6 +218,16 @@ class Space:
         is_large = self.nodes > 1 and 12 * self.recipe.model.num_params() > node * self.world.gpu.memory
         degrees = [degree for degree in (PIPELINE if is_large else (1, given)) if self.nodes % degree == 0]
         return self._values("mesh.pipeline", sorted({*degrees, given}))
+
+    def _orders(self, mesh: MeshConfig) -> Sequence[PipelineConfig]:
+        """The recipe's own order of passes, and further ones; the default where there is no pipeline to read it."""
+        given, fixed = self.recipe.pipeline, {"pipeline.schedule", "pipeline.stages_per_rank", "pipeline.split"}
+        if mesh.pipeline == 1:
+            return [given if fixed & self.fixed or self.recipe.mesh.pipeline == 1 else PipelineConfig()]
+        kept = [key.rpartition(".")[2] for key in fixed & self.fixed] + (["split"] if given.split else [])
+        orders = (replace(order, **{name: getattr(given, name) for name in kept}) for order in ORDERS)
+        same = [order for order in orders if not given.split or order.runs == given.runs]
+        return [*dict.fromkeys((given, *(order for order in same if order.runs == 1 or order.schedule != "1f1b")))]
 
     def _outer(self, rest: int) -> Sequence[tuple[int, Any]]:
         """(replicate, shard) for so many groups of processes."""

@@ -28,6 +28,8 @@ class Asked:
     """The name of the recipe's file, which may hold a kind of GPU and a number."""
     gpu: str | None = None
     calibrated_by: Path | None = None
+    assume: frozenset[str] = frozenset()
+    """What all-to-all is assumed to do."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ def world_of(recipe: Recipe, asked: Asked, *, processes: int | None = None, node
     else:
         processes, number_from = recipe.mesh.fit(None).processes, "the fewest that the mesh allows"
     gpu, rates, kind_from = _device(recipe, asked, processes=processes)
+    if asked.assume and not recipe.model.experts:
+        raise UserError(f"--assume: {recipe.model.name} has no experts, whose all-to-all it is about; leave it out")
+    rates = replace(rates, assumed=asked.assume)
     nodes = nodes or -(-processes // gpu.per_node)
     if processes % nodes:
         raise UserError(

@@ -9,7 +9,7 @@ from torch.distributed.pipelining import schedules as of_torch
 from parallel.config import MeshDegrees, PipelineConfig
 from parallel.dist import start, stop
 from recipes.plan.hardware import GPUS
-from recipes.plan.memory import outside_of_torch, predict
+from recipes.plan.memory import FULL, outside_of_torch, predict
 from recipes.plan.stages import in_flight, parts
 from recipes.plan.time import time_of
 from recipes.plan.work import work_of
@@ -52,6 +52,7 @@ def predicted(recipe: Recipe, degrees: MeshDegrees) -> list[int]:
         (2, [ZERO_2]),
         (2, ["--model.tied_embeddings=true", "--batch.loss_chunks=8"]),
         (4, ["--activation_checkpointing.mode=full", "--batch.loss_chunks=8"]),
+        (2, ["--batch.micro_batch_size=1", "--activation_checkpointing.mode=full", "--batch.loss_chunks=8"]),
     ],
     ids=str,
 )
@@ -59,6 +60,30 @@ def test_the_predicted_peak_of_each_stage_is_that_of_its_step(pipeline: int, wor
     recipe = recipe_of(pipeline, *words)
     seen = run_processes(pipeline, counted, pipeline, words)
     assert predicted(recipe, recipe.mesh.fit(pipeline)) == pytest.approx(seen, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_a_step_of_more_micro_batches_holds_no_more_of_what_stages_receive() -> None:
+    """All of it was held at once: 18 GiB of Llama 3 70B in the layout below."""
+    words = ["--batch.micro_batch_size=1", "--activation_checkpointing.mode=full", "--batch.loss_chunks=8"]
+    few, many = (run_processes(2, counted, 2, [*words, f"--batch.global_batch_size={size}"]) for size in (8, 32))
+    stream = next(part.stream for _, part in parts(recipe_of(2, *words), recipe_of(2).mesh.fit(2)))
+    for less, more in zip(few, many, strict=True):
+        assert 0 <= more - less < stream  # only tokens and targets
+
+
+def test_the_layout_in_which_others_train_llama3_70b_on_64_gpus_fits() -> None:
+    layout = {"mesh": "tensor=4 pipeline=8 shard=-1", "pipeline": "schedule=interleaved stages_per_rank=5"}
+    layout |= {"fsdp": "reshard_after_forward=false", "activation_checkpointing": "mode=none"}
+    layout |= {"float8": "recipe=tensorwise", "batch": "micro_batch_size=1"}
+    words = [f"--{section}.{word}" for section, fields in layout.items() for word in fields.split()]
+    peaks = []
+    for batch in (128, 256):
+        recipe = load(CONFIGS / "llama3_70b_32x8h100.toml", [*words, f"--batch.global_batch_size={batch}"], rules=False)
+        found = predict(recipe, recipe.mesh.fit(64, nodes=8))
+        assert found.peak < FULL * GPUS["H100"].memory and found.pieces["received"] < 2e9
+        peaks.append(found.peak)
+    assert peaks[0] == peaks[1]
 
 
 @pytest.mark.slow

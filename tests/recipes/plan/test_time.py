@@ -8,6 +8,7 @@ from models.sizes import SIZES
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.lab.plan.world import gpu_named
+from recipes.plan.evidence import ROWS
 from recipes.plan.hardware import GPUS
 from recipes.plan.rates import RATES, Rates
 from recipes.plan.time import StepTime, attention_seconds, product_seconds, step_time, time_of
@@ -222,7 +223,7 @@ def test_every_recipe_with_a_gpu_in_its_name_has_a_time() -> None:
 def test_calibrated_rates_say_so_and_bring_their_own_range() -> None:
     found = step_time(recipe(), ONE, gpu=H200, rates=replace(RATES, calibrated="a run", spread=0.05))
     assert (found.calibrated, found.spread) == ("a run", 0.05)
-    assert (step().calibrated, step().spread) == ("", RATES.spread)
+    assert (step().calibrated, step().spread, step().evidence) == ("", ROWS["H200"][1], "10 published rows: H200")
 
 
 def test_linears_that_are_excluded_from_float8_are_no_faster() -> None:
