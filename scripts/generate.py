@@ -177,8 +177,8 @@ def _around(options: argparse.Namespace, template: "ChatTemplate | None", data: 
 
 
 def _template(options: argparse.Namespace, weights: "Weights", data: "DataConfig | None") -> "ChatTemplate":
-    from recipes.data.text.chat import chat_settings, template_of
-    from recipes.data.text.pair_format import PairFormat
+    from recipes.data.text.chat import chat_settings
+    from recipes.data.text.pair_format import PairFormat, template_of
 
     date = data.chat_date if data and data.chat_date else datetime.date.today().isoformat()
     try:

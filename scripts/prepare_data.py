@@ -33,6 +33,7 @@ from recipes.files.units import counted  # noqa: E402
 
 if TYPE_CHECKING:
     from recipes.data.text.pair_format import PairFields
+    from recipes.data.text.tokenizer import Tokenizer
     from recipes.data.tokens.shards import Index
     from recipes.data.tokens.workspace import Preparation
 
@@ -142,11 +143,7 @@ def prepare(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(options.tokenizer, sources=[source], **reading, cache=options.cache, log=say)
     if options.bos:
         tokenizer = with_beginning(tokenizer)
-    if not isinstance(fields, str) and fields.template:
-        from recipes.data.text.chat import ends_of_answers, template_of
-
-        if note := ends_of_answers(template_of(fields, tokenizer), tokenizer)[1]:
-            say(f"--messages-field: {note}")
+    _say_ends(fields, tokenizer)
     work = preparation(source, **reading, tokenizer=tokenizer, validation_fraction=options.validation_fraction)
     if (old := folder.with_name(f"{folder.name}.parts") / "plan.json").is_file():
         say(f"'{old.parent}' holds parts that version 0.2 left there; they are not read, so remove it")
@@ -227,6 +224,16 @@ def _fields(options: argparse.Namespace) -> "PairFields":
     from recipes.weights.pairing import pair_format
 
     return pair_format(data, {}, encoder_decoder=options.encoder_decoder)
+
+
+def _say_ends(fields: "PairFields", tokenizer: "Tokenizer") -> None:
+    """Say what is wrong with the ends of the answers of chats."""
+    if not isinstance(fields, str) and fields.template:
+        from recipes.data.text.chat import ends_of_answers
+        from recipes.data.text.pair_format import template_of
+
+        if note := ends_of_answers(template_of(fields, tokenizer), tokenizer)[1]:
+            say(f"--messages-field: {note}")
 
 
 def _keep_template(folder: Path, fields: "PairFields") -> None:

@@ -72,7 +72,8 @@ def _of_chats(
     description: Description, format: "PairFormat", tokenizer: "Tokenizer", *, log: Callable[[str], None]
 ) -> Description:
     """The description with the chat template, and with what ends its answers among what ends texts."""
-    from recipes.data.text.chat import TEMPLATE, ends_of_answers, template_of
+    from recipes.data.text.chat import TEMPLATE, ends_of_answers
+    from recipes.data.text.pair_format import template_of
     from recipes.weights.companions import GENERATION_CONFIG, TOKENIZER_CONFIG
 
     template, companions = template_of(format, tokenizer), dict(description.companions)

@@ -37,10 +37,10 @@ class Ends(NamedTuple):
 class Answers:
     """Finds the answers in the chats of a template."""
 
-    def __init__(self, write: Callable[..., str], *, tokens: Sequence[str], marked: bool, calls: bool) -> None:
+    def __init__(self, write: Callable[..., str], *, tokens: Sequence[str], marked: bool) -> None:
         """write: the text of messages, with prompt=True of one for an answer. tokens: the tokenizer's added ones.
-        marked: whether the template marks answers. calls: whether it writes calls of tools."""
-        self._write, self._marked, self._calls = write, marked, calls
+        marked: whether the template marks answers."""
+        self._write, self._marked = write, marked
         names = "|".join(re.escape(token) for token in sorted(filter(str.strip, tokens), key=len, reverse=True))
         self._token = re.compile(rf"\s*({names})" if names else "(?!)")
 
@@ -48,8 +48,8 @@ class Answers:
     def ends(self) -> Ends:
         """What ends an answer; nothing if the template refuses a question and its answer, or ends it with no token."""
         answer = {ROLE: ASSISTANT, CONTENT: CONTENTS[0]}
-        last = self._after_content([QUESTION, answer])
-        between = self._after_content([QUESTION, answer, {ROLE: "user", CONTENT: CONTENTS[1]}])
+        last = self._after_content([*self._question, answer])
+        between = self._after_content([*self._question, answer, {ROLE: "user", CONTENT: CONTENTS[1]}])
         end, earlier = (mark[1] if (mark := self._token.match(text or "")) else "" for text in (last, between))
         by_next = bool(earlier) and last is not None and not last.strip() and not self._marked
         end = earlier if by_next else end
@@ -58,8 +58,8 @@ class Answers:
 
     def _end_of_call(self, *, by_next: bool) -> str:
         """The token that ends a message that calls a tool; "" = none, or the template refuses such a message."""
-        messages = [QUESTION, {ROLE: ASSISTANT, CONTENT: "", "tool_calls": [CALL]}, RESULT]
-        last = ((self._calls and self._after_content(messages[:2])) or "").rstrip()
+        messages = [*self._question, {ROLE: ASSISTANT, CONTENT: "", "tool_calls": [CALL]}, RESULT]
+        last = (self._after_content(messages[:-1]) or "").rstrip()
         if by_next:
             between = (last and self._after_content(messages)) or ""
             mark = self._token.match(between, len(last)) if between.startswith(last) else None
@@ -84,9 +84,14 @@ class Answers:
             return ""
 
     @cached_property
+    def _question(self) -> list[Message]:
+        """A question as the template takes it: some refuse a chat without a system message."""
+        return [QUESTION] if self._written([QUESTION], prompt=True) else [QUESTION | {ROLE: "system"}, QUESTION]
+
+    @cached_property
     def _prompt(self) -> str:
         """What the template writes to ask for an answer."""
-        without, asked = self._written([QUESTION]), self._written([QUESTION], prompt=True)
+        without, asked = self._written(self._question), self._written(self._question, prompt=True)
         return asked[len(commonprefix([without, asked])) :]  # noqa: RUF071  characters are meant
 
     def spans(self, messages: Sequence[Message]) -> dict[str, Any]:

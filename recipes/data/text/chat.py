@@ -20,7 +20,6 @@ from recipes.data.text.tokens_beside import MAX_BYTES, SPECIAL_TOKENS, TOKENIZER
 from recipes.files.reading import fault, json_object, read_patiently, read_whole, user_path
 
 if TYPE_CHECKING:
-    from recipes.data.text.pair_format import PairFormat
     from recipes.data.text.tokenizer import Tokenizer
 
 TEMPLATE = "chat_template.jinja"
@@ -112,15 +111,6 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.kill()
     with suppress(BrokenPipeError), process:  # closes its pipes, and waits for it
         pass
-
-
-def template_of(format: "PairFormat", tokenizer: "Tokenizer") -> ChatTemplate:
-    """The chat template of a format. Raises UserError for one that cannot be compiled."""
-    special = {"eos_token": tokenizer.backend.id_to_token(tokenizer.end_of_document) or ""} | dict(
-        format.special_tokens
-    )
-    tokens = [added["content"] for added in json.loads(tokenizer.json).get("added_tokens") or ()]
-    return ChatTemplate(format.template, special_tokens=special, date=format.date, tokens=tokens)
 
 
 def ends_of_answers(template: ChatTemplate, tokenizer: "Tokenizer") -> tuple[tuple[int, ...], str]:

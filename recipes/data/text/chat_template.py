@@ -56,7 +56,7 @@ class _Template:
         self._special = dict(special_tokens)
         self._template = _environment(date).from_string(template)
         self._marked = MARKED.search(template) is not None
-        self._answers = Answers(self._text, tokens=tokens, marked=self._marked, calls="tool_calls" in template)
+        self._answers = Answers(self._text, tokens=tokens, marked=self._marked)
 
     def answer(self, messages: list[dict[str, Any]], *, prompt: bool) -> dict[str, Any]:
         """The "text" of a chat, of a prompt with what comes before an answer, and its "answers": first character, and

@@ -16,6 +16,7 @@ from recipes.data.text.row import Row, no_such_field, text_or_problem
 from recipes.files.border import ForeignError, foreign
 
 if TYPE_CHECKING:
+    from recipes.data.text.chat import ChatTemplate
     from recipes.data.text.tokenizer import Tokenizer
 
 LEARNED, FIRST = 1 << 31, 1 << 30
@@ -193,6 +194,16 @@ def _message_problem(message: Any) -> str:
     return "" if isinstance(content, str) else f'not messages: a "{CONTENT}" is {type(content).__name__}, not text'
 
 
+def template_of(format: PairFormat, tokenizer: "Tokenizer") -> "ChatTemplate":
+    """The chat template of a format. Raises UserError for one that cannot be compiled."""
+    from recipes.data.text.chat import ChatTemplate
+
+    end = tokenizer.backend.id_to_token(tokenizer.end_of_document) or ""
+    special = {"eos_token": end} | dict(format.special_tokens)
+    tokens = [added["content"] for added in json.loads(tokenizer.json).get("added_tokens") or ()]
+    return ChatTemplate(format.template, special_tokens=special, date=format.date, tokens=tokens)
+
+
 class PairEncoder:
     """Rows to stored pairs. Special tokens that a text spells out are these tokens, as in transformers."""
 
@@ -204,8 +215,6 @@ class PairEncoder:
         self._library = text_library(tokenizer.json, spelled_out=True)
         self._template = None
         if format.messages:
-            from recipes.data.text.chat import template_of
-
             self._template = template_of(format, tokenizer)
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Row], list[np.ndarray]]:

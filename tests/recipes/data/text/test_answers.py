@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from recipes.data.text.chat import ends_of_answers, template_of
-from recipes.data.text.pair_format import ANSWERS, PairFormat, prepared_otherwise
+from recipes.data.text.chat import ends_of_answers
+from recipes.data.text.pair_format import ANSWERS, PairFormat, prepared_otherwise, template_of
 from recipes.data.text.tokenizer import build_tokenizer
 from tests.recipes.data.text.test_pair_format import CHAT_ML, END, MARKED, both, chat, encoded, ids, learned, library
 
