@@ -21,8 +21,10 @@ EPILOG = """\
 The runs are ordinary recipes in OUTPUT/NAME/recipes, trained one after another on this machine (NPROC processes). The
 same command goes on after an interruption, and answers once all runs that can end have ended:
 OUTPUT/NAME/ladder.md, ladder.png, and ladder.json for `train.py RECIPE --plan --ladder FILE` and validation.ladder.
-On SLURM, each rung and seed is one task of an array (--dry-run prints their number), then the command itself answers:
-  sbatch --array=0-9 --nodes=1 --wrap "python scripts/ladder.py RECIPE\""""
+On SLURM, task 0 of an array tries the rates, each rung and seed is one of the others (--dry-run prints them), then the
+command itself answers:
+  sbatch --array=0 --nodes=1 --wait --wrap "python scripts/ladder.py RECIPE"
+  sbatch --array=1-10 --nodes=1 --wrap "python scripts/ladder.py RECIPE\""""
 
 
 def main(arguments: list[str]) -> int:
@@ -41,7 +43,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens-per-parameter", default="10,20,40", help="lengths of their runs (%(default)s)")
     parser.add_argument("--tokens", help="lengths of all runs instead, such as 1B,2B")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each, with different seeds (%(default)s)")
-    parser.add_argument("--rates", default="0.5,2", help="factors of the rate to try on three rungs; '' = none")
+    parser.add_argument("--rates", default="0.5,2", help="factors of the rate to try first, on three rungs; '' = none")
     parser.add_argument(
         "--output", type=path_argument, default=Path("runs/ladders"), help="folder of all ladders (%(default)s)"
     )

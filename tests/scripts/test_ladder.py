@@ -215,7 +215,6 @@ def test_a_task_of_an_array_trains_one_rung_and_seed(home: Path) -> None:
     ("arguments", "message"),
     [
         (("--rungs", "2"), "--rungs 2: must be 3 or more"),
-        (("--run.name", "../../x"), 'is the name of the run folder inside run.output; write a name without "/"'),
         (("--seeds", "0"), "--seeds 0: must be 1 or more"),
         (("--seeds", "1"), "fewer than 5 rungs and seeds give no interval; write --seeds 2, or more rungs"),
         (("--tokens", "32K,32K"), "come out as [500, 500] steps; write lengths that differ more"),
@@ -230,6 +229,12 @@ def test_bad_options_are_refused_in_one_sentence(home: Path, arguments: tuple[st
     code, _, err = climb(home, "--output", "none", *arguments)
     assert code == 2 and message in err and err.count("\n") == 1
     assert not list(home.glob("none/large/runs/*"))
+
+
+def test_a_name_that_leads_out_of_the_output_is_refused_before_anything_is_written(home: Path) -> None:
+    code, _, err = climb(home, "--output", "none/deep", "--run.name", "../../x", "--dry-run")
+    assert code == 2 and 'is the name of the run folder inside run.output; write a name without "/"' in err
+    assert not (home / "x").exists() and not (home / "none/deep").exists()
 
 
 def test_the_command_starts_without_torch_and_lists_its_runs(home: Path) -> None:

@@ -93,11 +93,7 @@ def lines(answer: LadderAnswer) -> list[str]:
     if not near[1]:
         size = f"far {'below' if best < rungs[0] else 'above'} all rungs, where the law says little"
     elif not all(near):
-        ends = [
-            short(number) if known else f"far {way}"
-            for number, known, way in ((low, near[0], "below all rungs"), (high, near[2], "above them"))
-        ]
-        size = f"not determined: 95% of the resampled laws put it from {ends[0]} to {ends[1]}"
+        size = "not determined: some of the resampled laws put it far below all rungs, or far above them"
     sizes = answer.model.non_embedding_params() / answer.ladder.parameters
     lengths, flops = answer.tokens / answer.ladder.tokens, answer.flops / max(point.flops for point in points)
     return [

@@ -75,7 +75,11 @@ def fit_law(points: Sequence[EndedRun], *, samples: int = 200) -> Fit:
     if len({point.tobytes() for point in weights}) < min(samples, DISTINCT):
         raise UserError(f"{len(runs)} rungs and seeds are too few to draw from, so there is no interval: add seeds")
     compute = sizes * lengths
-    cuts = [least for least in {*numpy.quantile(compute, HELD_OUT)} if _lack(_below(points, least), sizes=3) is None]
+    cuts = [
+        least
+        for least in {*numpy.quantile(compute, HELD_OUT)}
+        if _lack([one for one in points if float(one.parameters) * one.tokens <= least], sizes=3) is None
+    ]
     smaller = [(compute <= least).astype(float) for least in cuts]
     law, *laws = _minimize(numpy.array([*weights, *smaller]), points)
     others, partial = laws[:samples], laws[samples:]
@@ -197,10 +201,6 @@ def _minimize(weights: Array, points: Sequence[EndedRun]) -> list[Law]:
         damping = numpy.clip(damping * numpy.where(better, 0.3, 5.0), 1e-9, 1e9)
     theta[:, 1:3] += numpy.exp(theta[:, 4:]) * [size.mean(), length.mean()]
     return [Law(E, A, a, B, b) for E, A, B, _, a, b in numpy.exp(theta).tolist()]
-
-
-def _below(points: Sequence[EndedRun], compute: float) -> list[EndedRun]:
-    return [point for point in points if float(point.parameters) * point.tokens <= compute]
 
 
 def _lack(points: Sequence[EndedRun], *, sizes: int) -> str | None:

@@ -1,9 +1,9 @@
-"""The learning rates that a ladder tries before its other runs, and the one that these get. Imports no torch.
+"""The learning rates that a ladder tries before its other runs, and the one that these get.
 
 All rungs get one factor of the rate that their size asks for, so that rates stay a power of N: the largest one up to 1
 whose loss, in the mean over the rungs that tried, is within CLOSE of the best. It only goes down: a rate at the edge of
 stability costs far more than one below it (Wortsman et al. 2023, arXiv 2309.14322), and the best rate falls with the
-length of a run (Bjorck et al. 2024, arXiv 2409.19913), while the trials are the shortest runs.
+length of a run (Bjorck et al. 2024, arXiv 2409.19913), while the trials are the shortest runs. Imports no torch.
 """
 
 from collections.abc import Collection, Sequence

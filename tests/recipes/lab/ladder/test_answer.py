@@ -141,9 +141,7 @@ def test_a_best_size_that_the_laws_do_not_agree_on_is_not_given(answer: LadderAn
     wild = replace(fit(), samples=tuple(LAW._replace(A=LAW.A * 10.0**power) for power in range(-9, 2)))
     assert answer.ladder is not None
     found = named(replace(answer, ladder=replace(answer.ladder, fits=((1.0, wild),))))
-    assert found["best size"].startswith(
-        "not determined: 95% of the resampled laws put it from far below all rungs to "
-    )
+    assert found["best size"].startswith("not determined: some of the resampled laws put it far below")
 
 
 def test_caution_looks_at_the_resampled_laws_and_the_distance_of_the_runs(answer: LadderAnswer) -> None:
