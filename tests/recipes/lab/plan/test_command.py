@@ -238,4 +238,7 @@ def test_numbers_that_cannot_be_printed_are_an_error() -> None:
     with open("/dev/full", "w") as full:
         command_line = [sys.executable, ROOT / "train.py", NODE, "--plan", "--json"]
         found = subprocess.run(command_line, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (found.returncode, found.stderr) == (2, "standard output cannot be written: No space left on device\n")
+    assert (found.returncode, found.stderr) == (
+        2,
+        "standard output cannot be written: No space left on device; free some space\n",
+    )
