@@ -4,8 +4,9 @@ program, becomes one sentence. Imports no torch."""
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
+from traceback import walk_tb
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files.reading import may_pass
@@ -36,7 +37,8 @@ def foreign(what: str, remedy: str | Callable[[BaseException], str] = "") -> Ite
     except PASSED_ON:
         raise
     except BaseException as error:
-        if _is_ours(error.__traceback__):
+        frames = [frame.f_code.co_filename.startswith(OURS) for frame, _ in walk_tb(error.__traceback__)]
+        if (False, True) in pairwise(frames):  # foreign code has called ours
             raise
         kind = TemporaryError if isinstance(error, OSError) and may_pass(error) else ForeignError
         advice = remedy if isinstance(remedy, str) else remedy(error)
@@ -60,15 +62,3 @@ def named(error: BaseException) -> str:
 
 def _line(text: str) -> str:
     return " ".join(text.split())[:LONGEST_REASON].rstrip(": ")
-
-
-def _is_ours(trace: TracebackType | None) -> bool:
-    """Whether foreign code called ours back, and the error is of that."""
-    outside = False
-    while trace is not None:
-        ours = trace.tb_frame.f_code.co_filename.startswith(OURS)
-        if ours and outside:
-            return True
-        outside |= not ours
-        trace = trace.tb_next
-    return False

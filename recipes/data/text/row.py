@@ -1,17 +1,18 @@
 """A row of a source: its text, its place, and what can be wrong with it. Imports no torch."""
 
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+from recipes.files.border import PLAIN
+
 if TYPE_CHECKING:
     from recipes.files.remote import RemoteFile
 
 # What reading a broken file raises: the first three include pyarrow's errors, the next two are gzip's.
-BROKEN = (OSError, ValueError, NotImplementedError, EOFError, zlib.error, MemoryError)
+BROKEN = (*PLAIN, MemoryError)
 # A longer line is a bad row and is skipped in pieces: an endless one would fill the memory.
 LONGEST_ROW = 64_000_000
 PIECE = 1 << 20

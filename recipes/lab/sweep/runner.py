@@ -17,9 +17,9 @@ from types import FrameType
 from typing import Literal
 
 from parallel.errors import UserError
+from recipes.files import screen
 from recipes.files.atomic import write_whole
 from recipes.files.exit_codes import ended_by, exit_code, with_parent
-from recipes.files.screen import tell
 from recipes.recipe.load import to_toml
 from recipes.recipe.schema import Recipe
 
@@ -32,7 +32,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLITE_SECONDS = 35.0
 """How long an interrupted run may take to finish its step and exit."""
 LONGEST_REASON = 300
-say = partial(tell, to=1)  # a command goes on when its terminal is gone
+say = partial(screen.tell, to=1)  # a command goes on when its terminal is gone
 
 # On CUDA: torch, runtime and driver, Triton, cuBLAS and cuDNN, NCCL. On CPUs: torch, C++, Python, Linux.
 OUT_OF_MEMORY = re.compile(
@@ -75,10 +75,12 @@ def exit_code_of(work: Callable[[], int], *, interrupted: str) -> int:
         with stop_signals():
             return work()
     except UserError as error:
-        tell(str(error))
+        with suppress(OSError):  # nobody may read standard error any more
+            screen.say(error, to=2)
         return exit_code(error)
     except Stopped as stop:
-        tell(f"\n{interrupted}")
+        with suppress(OSError):
+            screen.say(f"\n{interrupted}", to=2)
         return ended_by(stop.number)
 
 

@@ -513,16 +513,15 @@ def test_bases_in_a_circle_are_refused_with_the_chain(tmp_path: Path) -> None:
 
 
 def test_a_thousand_bases_are_read_in_seconds() -> None:
-    for number in range(1000):
-        Path(f"{number}.toml").write_text(
-            f'base = "{number + 1}.toml"\n' if number < 999 else MODEL + '"smollm3_debug"'
-        )
+    for number in range(999):
+        Path(f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
+    Path("999.toml").write_text(MODEL)
     began = time.process_time()
     recipe_of('base = "0.toml"\n')
     assert time.process_time() - began < 3
 
 
-@pytest.mark.parametrize("value", ["0x" + "f" * 20_000, "[" * 401 + "]" * 401])
+@pytest.mark.parametrize("value", ["0x" + "f" * 20_000, "[" * 5000 + "]" * 5000])
 @pytest.mark.parametrize("key", ["[run]\nsteps", "[run]\nname", "[extra]\na", "[data]\nmixture"])
 def test_values_that_no_message_can_show_are_refused(key: str, value: str) -> None:
     assert "x.toml cannot be read: " in refused(f"{key} = {value}\n")
