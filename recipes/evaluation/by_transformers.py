@@ -16,7 +16,7 @@ from parallel.errors import UserError
 from parallel.kernels import without_plans
 from recipes.evaluation.opened import OpenedModel, stream_text
 from recipes.evaluation.sampling import Sampling
-from recipes.weights.convert import export_checkpoint
+from recipes.weights.convert import export_checkpoint, require_finite
 from recipes.weights.locate import Weights
 
 
@@ -30,6 +30,7 @@ def open_exported(weights: Weights, *, dtype: torch.dtype, device: torch.device)
     if not weights.is_checkpoint:
         weights.stored_tensors  # noqa: B018  raises what transformers would only warn of
         model = read_folder(weights.path, dtype=dtype, device=device)
+        require_finite({f"{name} in {weights.path}": values for name, values in model.named_parameters()})
     else:
         with TemporaryDirectory(prefix="shardwright-") as place:
             folder = Path(place) / "exported"
