@@ -156,7 +156,7 @@ def test_a_clock_that_was_a_year_ahead_costs_goodput_only_until_it_is_right(fini
     before, year = Goodput(Attempt(step=6.0), before={}).state(finished=False), 31_536_000.0
     time.now += year
     ahead = Goodput(Attempt(step=1.0), before=before)
-    assert ahead.parts()["restarts"] >= year
+    assert ahead.parts()["restarts"] > year - 60
     state = ahead.state(finished=finished)
     time.now -= year
     assert Goodput(Attempt(step=1.0), before=state).parts().get("restarts", 0.0) < 60
