@@ -103,6 +103,7 @@ def test_a_fault_of_tensorboard_turns_it_off_and_loses_no_row(tmp_path: Path) ->
     assert line.startswith("TensorBoard: off until the next start (") and rows(tmp_path) == [{"step": 1}]
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_of_tensorboard_is_one_sentence_and_not_a_traceback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
