@@ -40,6 +40,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 KINDS = "full_attention", "sliding_attention"
 # Our field -> its key, where they differ.
 SPELLED = KEYS | {
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
     "experts_per_token": "num_experts_per_tok",
     "dense_layers": "first_k_dense_replace",
     "expert_groups": "n_group",

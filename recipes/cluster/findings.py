@@ -95,7 +95,7 @@ def node_warnings(everyone: Sequence[Measured], nodes: Sequence[Node]) -> Iterat
                     f"rank {rank} has {size(room.free_device)} of GPU memory free, the median is {size(int(usual))}"
                     "; is another process using it? nvidia-smi lists them",
                 )
-        temporary = [room for rank in node.ranks if (room := rooms[rank].free_temporary) is not None]
+        temporary = [some for rank in node.ranks if (some := rooms[rank].free_temporary) is not None]
         if temporary and (least_free := min(temporary)) < TEMPORARY_BYTES:
             yield node.name, f"the folder for temporary files has {size(least_free)} free; set TMPDIR to use another"
         least, most = everyone[node.ranks[0]].clock

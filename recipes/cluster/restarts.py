@@ -197,8 +197,8 @@ def supervise(launcher: Launcher, folder: Path, *, steps: int, restarts: int) ->
         if launcher.signal or end in (End.DONE, End.FINAL, End.PREEMPTED):
             return code
         step = newest_step(folder)
-        cause = f" ({killed})" if (killed := read_end(folder)) != before and killed else ""
-        log(f"attempt {len(attempts)} {end.value}, exit code {code}{cause}; newest checkpoint: step {step}")
+        cause = f"; {killed}" if (killed := read_end(folder)) != before and killed else ""
+        log(f"attempt {len(attempts)} {end.value}, exit code {code}; newest checkpoint: step {step}{cause}")
         if step >= steps:
             log("not started again: the last step is saved; the same command does the rest")
             return code

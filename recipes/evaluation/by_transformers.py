@@ -17,7 +17,7 @@ from parallel.kernels import without_plans
 from recipes.evaluation.opened import OpenedModel, stream_text
 from recipes.evaluation.sampling import Sampling
 from recipes.files.border import foreign
-from recipes.weights.convert import export_checkpoint
+from recipes.weights.convert import export_checkpoint, require_finite
 from recipes.weights.locate import Weights
 
 
@@ -37,6 +37,7 @@ def open_exported(weights: Weights, *, dtype: torch.dtype, device: torch.device)
             weights.stored_tensors  # noqa: B018  raises what transformers would only warn of
         with foreign(f"transformers cannot read {weights.path}"):
             model = read_folder(folder, dtype=dtype, device=device)
+    require_finite({f"{name} in {weights.path}": values for name, values in model.named_parameters()})
     return OpenedModel(model, tokenizer, weights.facts_of_text, weights.ends, encoder_decoder=reads_prompts)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from recipes.files.atomic import utc_now, write_whole
 from recipes.files.exit_codes import ended_by
 from recipes.files.layout import END, RECIPE
+from recipes.files.reading import read_whole
 
 LONGEST = 300
 """Characters of an error."""
@@ -56,6 +57,6 @@ def write_end(folder: Path, rank: int, code: int, error: str = "", *, node: str 
 def read_end(folder: Path) -> End | None:
     """What killed the run; None if nothing did, or that is not known."""
     with suppress(OSError, ValueError, TypeError, RecursionError):
-        end = End(**json.loads((folder / END).read_bytes()[: 10 * LONGEST]))
+        end = End(**json.loads(read_whole(folder / END, most=100 * LONGEST)))
         return end if [*map(type, vars(end).values())] == [int, str, int, str, str, str] else None
     return None

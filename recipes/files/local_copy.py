@@ -84,8 +84,8 @@ def local_copy(
 def _damaged(folder: Path, sums: Path) -> list[str]:
     """The files of a copy that are not as they were copied. Reads all; older versions wrote no checksums."""
     known: dict[str, str] = {}
-    with suppress(OSError, ValueError):
-        known = json.loads(sums.read_bytes())
+    with suppress(OSError, ValueError, TypeError):
+        known = dict(json.loads(sums.read_bytes()))
     now = _checksums(folder) if known else {}
     return [name for name in known if now.get(name) != known[name]]
 

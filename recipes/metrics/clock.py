@@ -127,9 +127,9 @@ class Goodput:
         self._clock = clock
         then = before.get("goodput", {})
         self._earlier: dict[str, float] = defaultdict(float, then.get("seconds", {}))
-        if then and not then["finished"]:  # a finished run that gets more steps lost no time
+        if then:  # below 0 where the clock was ahead until now: that takes back what it had added
             gap = time.time() - (time.monotonic() - clock.began) - then["at"]
-            # Below 0 where the clock was ahead until now: that takes back what it added.
+            gap = min(gap, 0.0) if then["finished"] else gap  # a finished run that gets more steps lost no time
             self._earlier[RESTARTS] = max(0.0, self._earlier[RESTARTS] + gap)
 
     def move(self, source: str, target: str, seconds: float) -> None:

@@ -120,7 +120,8 @@ def _read(file: Path, entry: Entry, box: Box = WHOLE) -> Tensor:
 
 def require_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raises UserError if weights from outside are NaN or infinite. tensors: by what a message calls them."""
-    if names := not_finite({name: values for name, values in tensors.items() if values.is_floating_point()}):
+    floating = {name: values for name, values in tensors.items() if values.is_floating_point()}
+    if names := not_finite(floating) if floating else []:
         raise UserError(f"{names[0]} has NaN or infinite values: the weights cannot be used")
 
 

@@ -15,8 +15,6 @@ DEEPEST = 5
 """Folders below the given one; runs of sweeps are in runs/sweeps/cpu/NAME/runs."""
 TAIL = 2**20
 """Bytes at the end of a file that say how a run is."""
-SHOWN = 100
-"""Characters of what killed a run."""
 START = "  mesh: "
 """Every start of a run logs a line with this."""
 ENDINGS = {
@@ -75,7 +73,7 @@ def _state(folder: Path, step: int) -> str:
     except OSError:
         return "unknown: its lock cannot be read"
     if end := read_end(folder):
-        return plain(str(end))[:SHOWN]
+        return plain(str(end))[:100]
     log = _tail(folder / LOG_FILE).decode(errors="replace").rpartition(START)[2]
     cut_off = "cut off" if step else "did not reach a step"
     return next((state for words, state in ENDINGS.items() if words in log), cut_off)

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -222,3 +223,24 @@ def test_a_run_that_fails_waits_for_its_save(
         monkeypatch.setattr(trainer, "_train_step", fail_after_two_steps)
         trainer.run()
     assert trainer.checkpoints.steps() == [2]
+
+
+def test_a_lowered_keep_makes_room_on_a_full_disk_and_keeps_what_it_resumed_from(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = checkpoints_in(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        checkpoints.save(*run, step=step)
+    checkpoints.finish()
+    parameters = list(run[0].parameters())
+    for free, left in ((1 << 40, [1, 2, 3]), (0, [3])):
+        lowered = checkpoints_in(tmp_path, keep=1, log=lambda text: None)
+        set_free_space(monkeypatch, free)
+        lowered.resume(*run, step=3, check=lambda path: None)
+        with suppress(UserError):  # the faked disk stays full
+            lowered.require_space(parameters, OptimizerConfig())
+        assert lowered.steps() == left
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0, total=0))
+    said: list[str] = []
+    checkpoints_in(tmp_path, keep=1, log=said.append).require_space(parameters, OptimizerConfig())
+    assert said[0].endswith(" each; the disk does not say how much space it has")

@@ -1,5 +1,6 @@
 """The launcher of one process, which needs no torchrun."""
 
+import platform
 import signal
 import subprocess
 import sys
@@ -8,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from recipes.files.end import read_end
 from recipes.files.exit_codes import PREEMPTED, ended_by
+from recipes.lab.curves.listing import listing
+from tests.commands import run_command
+from tests.scripts.nodes import arguments, environment
 
 pytestmark = pytest.mark.slow
 
@@ -70,3 +75,25 @@ def test_its_process_ends_with_it(tmp_path: Path) -> None:
     while Path(f"/proc/{number}/stat").exists() and " Z " not in Path(f"/proc/{number}/stat").read_text():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        ("killed_once", ended_by(signal.SIGKILL), " was killed by SIGKILL (often: out of memory)"),
+        ("fails_in_step", 1, ": ValueError: this rank alone"),
+        ("out_of_memory", 78, ": OUT OF MEMORY: the host of rank 1 on "),
+    ],
+)
+def test_what_killed_a_run_is_said_by_name(fault: str, code: int, said: str, tmp_path: Path, corpus: Path) -> None:
+    train, ill = str(LAUNCH.parents[1] / "train.py"), LAUNCH.parents[1] / "tests/ill_train.py"
+    more = ("--mesh.replicate", "2", "--mesh.shard", "1", "--batch.global_batch_size", "128")  # steps of a second
+    recipe, *words = arguments(tmp_path, corpus, "ill", *more)
+    launcher = [str(LAUNCH), "--standalone", "--nproc-per-node=2", str(ill), fault, "1", "2", train]
+    ended, _, err = run_command(*launcher, str(LAUNCH.parents[1] / recipe), *words, cwd=tmp_path, env=environment())
+    assert ended == code, err
+    folder = tmp_path / "runs" / "ill"
+    assert str(read_end(folder)).startswith(f"rank 1 on {platform.node()}{said}")
+    assert f" {listing(folder)[1][1]} ".startswith(f" rank 1 on {platform.node()}{said[:20]}")
+    log = (folder / "log.txt").read_text()
+    assert "SIGTERM ended the run" not in log and (said in log or said.removeprefix(": ") in log)

@@ -8,6 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from parallel.errors import UserError
 from recipes.cluster.rendezvous import ENDED, Cause, Launchers, serve, serve_alone
 from tests.processes import PATIENCE, free_ports, wait_for
 
@@ -148,3 +149,16 @@ def test_a_taken_port_and_an_unknown_name_are_refused() -> None:
             serve("127.0.0.1", port, remote=True)
     with pytest.raises(RendezvousError, match=r"^the address no-such-host\.invalid of node 0: "):
         serve("no-such-host.invalid", port, remote=True)
+
+
+def test_a_second_start_of_a_number_is_refused_and_the_first_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.cluster.rendezvous.SILENT_SECONDS", 1.0)
+    monkeypatch.setattr("recipes.cluster.rendezvous.LOOK_SECONDS", 0.1)
+    kept = store()
+    first, again, right = node(1, kept.port), node(1, kept.port), node(2, kept.port)
+    first.join()
+    first.watch(lambda: None, grace=0)
+    with pytest.raises(UserError, match=r"NODE_RANK=1 was started on .* already.* its own number, 0 to 2"):
+        again.join()
+    right.join()
+    assert first.cause is None and not kept.check([ENDED])

@@ -1,12 +1,17 @@
 """Small files under kills and full disks."""
 
+import errno
 import json
+import os
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipes.files import atomic
 from recipes.files.atomic import BLOCK, Lines, cut_back, write_whole
 from tests.full_disk import files_of_at_most
 
@@ -159,3 +164,23 @@ def test_cut_back_equals_looking_at_every_row(tmp_path: Path) -> None:
         kept = [line for line in text.split(b"\n") if line in {b'{"step": %d}' % step for step in range(4)}]
         assert (path.read_bytes() if kept else b"") == b"".join(line + b"\n" for line in kept), text
         assert path.exists() == bool(kept)
+
+
+def test_a_file_system_without_fsync_and_sizes_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert atomic.sync_folder(tmp_path) and atomic.free_bytes(tmp_path)
+
+    def fails(number: int) -> Callable[..., None]:
+        def call(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    for number in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+        monkeypatch.setattr(os, "fsync", fails(number))
+        monkeypatch.setattr(shutil, "disk_usage", fails(number))
+        atomic.write_whole(tmp_path / "a", "text", sync=True)
+        assert not atomic.sync_folder(tmp_path) and atomic.free_bytes(tmp_path) is None
+    monkeypatch.setattr(os, "fsync", fails(errno.EIO))
+    with pytest.raises(OSError, match="Input/output"):
+        atomic.write_whole(tmp_path / "a", "other", sync=True)
+    assert (tmp_path / "a").read_text() == "text"

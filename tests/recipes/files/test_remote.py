@@ -127,7 +127,13 @@ def test_copy_is_made_once_and_again_when_a_file_changes(server: ObjectServer, t
     assert local_copy("s3://bucket/copied", tmp_path, log=lines.append) == first
     assert not lines
     remote.write("s3://bucket/copied/a.json", b"two")
-    assert (local_copy("s3://bucket/copied", tmp_path) / "a.json").read_text() == "two"
+    again = local_copy("s3://bucket/copied", tmp_path)
+    assert (again / "a.json").read_text() == "two"
+    (again / "a.json").write_text("owt")  # as long as it was
+    assert (local_copy("s3://bucket/copied", tmp_path, log=lines.append) / "a.json").read_text() == "two"
+    assert "a.json changed since it was copied; copied anew" in lines[-2]
+    again.with_name(f"{again.name}.xxh3").unlink()  # as older versions leave it
+    assert local_copy("s3://bucket/copied", tmp_path) == again
     assert (first / "a.json").read_text() == "one"
 
 

@@ -151,6 +151,17 @@ def test_time_since_the_checkpoint_counts_as_restarts(time: Time) -> None:
     assert found.parts() == {"start": 5.0, "step": 6.0, "restarts": 50.0}
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_clock_that_was_a_year_ahead_costs_goodput_only_until_it_is_right(finished: bool, time: Time) -> None:
+    before, year = Goodput(Attempt(step=6.0), before={}).state(finished=False), 31_536_000.0
+    time.now += year
+    ahead = Goodput(Attempt(step=1.0), before=before)
+    assert ahead.parts()["restarts"] > year - 60
+    state = ahead.state(finished=finished)
+    time.now -= year
+    assert Goodput(Attempt(step=1.0), before=state).parts().get("restarts", 0.0) < 60
+
+
 def test_time_after_a_finished_run_does_not_count(time: Time) -> None:
     finished = Goodput(Attempt(start=2.0, step=6.0), before={}).state(finished=True)
     time.now += 9999.0

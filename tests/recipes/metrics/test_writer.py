@@ -13,6 +13,7 @@ import torch
 
 from recipes.metrics.config import MetricsConfig
 from recipes.metrics.writer import MetricsWriter
+from tests.full_disk import files_of_at_most
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,6 +101,22 @@ def test_a_fault_of_tensorboard_turns_it_off_and_loses_no_row(tmp_path: Path) ->
     metrics.close()
     [line] = said
     assert line.startswith("TensorBoard: off until the next start (") and rows(tmp_path) == [{"step": 1}]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_of_tensorboard_is_one_sentence_and_not_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    said: list[str] = []
+    metrics = board(tmp_path, done=0, said=said)
+    with files_of_at_most(2000):
+        for step in range(1, 200):
+            metrics.write({"step": step, **{f"value {number}": 1.0 for number in range(20)}})
+        metrics.sync()
+        metrics.close()
+    assert len([line for line in said if line.startswith("TensorBoard: off until the next start (")]) == 1
+    assert capfd.readouterr().err == ""
 
 
 # Weights & Biases

@@ -337,5 +337,8 @@ def end_by_a_signal(recipe: Recipe) -> list[tuple[int, str]]:
 def test_a_run_that_a_failing_rank_ends_with_a_signal_says_when(small: Recipe) -> None:
     [(in_a_step, at_the_end)] = run_processes(1, end_by_a_signal, change(small, run={"steps": 3}))
     code = 128 + signal.SIGTERM
-    assert in_a_step == (code, "SIGTERM ended the run in the middle of a step; NOT SAVED")
-    assert at_the_end == (code, "SIGTERM ended the run after its last step; run the same command again")
+    assert in_a_step == (code, "a process was lost; SIGTERM ended the run in the middle of a step; NOT SAVED")
+    assert at_the_end == (
+        code,
+        "a process was lost; SIGTERM ended the run after its last step; run the same command again",
+    )

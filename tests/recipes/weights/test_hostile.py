@@ -11,6 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from parallel.errors import UserError
 from recipes.data.text.tokenizer import tokenizer_problem
@@ -61,6 +63,14 @@ def extra_file(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {str(i): f"{i}.safetensors" for i in range(100_000)}}))
 
 
+def poison(folder: Path, value: float) -> None:
+    """Write this value into a weight."""
+    file = files(folder)[-1]
+    tensors = load_file(file)
+    next(iter(tensors.values())).view(-1)[-1] = value
+    save_file(tensors, file)
+
+
 def size(**values: Any) -> Callable[[Path], None]:
     return lambda folder: edit_config(folder, **values)
 
@@ -90,6 +100,12 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half a head": (size(num_attention_heads=1.5), "num_attention_heads = 1.5: must be an integer >= 1"),
     "length in words": (size(max_position_embeddings="long"), "max_position_embeddings = 'long': must be an integer"),
     "no number": (size(rms_norm_eps=float("nan")), "rms_norm_eps = nan: must be a number > 0"),
+    "a denormal base": (size(rope_parameters={"rope_theta": 1e-320}), "rope_theta = 1e-320: must be from 1 to"),
+    "a base below one": (size(rope_parameters={"rope_theta": 0.5}), "rope_theta = 0.5: must be from 1 to"),
+    "a number below float32": (size(rms_norm_eps=1e-45), "rms_norm_eps = 1e-45: must be from 1.18e-38 to"),
+    "a number above float32": (size(initializer_range=1e39), "initializer_range = 1e+39: must be from 1.18e-38 to"),
+    "NaN weights": (lambda f: poison(f, float("nan")), " has NaN or infinite values: the weights cannot be used"),
+    "infinite weights": (lambda f: poison(f, float("inf")), " has NaN or infinite values: the weights cannot be used"),
     "an infinite number": (size(rope_parameters={"rope_theta": float("inf")}), "rope_theta = inf: must be a number"),
 }
 
@@ -179,3 +195,15 @@ def test_a_name_on_the_hub_is_refused_with_the_command_that_downloads_it(
     with pytest.raises(UserError) as error:
         find_weights("HuggingFaceTB/SmolLM3-3B")
     assert "hf download" not in str(error.value)
+
+
+def test_nan_weights_are_refused_by_every_command_that_reads_them(folder: Path, tmp_path: Path) -> None:
+    from recipes.evaluation.by_transformers import open_exported
+    from recipes.evaluation.generate import open_model
+
+    import_folder(folder, tmp_path / "sound")
+    poison(folder, float("nan"))
+    for opens in (open_model, open_exported):
+        with pytest.raises(UserError, match="has NaN or infinite values: the weights cannot be used"):
+            opens(find_weights(folder), dtype=torch.float32, device=torch.device("cpu"))
+    open_exported(find_weights(tmp_path / "sound"), dtype=torch.float32, device=torch.device("cpu"))

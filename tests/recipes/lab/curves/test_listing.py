@@ -1,6 +1,7 @@
 """What the list of runs says of each: state, steps, loss and age."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.files.end import write_end
 from recipes.lab.curves.listing import listing
 from recipes.training.console import BORDER_UNSAVED, UNSAVED, done_line, interrupted_message, last_lines
 from tests.recipes.lab.curves.runs import row, run_folder
@@ -101,3 +103,15 @@ def test_odd_folders_are_listed_and_empty_ones_have_no_runs(tmp_path: Path) -> N
     os.mkfifo(odd / "log.txt")
     assert listing(tmp_path)[1][:4] == ["\ufffd\ufffd[31m", "cut off", "3", "nan"]
     assert listing(tmp_path / "nowhere") == []
+
+
+def test_what_killed_a_run_is_listed_by_name(folder: Path) -> None:
+    assert state(folder, "a process was lost; SIGTERM ended the run in the middle of a step; NOT SAVED") == (
+        "a process was lost"
+    )
+    write_end(folder, 3, -signal.SIGKILL, node="gpu-1")
+    write_end(folder, 0, 1, "ValueError: a consequence")  # the first one counts
+    assert state(folder, STEP) == "rank 3 on gpu-1 was killed by SIGKILL (often: out of memory)"
+    for damaged in ("", "[1]", "{}", '{"rank": "3", "node": 1, "code": 1, "signal": "", "error": "", "time": ""}'):
+        (folder / "end.json").write_text(damaged)
+        assert state(folder, STEP) == "cut off"
