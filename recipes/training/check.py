@@ -95,7 +95,13 @@ def _of_the_built_model(recipe: Recipe) -> Iterator[str]:
     if recipe.model.by_transformers:
         from recipes.training.build import plain_model
 
-        plain_model(recipe, device_type=recipe.run.device)
+        model = plain_model(recipe, device_type=recipe.run.device)
+        if recipe.float8.recipe != "none":
+            from parallel.float8 import chosen_linears
+
+            chosen_linears(model, recipe.float8, device_type=recipe.run.device)
+        if not recipe.model.weights:
+            yield "whether all its tensors get initial values"
         if recipe.compile.enabled and recipe.activation_checkpointing.mode != "none" and recipe.run.device == "auto":
             yield "whether its compiled blocks recompute the same numbers on a CPU"
 
