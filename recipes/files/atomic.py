@@ -5,8 +5,8 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,11 +26,22 @@ def utc_now() -> str:
     return utc_of(time.time())
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside, errors of the system say which file they are of: those of os.write() and os.fsync() do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def sync_folder(path: Path) -> None:
     """Sync the names in a folder to the disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -45,7 +56,7 @@ def replace(file: Path, write: Callable[[BinaryIO], object], *, sync: bool) -> N
     """Replace a file with what `write` writes, as write_whole() does; if that raises, leave the old one."""
     part = file.with_name(f"{PART}{platform.node()}-{os.getpid()}-{file.name}")
     try:
-        with part.open("wb") as out:
+        with naming(file), part.open("wb") as out:
             write(out)
             out.flush()
             if sync:

@@ -268,7 +268,7 @@ def ladder_is_comparable(recipe: Recipe) -> Iterator[Violation]:
 
 def export_is_possible(checkpoint: CheckpointConfig, *, model: ModelConfig) -> Iterator[Violation]:
     """Hugging Face's formats have everything of the model."""
-    if checkpoint.export_hf and not model.by_transformers:
+    if checkpoint.export_hf:
         from models.hf import beyond_hf
 
         if problem := beyond_hf(model):
