@@ -93,7 +93,7 @@ def _make_small(twin: Any, *, vocabulary: int) -> None:
                 module._parameters[name] = nn.Parameter(_values_like(parameter, random), requires_grad=False)
         if isinstance(module, nn.Linear):  # whose whole product takes seconds in a large model
             sizes = (module.in_features, RANK), (RANK, module.out_features)
-            module.forward = partial(_of_low_rank, *(torch.randn(size, generator=random) for size in sizes))
+            vars(module)["forward"] = partial(_of_low_rank, *(torch.randn(size, generator=random) for size in sizes))
 
 
 def _of_low_rank(down: Tensor, up: Tensor, hidden: Tensor) -> Tensor:
