@@ -117,7 +117,7 @@ def layout_of(model: ModelConfig) -> Layout:
 
 def beyond_hf(model: ModelConfig) -> str | None:
     """What a model of ours computes that no config.json of these families can say; None if there is nothing."""
-    if family_of(model):
+    if model.by_transformers or family_of(model):
         return None
     similar = [name for name, family in FAMILIES.items() if (family.experts is None) == (model.experts == 0)]
     name, missing = min(((name, [*unsaid(model, name)]) for name in similar), key=lambda one: len(one[1]))

@@ -156,8 +156,6 @@ def unsaid(model: ModelConfig, name: str) -> Iterator[str]:
         yield "experts"
     elif family.experts is not None:
         yield from (one for one, value in family.experts.items() if getattr(model, one) != value)
-        if family.experts["router"] == "sigmoid" and not model.shared_experts:
-            yield "shared_experts"
     if family.whole_heads and model.width % model.heads:
         yield "heads"
     asked = {

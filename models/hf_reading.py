@@ -351,7 +351,7 @@ def _experts(given: Reader, family: Family, layers: int) -> dict[str, Any]:
         given.decline("max_window_layers", "layers with a window are not supported")
     return values | {
         "dense_layers": first,
-        "shared_experts": given.integer("n_shared_experts"),
+        "shared_experts": given.integer("n_shared_experts") if given.values.get("n_shared_experts") != 0 else 0,
         "router_scale": given.number("routed_scaling_factor"),
         "expert_groups": given.integer("n_group", null=1),
         "groups_per_token": given.integer("topk_group", null=1),

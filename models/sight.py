@@ -92,8 +92,7 @@ def _make_small(twin: Any, *, vocabulary: int) -> None:
                 module._parameters[name] = nn.Parameter(_values_like(parameter, random), requires_grad=False)
         if isinstance(module, nn.Linear):  # or each product would copy the weight into memory
             sizes = (module.in_features, RANK), (RANK, module.out_features)
-            values = (torch.randn(size, generator=random) for size in sizes)
-            module.forward = partial(_of_low_rank, *values)  # type: ignore[method-assign]
+            vars(module)["forward"] = partial(_of_low_rank, *(torch.randn(size, generator=random) for size in sizes))
 
 
 def _values_like(parameter: Tensor, random: torch.Generator) -> Tensor:

@@ -15,27 +15,46 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from models.interface import ModelInterface, interface_of
 from parallel.config import Float8Config
 from parallel.errors import UserError
-from parallel.float8_limits import UNIT, fit, why_not_shared
+from parallel.float8_limits import UNIT, fit, why_not_excluded, why_not_shared
 from parallel.fsdp import plain_name
 
 
 def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str, shards: int = 1) -> str:
     """Swap every nn.Linear that is not excluded for torchao's Float8Linear, in place. Returns a line for the log.
 
-    Raises UserError where the device has no float8 units and emulation was not asked for, where a linear's widths
-    are not multiples of 16 (torchao and the hardware need that), where FSDP's `shards` processes cannot have equal
-    parts of weights to gather in float8, and where nothing at all would be converted.
+    Raises UserError where the device has no float8 units and emulation was not asked for, and as chosen_linears does.
     """
     if not config.emulate:
         _require_float8_units(config, device_type)
+    chosen, skipped, count = chosen_linears(model, config, device_type=device_type, shards=shards)
+    torchao_float8 = _torchao_float8()
+    preset = torchao_float8.Float8LinearConfig.from_recipe_name(config.recipe)
+    settings = replace(preset, enable_fsdp_float8_all_gather=config.all_gather, emulate=config.emulate)
+    # The public entry point, because it also works around a Triton miscompile (see torchao's _inductor_patch.py).
+    torchao_float8.convert_to_float8_training(model, config=settings, module_filter_fn=lambda _, name: name in chosen)
+    for name in chosen:
+        model.get_submodule(name).__class__ = _linear_of_rows()
+    gathered = ", float8 all-gather" if config.all_gather else ""
+    emulated = ", emulated" if config.emulate else ""
+    uneven = f", {skipped} not because of widths that are no multiples of {UNIT}" if skipped else ""
+    return f"float8: {config.recipe}, {len(chosen)} of {count} linears converted{uneven}{gathered}{emulated}"
+
+
+def chosen_linears(
+    model: nn.Module, config: Float8Config, *, device_type: str, shards: int = 1
+) -> tuple[dict[str, nn.Linear], int, int]:
+    """The linears to convert, how many are left out because of their widths, in models that allow it, and of how many.
+
+    Raises UserError for names to exclude that no linear has, where a linear's widths are not multiples of 16 (torchao
+    and the hardware need that), where FSDP's `shards` processes cannot have equal parts of weights to gather in
+    float8, and where nothing at all would be converted.
+    """
     interface = interface_of(model)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     linears.pop(interface.tied_head or "", None)  # its weight is the embedding's
     chosen = {name: module for name, module in linears.items() if not _is_excluded(name, config, interface)}
-    parts = {part for name in linears for part in name.split(".")} | ({"experts"} if interface.routers else set())
-    if unknown := set(config.exclude) - parts - {"lm_head"}:
-        choice = ", ".join(sorted(part for part in parts if not part.isdigit()))
-        raise UserError(f"float8.exclude names {sorted(unknown)}, but no linear is called so: {choice}")
+    if refused := why_not_excluded(config.exclude, [*linears, *(["experts"] if interface.routers else [])]):
+        raise UserError(f"float8.exclude {refused}")
     # The norms beside a block's linears make FSDP gather bytes; a group of float8 alone is gathered as such.
     if config.all_gather and device_type == "cpu":
         in_blocks = tuple(f"{name}." for name in interface.blocks)
@@ -64,17 +83,7 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str,
         raise UserError(
             f"float8.all_gather: {uncut}; write all_gather = false, add it to float8.exclude, or change mesh.shard"
         )
-    torchao_float8 = _torchao_float8()
-    preset = torchao_float8.Float8LinearConfig.from_recipe_name(config.recipe)
-    settings = replace(preset, enable_fsdp_float8_all_gather=config.all_gather, emulate=config.emulate)
-    # The public entry point, because it also works around a Triton miscompile (see torchao's _inductor_patch.py).
-    torchao_float8.convert_to_float8_training(model, config=settings, module_filter_fn=lambda _, name: name in chosen)
-    for name in chosen:
-        model.get_submodule(name).__class__ = _linear_of_rows()
-    gathered = ", float8 all-gather" if config.all_gather else ""
-    emulated = ", emulated" if config.emulate else ""
-    skipped = f", {len(uneven)} not because of widths that are no multiples of {UNIT}" if uneven else ""
-    return f"float8: {config.recipe}, {len(chosen)} of {len(linears)} linears converted{skipped}{gathered}{emulated}"
+    return chosen, len(uneven), len(linears)
 
 
 def _is_excluded(name: str, config: Float8Config, interface: ModelInterface) -> bool:

@@ -1,6 +1,6 @@
 """What float8 asks of matrices and of the mesh, and where it was slow. Imports no torch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from parallel.config import Float8Config, MeshConfig, MeshDegrees
 
@@ -21,6 +21,15 @@ def why_not_shared(rows: Mapping[str, int], shards: int) -> str | None:
     for name, count in rows.items():
         if count % shards:
             return f"{shards} processes cannot share the {count} rows of {name} equally"
+    return None
+
+
+def why_not_excluded(names: Collection[str], linears: Iterable[str]) -> str | None:
+    """Why float8.exclude cannot have these names; None if it can. linears: the dotted names of the model's."""
+    parts = {part for linear in linears for part in linear.split(".")}
+    if unknown := {*names} - parts - {"lm_head"}:
+        choice = ", ".join(sorted(part for part in parts if not part.isdigit()))
+        return f"names {sorted(unknown)}, but no linear is called so: {choice}"
     return None
 
 

@@ -63,7 +63,8 @@ beside the file that names it, then in the checkout. `run.output` and both `cach
 
 `python train.py RECIPE --check` prints a summary, the resolved recipe and, last, `ok` with what was not looked at; or
 everything that is wrong, and its count. It reads the first row of every source on this machine. Types are strict: `1`
-is a number, but `1e3` is not an integer, `"3e-4"` is not a number, and an unknown key is an error.
+is a number, but `1e3` is not an integer, `"3e-4"` is not a number, and an unknown key is an error, as is a value in
+the file itself that nothing reads.
 `[[stages]]` tables divide a run into parts that differ in some of these values: [stages.md](stages.md#stages).
 
 Editors with a language server for TOML (taplo; in VS Code, Even Better TOML) complete and check a recipe whose first

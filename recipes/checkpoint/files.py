@@ -41,7 +41,7 @@ from recipes.checkpoint.manifest import (
     contradictions,
     encode,
 )
-from recipes.files.atomic import sync_descriptor, sync_folder
+from recipes.files.atomic import naming, sync_descriptor, sync_folder
 from recipes.files.reading import patiently
 
 EXPONENTS = {"F64": (8, 0x7FF << 52), "F32": (4, 0x7F800000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80)}
@@ -92,9 +92,10 @@ def write_file(path: Path, contents: Iterable[Any]) -> StoredFile:
             view = memoryview(content)
             hashed.update(view)
             length += len(view)
-            while view:
-                view = view[os.write(descriptor, view) :]
-        sync_descriptor(descriptor)
+            with naming(path):
+                while view:
+                    view = view[os.write(descriptor, view) :]
+        sync_descriptor(descriptor, path)
     finally:
         os.close(descriptor)
     return StoredFile(length, hashed.hexdigest())

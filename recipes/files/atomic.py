@@ -6,8 +6,8 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,10 +40,21 @@ def free_bytes(folder: Path) -> int | None:
     return usage.free if usage.total else None
 
 
-def sync_descriptor(descriptor: int) -> bool:
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside, errors of the system say which file they are of: those of os.write() and os.fsync() do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def sync_descriptor(descriptor: int, path: Path) -> bool:
     """Sync an open file or folder to the disk. Returns False where the file system cannot."""
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
@@ -56,7 +67,7 @@ def sync_folder(path: Path) -> bool:
     file system cannot."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        return sync_descriptor(descriptor)
+        return sync_descriptor(descriptor, path)
     finally:
         os.close(descriptor)
 
@@ -71,11 +82,11 @@ def replace(file: Path, write: Callable[[BinaryIO], object], *, sync: bool) -> N
     """Replace a file with what `write` writes, as write_whole() does; if that raises, leave the old one."""
     part = file.with_name(f"{PART}{platform.node()}-{os.getpid()}-{file.name}")
     try:
-        with part.open("wb") as out:
+        with naming(file), part.open("wb") as out:
             write(out)
             out.flush()
             if sync:
-                sync_descriptor(out.fileno())
+                sync_descriptor(out.fileno(), file)
         part.replace(file)
     except BaseException:
         with suppress(OSError):
@@ -172,7 +183,7 @@ def keep_rows(path: Path, column: str, wanted: Callable[[Any], bool]) -> int:
     elif cut and not late:
         with path.open("rb+") as shortened:
             shortened.truncate(end)
-            sync_descriptor(shortened.fileno())
+            sync_descriptor(shortened.fileno(), path)
     return count
 
 
@@ -188,5 +199,5 @@ def sync(folder: Path, names: Iterable[str]) -> None:
     """Sync those of these files that exist, and the folder, so that they survive a power cut. Raises OSError."""
     for name in names:
         with suppress(FileNotFoundError), (folder / name).open("rb") as file:
-            sync_descriptor(file.fileno())
+            sync_descriptor(file.fileno(), path)
     sync_folder(folder)

@@ -129,7 +129,7 @@ def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
     annotation = field_types()[key]
     try:
         accept(annotation, value)
-        return None
+        return _several_as_one(key, value, flag=flag)
     except ValidationError as error:
         from recipes.recipe.synonyms import is_wish
 
@@ -154,6 +154,16 @@ def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
         typed = " ".join(str(word).lower() if isinstance(word, bool) else str(word) for word in words)
         return f"{rule}; write {example}--{key} {typed}".rstrip()
     return f"{rule}; write {example}{key.partition('.')[2]} = {toml(instead)}"
+
+
+def _several_as_one(key: str, value: Any, *, flag: bool) -> str | None:
+    """What is wrong with a list of texts of which one is a list itself, as "a, b" or "['a', 'b']"; None if nothing."""
+    texts = value if isinstance(value, list | tuple) else []
+    if not any(isinstance(text, str) and re.search(r"[,\[\]]", text) for text in texts):
+        return None
+    words = [word for text in texts for word in re.findall(r"[^\s,'\"\[\]]+", text)]
+    instead = f"--{key} {' '.join(words)}" if flag else f"{key.partition('.')[2]} = {toml(words)}"
+    return f"has several in one text; write {instead}"
 
 
 def _readings(annotation: Any, value: Any) -> list[Any]:

@@ -294,6 +294,8 @@ def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:
 
 def _similar(path: Path) -> str:
     """The hint for a recipe that does not exist."""
+    if path.is_symlink():
+        return f"it is a link to '{path.readlink()}', which is not there; mend the link"
     here = {file.stem: file for folder in (BENCHMARKS, CONFIGS, path.parent) for file in sorted(folder.glob("*.toml"))}
     close = [path.stem] if path.stem in here else get_close_matches(path.stem, here, n=3)
     if close:

@@ -15,7 +15,6 @@ from recipes.checkpoint.config import CheckpointConfig
 from recipes.metrics.config import ProfileConfig
 from recipes.recipe.conflicts import Unreadable, conflicts
 from recipes.recipe.fields import (
-    COMMAND_LINE,
     Problem,
     Violation,
     Written,
@@ -36,7 +35,7 @@ from recipes.recipe.rules_mesh import batch_divides, mesh_fits
 from recipes.recipe.rules_optimizer import moments_can_move, optimizer_fits, schedule_fits
 from recipes.recipe.schema import Recipe, RunConfig
 from recipes.recipe.stages import Stage, stages_of
-from recipes.recipe.unread import is_resolved, unread
+from recipes.recipe.unread import unread, unread_of_run
 
 if TYPE_CHECKING:
     from recipes.weights.locate import InitialWeights
@@ -163,11 +162,7 @@ def broken_rules(
             broken_in.setdefault(violation, []).append(stage)
     problems: dict[Problem, None] = {}
     if file:
-        by_file, by_flags = (
-            {key for key in run.origins if run.origins[key] == origin} for origin in (file, COMMAND_LINE)
-        )
-        by_file = set() if is_resolved(by_file) else by_file
-        for key, message in (*unread(by_flags, readables), *unread(by_file, [before or recipe, *readables])):
+        for key, message in unread_of_run(run.origins, readables, file=file, before=before):
             problems[_located(key, message, recipe, run)] = None
     for (key, message), (stage, *others) in broken_in.items():
         located = _located(key, message, stage.recipe, run)
@@ -268,7 +263,7 @@ def ladder_is_comparable(recipe: Recipe) -> Iterator[Violation]:
 
 def export_is_possible(checkpoint: CheckpointConfig, *, model: ModelConfig) -> Iterator[Violation]:
     """Hugging Face's formats have everything of the model."""
-    if checkpoint.export_hf and not model.by_transformers:
+    if checkpoint.export_hf:
         from models.hf import beyond_hf
 
         if problem := beyond_hf(model):

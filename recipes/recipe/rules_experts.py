@@ -24,8 +24,13 @@ def experts_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None)
         ]
         rule = f"{mesh.expert} processes cannot share model.experts = {model.experts} equally"
         yield "mesh.expert", f"{rule}; write {listed(possible or [1], last='or')}"
+    narrow = {field for field, *_ in model.uneven_rows("float32")}
     for field, rule, width in model.uneven_rows(recipe.fsdp.param_dtype):
-        yield f"model.{field}", f"{rule}; write {width}"
+        remedy = f"write {width}"
+        if model.weights:  # the weights say how wide it is: upcycling_problems(), weights_fit()
+            remedy = "take other weights" if field in narrow else 'write fsdp.param_dtype = "float32"'
+        if field != "expert_width" or not model.upcycle or model.expert_width == model.feed_forward_width:
+            yield f"model.{field}", f"{rule}; {remedy}"
     if mesh.expert > 1 or mesh.tensor > 1:
         yield from fsdp_has_several_meshes(recipe, "mesh.expert" if mesh.expert > 1 else "mesh.tensor")
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from models.config import LINEARS, ModelConfig
+from models.hf import parameter_shapes
 from parallel.config import Float8Config, MeshConfig
 from parallel.errors import listed
-from parallel.float8_limits import UNIT, fit, why_not_shared
+from parallel.float8_limits import UNIT, fit, why_not_excluded, why_not_shared
 from recipes.data.config import BatchConfig
 from recipes.recipe.fields import Violation
 from recipes.recipe.rules_mesh import mesh_fits, why_not_inside
@@ -155,6 +156,13 @@ def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violati
     """
     if float8.recipe == "none" or model.by_transformers:
         return
+    # Of our decoder, all matrices but embedding and routers are linears.
+    named = [name.rpartition(".")[0] for name, shape in parameter_shapes(model) if len(shape) > 1]
+    named = [name for name in named if not name.startswith(("embedding", "routers"))]
+    if refused := why_not_excluded(float8.exclude, named):
+        yield "float8.exclude", refused
+    elif all({*name.split(".")} & {*float8.exclude} for name in named):
+        yield "float8.exclude", 'leaves no linear to convert; exclude less, or write recipe = "none"'
     widths = {"width": ("width", model.width)} | _widths(model, float8)
     for field, (words, width) in widths.items():
         if not fit([width]):

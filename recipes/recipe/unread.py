@@ -1,17 +1,17 @@
-"""Values that nothing reads: which fields need others to have an effect. Imports no torch.
+"""Values that nothing reads: which fields need others to have an effect.
 
 A field is refused only where this recipe sets it, to another value than the default; its bases may set what they like.
-float8.emulate and compile.cache, which say something of a machine, are not among them.
+float8.emulate and compile.cache, which say something of a machine, are not among them. Imports no torch.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 
 from models.config import OF_EXPERTS, ModelConfig
 from recipes.optimization.config import OPTIMIZERS, OptimizerConfig
 from recipes.recipe.conflicts import Unreadable
-from recipes.recipe.fields import Violation, field_types, sections, toml, value_of
+from recipes.recipe.fields import COMMAND_LINE, Violation, field_types, sections, toml, value_of
 from recipes.recipe.schema import Recipe
 
 EXPERTS = tuple(f"model.{one.name}" for one in fields(ModelConfig) if one.name.startswith(OF_EXPERTS))
@@ -72,7 +72,7 @@ def unread(keys: Collection[str], recipes: Sequence[Recipe]) -> Iterator[Violati
     """Those of these fields, which were written, that none of these recipes reads."""
     reasons: dict[str, str] = {}
     for names, is_read, wanted in NEEDS:
-        for key in keys & {*names.split()}:
+        for key in {*keys} & {*names.split()}:
             with suppress(Unreadable):
                 section, _, name = key.partition(".")
                 default = getattr(sections()[section], name, {})
@@ -81,7 +81,15 @@ def unread(keys: Collection[str], recipes: Sequence[Recipe]) -> Iterator[Violati
     yield from reasons.items()
 
 
-def is_resolved(keys: Collection[str]) -> bool:
-    """Whether a file states most fields, as the recipe.toml of a run does: it sets none, it says what was in effect."""
+def unread_of_run(
+    origins: Mapping[str, str], recipes: Sequence[Recipe], *, file: str, before: Recipe | None
+) -> Iterator[Violation]:
+    """As unread(), of what flags and the file of this origin set; flags may leave values of the file unread.
+
+    recipes: of each stage. before: without the flags; None if there are none.
+    """
+    by_flags, by_file = ({key for key, origin in origins.items() if origin == one} for one in (COMMAND_LINE, file))
+    yield from unread(by_flags, recipes)
     known = {key for key in field_types() if not key.startswith("model.")}
-    return 2 * len(known & {*keys}) > len(known)
+    if 2 * len(known & by_file) <= len(known):  # or it is the recipe.toml of a run, which states what was in effect
+        yield from unread(by_file, [*([before] if before else []), *recipes])

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from models.hf import beyond_hf
 from parallel.config import MeshDegrees
 from parallel.errors import TemporaryError, UserError, listed
 from parallel.float8_limits import advice
@@ -94,7 +95,13 @@ def _of_the_built_model(recipe: Recipe) -> Iterator[str]:
     if recipe.model.by_transformers:
         from recipes.training.build import plain_model
 
-        plain_model(recipe, device_type=recipe.run.device)
+        model = plain_model(recipe, device_type=recipe.run.device)
+        if recipe.float8.recipe != "none":
+            from parallel.float8 import chosen_linears
+
+            chosen_linears(model, recipe.float8, device_type=recipe.run.device)
+        if not recipe.model.weights:
+            yield "whether all its tensors get initial values"
         if recipe.compile.enabled and recipe.activation_checkpointing.mode != "none" and recipe.run.device == "auto":
             yield "whether its compiled blocks recompute the same numbers on a CPU"
 
@@ -230,6 +237,8 @@ def _head(recipe: Recipe) -> Iterator[str]:
     yield f"{recipe.run.name}: {recipe.model.name} with {recipe.model.parameters}{total}"
     if recipe.model.name.startswith("from_"):
         yield f"model: {recipe.model.computed_by}"
+    if problem := beyond_hf(recipe.model):
+        yield f"export: none as a Hugging Face folder, because of model.{problem}"
 
 
 def _steps(stage: Stage) -> str:

@@ -169,8 +169,10 @@ BORDER_UNSAVED = "the stage is done, but its last checkpoint is not saved; the s
 UNSAVED = "all steps are done, but the last checkpoint is not saved; the same command tries again"
 
 
-def last_lines(folder: Path) -> list[str]:
+def last_lines(folder: Path, model: ModelConfig) -> list[str]:
     """The last lines of a finished run: the files in its folder, and what can be done with its weights."""
+    from models.hf import beyond_hf
+
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     lines = [f"written to {folder}: {' '.join(names)}"]
     if CHECKPOINTS in names:
@@ -180,6 +182,6 @@ def last_lines(folder: Path) -> list[str]:
             "next:",
             f'  {python}/generate.py {run} "Once upon a time"',
             f"  {python}/checkpoint.py list {run}",
-            f"  {python}/convert_hf.py export {run} {run}-hf",
+            *([] if beyond_hf(model) else [f"  {python}/convert_hf.py export {run} {run}-hf"]),
         ]
     return lines

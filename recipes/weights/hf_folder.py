@@ -133,7 +133,9 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
         for file, entry in stored.values()
         if entry.dtype not in DTYPE_BYTES
     ]
-    unknown = [name for name, (_, entry) in found.items() if not layout.ignores(name, entry.shape)]
+    unknown = [
+        name for name, (_, entry) in found.items() if not layout.ignores(name, entry.shape) and 0 not in entry.shape
+    ]
     if unknown:
         problems.append(f"the model has no place for {_some(unknown)}")
     if problems:

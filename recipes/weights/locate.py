@@ -182,7 +182,8 @@ def find_weights(path: str | Path) -> Weights:
             raise UserError(f"{folder} is not a folder")
         from recipes.data.text.hub import download_hint
 
-        raise UserError(f"{folder} does not exist{download_hint(str(path))}")
+        remedy = "; write the folder of a model (--plan reads its config.json alone) or a run"
+        raise UserError(f"{folder} does not exist{download_hint(str(path)) or remedy}")
     if HF_CONFIG in (names := names_in(folder)):
         from recipes.weights.hf_folder import read_model_of
 

@@ -355,6 +355,8 @@ def _suffix(path: "File", source: str = "") -> str | None:
 def _did_you_mean(path: Path) -> str:
     """The most similar name next to a path that does not exist, or the nearest existing folder above it."""
     parent = path.parent
+    if path.is_symlink():
+        return f": it is a link to '{path.readlink()}', which is not there; mount that, or mend the link"
     if not parent.is_dir() and not path.suffix and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(path)):
         return f"; write 'hf:{path}' for the dataset of this name on the hub"
     if not parent.is_dir():

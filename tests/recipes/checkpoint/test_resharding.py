@@ -1,6 +1,7 @@
 """A state saved by any number of processes on any mesh is restored bit for bit on any other."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -153,7 +154,7 @@ def one_cannot_write(folder: Path) -> tuple[int | None, int | None, list[str]]:
 def test_full_disk_of_one_process_fails_the_save_on_all(tmp_path: Path) -> None:
     for failed, last, logged in run_processes(2, one_cannot_write, tmp_path):
         assert (failed, last) == (1, 3)
-        assert logged[1] == "step      2  NOT SAVED: File too large; older checkpoints are unchanged"
+        assert re.match(r"step      2  NOT SAVED: File too large \(.*\); older checkpoints are unchanged", logged[1])
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from models.sizes import SIZES
 from recipes.files.end import write_end
 from recipes.lab.curves.listing import listing
 from recipes.training.console import BORDER_UNSAVED, UNSAVED, done_line, interrupted_message, last_lines
@@ -47,7 +48,7 @@ def test_the_end_of_the_log_says_how_a_run_ended(folder: Path) -> None:
     goodput = "goodput 45.2% of 12.2 s; start 27.3%, first step 6.9%"
     interrupted = interrupted_message("SIGTERM", 20, saved=True, every=10)
     (folder / "checkpoints").mkdir()
-    assert state(folder, STEP, done, goodput, *last_lines(folder)) == "done"
+    assert state(folder, STEP, done, goodput, *last_lines(folder, SIZES["llama3_debug"])) == "done"
     assert state(folder, "this run has its 50 steps already; --run.steps N makes it longer") == "done"
     assert state(folder, STEP, done, goodput, UNSAVED) == "last checkpoint not saved"
     assert state(folder, STEP, goodput, BORDER_UNSAVED) == "last checkpoint not saved"
