@@ -239,17 +239,10 @@ class _WithoutBuffers(dict[int, Any]):
 
     def __setitem__(self, number: int, infos: Any) -> None:
         super().__setitem__(number, infos)
-        self.let_go(number)
+        self.renew(number)
 
-    def let_go(self, number: int) -> None:
-        """Forget the memory of a micro-batch that has been used, or not been asked for."""
-        self._replace(number, "meta")
-
-    def provide(self, number: int, device: torch.device) -> None:
-        """New memory for a micro-batch that is about to be received."""
-        self._replace(number, device)
-
-    def _replace(self, number: int, device: torch.device | str) -> None:
+    def renew(self, number: int, device: torch.device | str = "meta") -> None:
+        """Give a micro-batch other memory: on "meta", none."""
         for info in self.get(number, ()):
             if isinstance(buffer := getattr(info, "buffer", None), Tensor):  # torch 2.15 has None: it does the same
                 info.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
@@ -267,25 +260,25 @@ class _PlannedStage(PipelineStage):
         self.grad_recv_info: _WithoutBuffers = _WithoutBuffers()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self.args_recv_info.provide(fwd_chunk_id, self.device)
+        self.args_recv_info.renew(fwd_chunk_id, self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self.grad_recv_info.provide(bwd_chunk_id, self.device)
+        self.grad_recv_info.renew(bwd_chunk_id, self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         made = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
-        self.args_recv_info.let_go(fwd_chunk_id)  # the graph keeps it
+        self.args_recv_info.renew(fwd_chunk_id)  # the graph keeps it
         return made
 
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, **options: Any
-    ) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, **options)
-        self.grad_recv_info.let_go(bwd_chunk_id)
-        if loss is not None and full_backward:
-            loss.detach_()  # the schedule keeps it to the end of the step, and its graph what the stage has received
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
+        self.grad_recv_info.renew(bwd_chunk_id)
+        if options.get("loss") is not None and options.get("full_backward", True):
+            options[
+                "loss"
+            ].detach_()  # the schedule keeps it to the end of the step, and its graph what the stage has received
 
     def backward_weight_one_chunk(self, *arguments: Any, **options: Any) -> None:
         super().backward_weight_one_chunk(*arguments, **options)

@@ -199,5 +199,5 @@ def sync(folder: Path, names: Iterable[str]) -> None:
     """Sync those of these files that exist, and the folder, so that they survive a power cut. Raises OSError."""
     for name in names:
         with suppress(FileNotFoundError), (folder / name).open("rb") as file:
-            sync_descriptor(file.fileno(), path)
+            sync_descriptor(file.fileno(), folder / name)
     sync_folder(folder)

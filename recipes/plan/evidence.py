@@ -1,6 +1,6 @@
-"""How far a predicted time may be off: as far as published runs of its kind were. Imports no torch.
+"""How far a predicted time may be off: as far as published runs of its kind were, whose project the fit left out.
 
-`python scripts/bench.py --suite plan --write-docs` writes the numbers, from rows whose project the fit left out.
+`python scripts/bench.py --suite plan --write-docs` writes the numbers. Imports no torch.
 """
 
 from functools import lru_cache

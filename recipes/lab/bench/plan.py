@@ -150,14 +150,14 @@ def ranges(errors: Errors) -> list[str]:
 
     Each row is compared with the range that the other rows of its kind would give.
     """
-    lines, inside, everything, least = list[Sequence[object]](), 0, list[float](), least_of(errors)
-    for kind, sizes in by_kind(errors).items():
+    lines, inside, kinds, least = list[Sequence[object]](), 0, by_kind(errors), least_of(errors)
+    for kind, sizes in kinds.items():
         held = sum(np.expm1(abs(size)) <= spread_of(np.delete(sizes, place), least) for place, size in enumerate(sizes))
         cells = _two(np.expm1(sizes)), f"{spread_of(sizes, least):.0%}", f"{held} of {len(sizes)}"
         lines.append((kind, len(sizes), *cells))
-        inside, everything = inside + held, [*everything, *sizes]
-    share = f"{inside} of {len(everything)}, {inside / len(everything):.0%}"
-    lines.append(("**all**", len(everything), _two(np.expm1(everything)), "", share))
+        inside += held
+    both = np.concatenate([*kinds.values()])
+    lines.append(("**all**", len(both), _two(np.expm1(both)), "", f"{inside} of {len(both)}, {inside / len(both):.0%}"))
     return markdown_table(("kind", "rows", "left out", "range", "inside, by the other rows"), lines, align="lrrrr")
 
 
@@ -229,10 +229,11 @@ def generated(errors: Errors, fitted: Rates) -> Iterator[str]:
     yield from ("recipe does not know. *: the allocator waited in every step.", "", *measured_here(fitted))
     yield from ("", "Published rows, median and 90th percentile of the sizes of the errors:", "", *summary(errors), "")
     yield from (
-        "By kind of step, with [rows of experts and a B200](benchmarks/published_experts.csv), which are in no fit:",
+        "By kind; [rows of experts](benchmarks/published_experts.csv) and a B200 are in no fit:",
+        "",
+        *ranges(errors),
         "",
     )
-    yield from (*ranges(errors), "")
     yield from ("Published memory, of what a recipe can state:", "", *memory_table(errors.rows, least=GOAL), "")
 
 
@@ -260,6 +261,5 @@ def write_evidence(errors: Errors) -> None:
     pairs = [f'    "{trait}": "{" ".join(sorted(seen[trait]))}",' for trait in sorted(seen)]
     known = ["ROWS: dict[str, tuple[int, float]] = {", *known, "}"]
     part = "\n".join([*known, "TOGETHER: dict[str, str] = {", *pairs, "}", ""])
-    file.write_text(
-        between(file.read_text(encoding="utf-8"), "# Written by bench.py --suite plan.\n", "# End.\n", part)
-    )
+    begin = "# Written by bench.py --suite plan.\n"
+    file.write_text(between(file.read_text(encoding="utf-8"), begin, "# End.\n", part), encoding="utf-8")

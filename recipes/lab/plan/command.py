@@ -166,7 +166,7 @@ def _searched(path: str, changes: Sequence[str], options: Options, world: World)
         "rejected": result.rejected,
     }
     lines, draw = (
-        [*about(recipe, world, result.best and result.best.time), "", *result.lines()],
+        [*about(recipe, world, result.best.time if result.best else None), "", *result.lines()],
         lambda file: _pictures().draw_front(result, file),
     )
     if result.best is None:

@@ -97,6 +97,8 @@ class Space:
             if mesh.tensor == 1 and "float8.gather_activations" not in self.fixed:
                 float8 = replace(float8, gather_activations=False)  # no group gathers any
             meshed = replace(self.recipe, mesh=mesh, float8=float8, pipeline=order)
+            if mesh.pipeline > 1 and order.splits_backward:
+                meshed = self._with_split_backward(meshed)
             size_is_free = "batch.micro_batch_size" not in self.fixed
             refused = self.refusal(self._with_micro_batch(meshed, 1) if size_is_free else meshed)
             if refused and not (size_is_free and refused == SEQUENCE):  # more rows may divide
@@ -124,8 +126,9 @@ class Space:
         stages = self._values("fsdp.reshard_after_forward", (True, False))
         for checkpointing in self._checkpointing:
             for reshard in stages:
-                if reshard and layout.degrees.pipeline > 1 and layout.recipe.pipeline.splits_backward:
-                    continue  # a rule
+                splits = layout.degrees.pipeline > 1 and layout.recipe.pipeline.splits_backward
+                if splits and (reshard or checkpointing[0].mode == "selective"):
+                    continue  # rules
                 fsdp = replace(layout.recipe.fsdp, reshard_after_forward=reshard)
                 yield [replace(layout.recipe, fsdp=fsdp, activation_checkpointing=way) for way in checkpointing]
 
@@ -248,6 +251,15 @@ class Space:
         if {"mesh.replicate", "mesh.shard"} & self.fixed or self.nodes == 1 or degrees.replicate != self.nodes:
             return mesh
         return replace(mesh, replicate=1, shard="node")
+
+    def _with_split_backward(self, recipe: Recipe) -> Recipe:
+        """The recipe with what its schedule needs, where that is searched; settings() has the same rules."""
+        way = recipe.activation_checkpointing
+        if "fsdp.reshard_after_forward" not in self.fixed:
+            recipe = replace(recipe, fsdp=replace(recipe.fsdp, reshard_after_forward=False))
+        if way.mode == "selective" and "activation_checkpointing.mode" not in self.fixed:
+            recipe = replace(recipe, activation_checkpointing=replace(way, mode="full"))
+        return recipe
 
     def _with_micro_batch(self, recipe: Recipe, size: int) -> Recipe:
         return replace(recipe, batch=replace(recipe.batch, micro_batch_size=size))

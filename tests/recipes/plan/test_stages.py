@@ -14,12 +14,15 @@ from recipes.plan.stages import in_flight, parts
 from recipes.plan.time import time_of
 from recipes.plan.work import work_of
 from recipes.recipe.load import CONFIGS, load
+from recipes.recipe.rules_experts import older_than
 from recipes.recipe.schema import Recipe
 from tests.live_bytes import tracked_stage
 from tests.processes import run_processes
 
 SHORT = ["--run.device=cpu", "--compile.enabled=false", "--batch.sequence_length=64", "--fsdp.param_dtype=bfloat16"]
 ZERO_2 = "--fsdp.reshard_after_forward=false"
+ABOVE = 1.005 if older_than(2, 15) else 1.06
+"""torch 2.15 lets go of hidden states that a stage has sent; the plan counts them."""
 
 
 def recipe_of(pipeline: int, *words: str, file: str = "llama3_debug.toml") -> Recipe:
@@ -59,7 +62,8 @@ def predicted(recipe: Recipe, degrees: MeshDegrees) -> list[int]:
 def test_the_predicted_peak_of_each_stage_is_that_of_its_step(pipeline: int, words: list[str]) -> None:
     recipe = recipe_of(pipeline, *words)
     seen = run_processes(pipeline, counted, pipeline, words)
-    assert predicted(recipe, recipe.mesh.fit(pipeline)) == pytest.approx(seen, rel=1e-2)
+    for found, peak in zip(predicted(recipe, recipe.mesh.fit(pipeline)), seen, strict=True):
+        assert found <= ABOVE * peak and peak <= 1.015 * found  # torch 2.11 keeps messages a little longer
 
 
 @pytest.mark.slow
@@ -93,7 +97,7 @@ def test_the_predicted_peak_of_sharded_stages_is_that_of_their_step() -> None:
     recipe = recipe_of(2, *words)
     seen = run_processes(4, counted, 2, words)
     for found, peak in zip(predicted(recipe, recipe.mesh.fit(4)), seen[::2], strict=True):
-        assert found <= 1.005 * peak <= 1.09 * found
+        assert found <= ABOVE * peak and 1.005 * peak <= 1.09 * found
 
 
 @pytest.mark.slow
@@ -105,7 +109,7 @@ def test_the_predicted_peak_of_interleaved_stages_is_that_of_their_step() -> Non
     seen = run_processes(2, counted, 2, words)
     for (_, part), found, peak in zip(parts(recipe, degrees), predicted(recipe, degrees), seen, strict=True):
         edges = 2 * len(part.layers) - int(part.begins) - int(part.ends)
-        assert found <= 1.005 * peak and peak <= found + edges * part.micro_batches * part.stream
+        assert found <= 1.005 * peak and peak <= found + (edges * part.micro_batches + 2) * part.stream
 
 
 def order(schedule: str, degree: int, count: int, rank: int) -> list[Any]:

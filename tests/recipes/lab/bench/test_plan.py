@@ -9,6 +9,7 @@ import pytest
 from recipes.lab.bench import plan
 from recipes.lab.bench.fit import SOURCES, fit, residuals_of
 from recipes.lab.bench.published import TABLE, Published, projects, read_published
+from recipes.plan.evidence import ROWS as IN_USE
 from recipes.plan.rates import RATES
 
 ROWS = read_published()
@@ -26,6 +27,16 @@ def test_the_constants_in_use_are_those_of_the_fit() -> None:
         assert found[name] == pytest.approx(asdict(RATES)[name], rel=0.01), (
             f"{name}: run python scripts/bench.py --suite plan --write-docs"
         )
+
+
+@pytest.mark.slow
+def test_the_ranges_in_use_and_on_the_page_are_those_of_rows_whose_project_is_left_out() -> None:
+    errors = plan.errors_of(ROWS, RATES)
+    assert "\n".join(plan.ranges(errors)) in plan.PAGE.read_text(encoding="utf-8"), (
+        "run bench.py --suite plan --write-docs"
+    )
+    least = plan.least_of(errors)
+    assert {kind: (len(sizes), plan.spread_of(sizes, least)) for kind, sizes in plan.by_kind(errors).items()} == IN_USE
 
 
 def test_the_fitted_errors_of_the_page_are_those_of_the_constants_in_use() -> None:

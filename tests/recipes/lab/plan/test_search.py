@@ -343,6 +343,12 @@ def test_a_search_varies_the_schedule_and_the_stages_of_a_pipeline() -> None:
     space = Space(recipe, World(GPUS["H100"], 256, 32), frozenset({"mesh.pipeline", "mesh.tensor"}))
     orders = {layout.recipe.pipeline for layout in space.layouts() if isinstance(layout, Meshed)}
     assert {(order.schedule, order.runs) for order in orders} >= {("1f1b", 1), ("interleaved", 2), ("interleaved", 4)}
+    eager = replace(recipe, compile=replace(recipe.compile, enabled=False))
+    without_compile = [layout for layout in replace(space, recipe=eager).layouts() if isinstance(layout, Meshed)]
+    assert {"zbv", "interleaved_zero_bubble"} <= {layout.recipe.pipeline.schedule for layout in without_compile}
+    for layout in without_compile:
+        for settings in space.settings(layout):
+            assert all(space.refusal(setting) is None for setting in settings)
     fixed = frozenset({"mesh.pipeline", "pipeline.schedule", "pipeline.stages_per_rank"})
     kept = {layout.recipe.pipeline for layout in replace(space, fixed=fixed).layouts() if isinstance(layout, Meshed)}
     assert kept == {recipe.pipeline}
