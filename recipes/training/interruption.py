@@ -112,7 +112,8 @@ class Interruption:
                 self._note(number)
 
     def _note(self, number: int) -> None:
-        is_echo = number == self._last and time.monotonic() - self._noted_at <= ECHO_SECONDS
+        is_echo = number == self._last or (self._ending and self._last)  # at the end, also what torchrun sends
+        is_echo = is_echo and time.monotonic() - self._noted_at <= ECHO_SECONDS
         if number not in SIGNALS or is_echo:
             return
         if not self.can_wait:
