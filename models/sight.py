@@ -83,6 +83,7 @@ def _make_small(twin: Any, *, vocabulary: int) -> None:
         for _, unit in units_of(twin.model, twin.interface):
             for module, owner in unit.in_order:
                 cast(Any, owner)._init_weights(module)
+    # After it, because some classes ask for the weight of their output projection.
     head = next(name for name, module in twin.named_modules() if module is twin.model.get_output_embeddings())
     twin.set_submodule(head, _AsWide(vocabulary))
     random = torch.Generator().manual_seed(0)
