@@ -228,7 +228,7 @@ def test_messages_without_a_time_are_refused(tmp_path: Path) -> None:
 def test_what_is_no_record_and_no_folder_of_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b"\xff\xfe\x00")
     half = written(tmp_path, {"suite": "calibrate", "processes": {"1": {}}})
-    refused = {tmp_path / "missing.json": "cannot be read", tmp_path / "a.json": "is no text", half: "is damaged"}
+    refused = {tmp_path / "missing.json": "cannot be read", tmp_path / "a.json": "is not UTF-8", half: "is damaged"}
     for path, message in (refused | {tmp_path: "cannot be read"}).items():
         with pytest.raises(UserError, match=message):
             calibrated(path, None)
