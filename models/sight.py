@@ -34,6 +34,7 @@ def why_it_sees_too_much(twin: Any, *, vocabulary: int, documents: bool) -> str 
     """
     kind = type(twin.model).__name__
     _make_small(twin, vocabulary=vocabulary)
+    twin.eval()  # without dropout
     text = 1 + torch.arange(2 * DOCUMENT)[None] % (vocabulary - 1)  # (1, T)
     whole = [None, Documents.from_starts(torch.arange(2 * DOCUMENT)[None] % DOCUMENT == 0)][: 1 + documents]
     for packed in whole:

@@ -194,6 +194,10 @@ def test_a_large_model_is_tried_within_seconds() -> None:
     assert time.process_time() - before < 20
 
 
+def test_dropout_is_not_taken_for_later_tokens() -> None:
+    require_causal(family_config("gpt2", dropout=True, resid_pdrop=0.5, attn_pdrop=0.5))
+
+
 def test_one_layer_that_sees_later_tokens_is_seen_among_causal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Qwen3Attention.__init__
 
