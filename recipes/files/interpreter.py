@@ -46,9 +46,9 @@ def _on_error(kind: Any, error: Any, trace: Any) -> None:
     said = limit_behind(error)
     if said:
         _exit(said)
-    from recipes.files.screen import tell
+    from recipes.files.screen import say
 
-    tell("".join(traceback.format_exception(kind, error, trace)).rstrip())
+    say("".join(traceback.format_exception(kind, error, trace)).rstrip(), to=2)  # torch puts the rank before each line
 
 
 def limit_behind(error: BaseException) -> str:

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -32,7 +31,6 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLITE_SECONDS = 35.0
 """How long an interrupted run may take to finish its step and exit."""
 LONGEST_REASON = 300
-say = partial(screen.tell, to=1)  # a command goes on when its terminal is gone
 
 # On CUDA: torch, runtime and driver, Triton, cuBLAS and cuDNN, NCCL. On CPUs: torch, C++, Python, Linux.
 OUT_OF_MEMORY = re.compile(
@@ -82,6 +80,11 @@ def exit_code_of(work: Callable[[], int], *, interrupted: str) -> int:
         with suppress(OSError):
             screen.say(f"\n{interrupted}", to=2)
         return ended_by(stop.number)
+
+
+def say(line: str) -> None:
+    """Print a line; a command goes on when its terminal is gone."""
+    screen.Screen().write(f"{screen.safe(line)}\n")
 
 
 @dataclass(frozen=True)
