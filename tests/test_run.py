@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def command(corpus: Path, *overrides: str) -> list[str]:
         "validation.batches": "2",
         "validation.sample_tokens": "8",
     }
+    if dict(pairwise(overrides)).get("--validation.every") == "0":
+        del values["validation.batches"]  # which nothing would read
     options = [part for key, value in values.items() for part in (f"--{key}", value)]
     return [str(ROOT / "scripts/run.sh"), "configs/smollm3_debug.toml", *options, *overrides]
 
