@@ -140,11 +140,6 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
     return None
 
 
-def stored_text(spec: str) -> str | None:
-    """The tokenizer.json that data.tokenizer names; None for "train:N". Raises UserError if it cannot be read."""
-    return None if training_size(spec) is not None else read_tokenizer(tokenizer_file(spec))
-
-
 def batches_of(
     items: Iterable[Item], *, size: Callable[[Item], int], characters: int = BATCH_CHARACTERS, most: int = 0
 ) -> Iterator[list[Item]]:
