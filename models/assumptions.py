@@ -24,8 +24,9 @@ def broken(model: nn.Module, interface: ModelInterface, *, dropout: bool) -> Ite
         yield f"{kind} is a mixture of experts ({expert}); transformers' are not supported, but {native}"
     if getattr(model, "_is_stateful", False):
         yield f"{kind} keeps a recurrent state; only models of attention are supported"
+    blocks = tuple(f"{block}." for block in interface.blocks)
     for group in shared_parameters(model):
-        if inside := [name for name in group if name.startswith(tuple(f"{block}." for block in _plain(interface)))]:
+        if inside := [name for name in group if f"model.{name}".startswith(blocks)]:
             other = next(name for name in group if name != inside[0])
             yield f"{kind} uses {inside[0]} also as {other}; blocks that share weights are not supported"
             break
@@ -68,8 +69,3 @@ def shared_parameters(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return [group for group in names.values() if len(group) > 1]
-
-
-def _plain(interface: ModelInterface) -> list[str]:
-    """The names of the blocks in the model of transformers."""
-    return [name.partition(".")[2] for name in interface.blocks]

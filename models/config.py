@@ -13,9 +13,9 @@ FROM_CONFIG = "from_config"
 """The value of model.name for the model of model.config, with random weights."""
 CUSTOM = "custom"
 """The value of model.name for a shape of one's own: the recipe writes every field without a default."""
-# Far beyond every published model. Without a limit, one wrong digit would list or allocate until the memory is full.
 SMALLEST, MOST = 1.18e-38, 3.4e38
 """Numbers that float32 holds without loss of precision."""
+# Far beyond every published model. Without a limit, one wrong digit would list or allocate until the memory is full.
 LARGEST = {
     "layers": 10_000,
     "width": 2**20,

@@ -195,9 +195,7 @@ def _windows(given: Reader, family: Family, layers: int) -> dict[str, Any]:
     if types is not None and not isinstance(types, list | tuple):
         given.refuse("layer_types", "must be a list of the kind of each layer")
         return {}
-    known = (
-        ("full_attention", "sliding_attention") if family.windows in ("layer_types", "kinds") else ("full_attention",)
-    )
+    known = KINDS if family.windows in ("layer_types", "kinds") else KINDS[:1]
     asked = []
     if others := [repr(kind) for kind in types or () if kind not in known]:
         asked.append(f"layer_types has {', '.join(dict.fromkeys(others))}")

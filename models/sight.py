@@ -3,7 +3,7 @@
 Configs have many switches for it (is_causal, use_bidirectional_attention, kinds of layers), and a model that sees later
 tokens trains without a complaint: its loss falls below that of any language model.
 
-B batch, T tokens, D width.
+T tokens, V vocabulary.
 """
 
 import re
@@ -30,10 +30,10 @@ def why_it_sees_too_much(twin: Any, *, vocabulary: int, documents: bool) -> str 
     """Why a model, TransformersModel on the meta device, which this changes, must not be trained; None if it may.
 
     Two texts that differ in one token go through it, with the first block of each kind and all that is outside of the
-    blocks but the output projection. Raises ValueError if they cannot, or if the token moves nothing at all.
+    blocks. Raises ValueError if they cannot, or if the token moves nothing at all.
     """
     kind = type(twin.model).__name__
-    _make_small(twin, vocabulary=vocabulary)
+    _make_small(twin)
     twin.eval()  # without dropout
     text = 1 + torch.arange(2 * DOCUMENT)[None] % (vocabulary - 1)  # (1, T)
     whole = [None, Documents.from_starts(torch.arange(2 * DOCUMENT)[None] % DOCUMENT == 0)][: 1 + documents]
@@ -42,7 +42,7 @@ def why_it_sees_too_much(twin: Any, *, vocabulary: int, documents: bool) -> str 
         changed_at = 2 * DOCUMENT - 1 if packed is None else DOCUMENT - 1
         other = text.clone()
         other[0, changed_at] = 0
-        one, two = (_outputs(twin, tokens, packed) for tokens in (text, other))  # (T, D)
+        one, two = (_outputs(twin, tokens, packed) for tokens in (text, other))  # (T, V)
         moved = (one - two).abs().amax(-1) > 1e-4 * one.abs().max()  # (T,)
         if not (one.isfinite().all() and moved[changed_at]):
             raise ValueError(f"{kind} was tried on a short text, and its last token changed nothing that it computes")
@@ -58,7 +58,7 @@ def why_it_sees_too_much(twin: Any, *, vocabulary: int, documents: bool) -> str 
 
 @torch.no_grad()
 def _outputs(twin: nn.Module, tokens: Tensor, packed: Documents | None) -> Tensor:
-    """What the model computes of each token, (T, D), before its output projection."""
+    """What the model computes of each token, (T, V)."""
     inputs: Any = tokens
     if cast(Any, twin).config.is_encoder_decoder:
         prompt = torch.ones_like(tokens)
@@ -70,23 +70,25 @@ def _outputs(twin: nn.Module, tokens: Tensor, packed: Documents | None) -> Tenso
         raise ValueError(f"{kind} cannot be tried on a short text: {type(error).__name__}: {text}") from error
 
 
-def _make_small(twin: Any, *, vocabulary: int) -> None:
+def _make_small(twin: Any) -> None:
     """Give the model values that take no memory, in the first block of each kind; the others pass on what they get."""
-    kinds: dict[tuple[Any, ...], nn.Module] = {}
-    for name in twin.interface.blocks:
-        block = twin.get_submodule(name)
-        if kinds.setdefault(tuple(_kind_of(block)), block) is not block:
-            twin.set_submodule(name, _PassesOn(block, like=kinds[tuple(_kind_of(block))]))
+    kinds: dict[tuple[Any, ...], list[Any]] = {}  # kind -> what its first block has returned
+    for block in map(twin.get_submodule, twin.interface.blocks):
+        if (kind := tuple(_kind_of(block))) in kinds:
+            for table in (block._modules, block._parameters, block._buffers):
+                table.clear()
+            vars(block)["forward"] = partial(_passed_on, kinds[kind])
+        else:
+            kinds[kind] = returned = []
+            block.register_forward_hook(lambda *call, returned=returned: returned.append(call[-1]))
     for module in twin.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device="cpu")
     with torch.no_grad():  # parameters are on the meta device still, where drawing takes no time
         for _, unit in units_of(twin.model, twin.interface):
             for module, owner in unit.in_order:
-                cast(Any, owner)._init_weights(module)
-    # After it, because some classes ask for the weight of their output projection.
-    head = next(name for name, module in twin.named_modules() if module is twin.model.get_output_embeddings())
-    twin.set_submodule(head, _AsWide(vocabulary))
+                if "forward" not in vars(module):  # a block that passes on has nothing left to draw
+                    cast(Any, owner)._init_weights(module)
     random = torch.Generator().manual_seed(0)
     for module in twin.modules():
         for name, parameter in module._parameters.items():
@@ -117,29 +119,7 @@ def _kind_of(block: nn.Module) -> Iterator[Any]:
         yield name, type(module), *sorted((key, value) for key, value in said.items() if not COUNTS.match(key))
 
 
-class _PassesOn(nn.Module):
-    """Replaces a block, and returns what it gets in the form in which the block that it is like returned it."""
-
-    def __init__(self, block: nn.Module, *, like: nn.Module) -> None:
-        super().__init__()
-        self.attributes = {key: value for key, value in vars(block).items() if not key.startswith("_")}
-        like.register_forward_hook(lambda module, inputs, output: vars(self).update(returned=output))
-
-    def __getattr__(self, name: str) -> Any:
-        attributes = self.__dict__.get("attributes", {})
-        return attributes[name] if name in attributes else super().__getattr__(name)
-
-    def forward(self, *arguments: Any, **named: Any) -> Any:
-        hidden, returned = (arguments or (named.get("hidden_states"),))[0], self.__dict__["returned"]
-        return hidden if isinstance(returned, Tensor) else (hidden, *returned[1:])
-
-
-class _AsWide(nn.Module):
-    """Replaces the output projection, whose product would take the memory of a whole table: repeats what it gets."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden[..., torch.arange(self.width) % hidden.shape[-1]]  # (B, T, D) -> (B, T, V)
+def _passed_on(returned: list[Any], *arguments: Any, **named: Any) -> Any:
+    """Stands for a block: what it gets, in the form in which the last block of its kind returned it."""
+    hidden = (arguments or (named.get("hidden_states"),))[0]
+    return hidden if isinstance(returned[-1], Tensor) else (hidden, *returned[-1][1:])

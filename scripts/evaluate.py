@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from parallel.dist import World
     from parallel.mesh import Mesh
     from recipes.data.config import DataConfig
-    from recipes.data.pair_sequences import Pairing
     from recipes.evaluation.text import ProgressLine
     from recipes.weights.locate import Weights
 
@@ -115,6 +114,7 @@ def evaluate(options: argparse.Namespace) -> int:
     from models.transformers_config import TransformersConfig
     from recipes.evaluation.text import CountedDocuments, ProgressLine
     from recipes.weights.locate import find_weights
+    from recipes.weights.pairing import pairing_of
 
     _require_possible(options)
     weights = find_weights(options.model)
@@ -129,7 +129,7 @@ def evaluate(options: argparse.Namespace) -> int:
         tokenizer = with_beginning(tokenizer)
     length = options.sequence_length or min(weights.facts.context_length, LONGEST)
     data = _data(options, weights)
-    pairing = _pairing(data, weights) if data.has_pairs else None
+    pairing = pairing_of(data, weights.model, weights) if data.has_pairs else None
     if pairing is None and weights.model.is_encoder_decoder:
         raise UserError("an encoder-decoder model predicts answers to prompts; write --prompt-field and --answer-field")
 
@@ -252,12 +252,6 @@ def _data(options: argparse.Namespace, weights: "Weights") -> "DataConfig":
     if bool(data.prompt_field) != bool(data.answer_field):
         raise UserError("pairs have a prompt and an answer; write both --prompt-field and --answer-field")
     return data
-
-
-def _pairing(data: "DataConfig", weights: "Weights") -> "Pairing":
-    from recipes.weights.pairing import pairing_of
-
-    return pairing_of(data, weights.model, weights)
 
 
 def _show(line: "ProgressLine", tokens: int, documents: int, *, limit: int) -> None:

@@ -253,11 +253,9 @@ def _write(folder: Path, work: "Preparation", options: argparse.Namespace) -> in
 
     part, setting = Part(*options.part), "--bad-row-budget"
     bad_rows = BadRowBudget(folder, source=work.source, budget=options.bad_row_budget, setting=setting)
-    with _progress() as progress:
-        tokens = _Tokens(progress)
-        for _ in write_shards(folder, work, part=part, keep_unread=False, check=bad_rows.count, progress=tokens):
-            pass
-    return tokens.count
+    with _progress() as show:
+        shards = write_shards(folder, work, part=part, keep_unread=False, check=bad_rows.count, progress=show)
+        return sum(shard.train + shard.validation for shard in shards)
 
 
 def _say_state(folder: Path, work: "Preparation") -> None:
@@ -273,29 +271,21 @@ def _say_state(folder: Path, work: "Preparation") -> None:
         say(line)
 
 
-class _Tokens:
-    """Counts tokens, and shows how many there are."""
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self.count, self._show, self._started = 0, show, time.perf_counter()
-
-    def __call__(self, tokens: int) -> None:
-        self.count = tokens
-        rate = tokens / (time.perf_counter() - self._started)
-        self._show(f"{counted(tokens)} tokens, {counted(int(rate))} tokens/s")
-
-
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A line on a terminal that can be changed."""
+def _progress() -> Iterator[Callable[[int], None]]:
+    """What shows the number of tokens so far, in a line on a terminal."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console = Console(file=cast(IO[str], Screen()))
+    def show(tokens: int) -> None:
+        rate = tokens / (time.perf_counter() - started)
+        bar.update(task, description=f"{counted(tokens)} tokens, {counted(int(rate))} tokens/s")
+
+    console, started = Console(file=cast(IO[str], Screen())), time.perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading")
-        yield lambda text: bar.update(task, description=text)
+        yield show
 
 
 def _print_contents(folder: Path, index: "Index") -> None:

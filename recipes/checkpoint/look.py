@@ -81,7 +81,7 @@ def table(
             if path.name.startswith("step-") and path != step_folder(path.parent, manifest.step or 0):
                 raise Damage(f"{path} holds the checkpoint of another step: {manifest.step}")
             written = utc_of(at) if (at := (path / MANIFEST).stat().st_mtime) else "at a server"
-        except UserError as error:
+        except (UserError, FileNotFoundError) as error:
             if os.path.lexists(path):
                 yield f"{path.name:>10}  {error}", TEMPORARY if isinstance(error, TemporaryError) else FAILED
             else:  # by the training, which has newer ones

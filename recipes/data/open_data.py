@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from parallel.nodes import files_of_tokens
 from recipes.data.config import HELD_OUT, BatchConfig, DataConfig
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source, require_documents, require_sequence
-from recipes.data.text.sources import describe, is_prepared, notes, pinned
+from recipes.data.text.sources import describe, fingerprint, is_prepared, notes, pinned
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
 from recipes.data.tokens.shards import TRAIN, Shard, Shards, problem_path
 from recipes.data.tokens.workspace import (
@@ -260,18 +259,18 @@ class _Opening:
         """The folder with the tokens of a source in the cache, what writes those that are missing, if this process
         does, and its entry. then: the entry that the run was trained on."""
         settings, launch, used = self.settings, self.launch, then.get("tokens", "")
-        prepared = partial(
-            preparation,
+        work = preparation(
             text,
+            text_field=settings.fields,
             text_documents=settings.data.text_documents,
             tokenizer=self.tokenizer,
             validation_fraction=fraction,
             pieces=launch.pieces,
         )
-        work = prepared(text_field=settings.fields)
         if settings.pairing and then.get("text", work.source_fingerprint) != work.source_fingerprint:
-            older = prepared(text_field=replace(settings.pairing.format, rules=0))  # a run of an older version goes on
-            work = older if older.source_fingerprint == then["text"] else work
+            older = replace(settings.pairing.format, rules=0)  # a run of an older version goes on
+            if fingerprint(text, text_field=older, text_documents=work.text_documents) == then["text"]:
+                work = replace(work, text_field=older, source_fingerprint=then["text"])
         background = None
         is_used = used.partition("-")[0] == work.fingerprint
         if launch.writes:

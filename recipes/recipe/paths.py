@@ -32,9 +32,8 @@ def settle_paths(written: Written) -> list[Problem]:
         texts = [value] if isinstance(value, str) else value.values() if key == "validation.sources" else value
         paths = [text for text in texts if is_path(text, key)]
         wrong = next(filter(None, (path_problem(path, inside=WRITTEN.get(key, 0)) for path in paths)), "")
-        if key == "run.name" and (
-            "/" in value or value in (".", "..")
-        ):  # a command that asks no rules writes there too
+        # Here, because commands that ask no rules write there too.
+        if key == "run.name" and ("/" in value or value in (".", "..")):
             wrong = 'is the name of the run folder inside run.output; write a name without "/"'
         if wrong:
             problems.append(Problem(written.prefix + key, wrong, shorten(toml(value)), origin))

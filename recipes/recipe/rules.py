@@ -246,7 +246,7 @@ def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -
 
 def experts_fit(recipe: Recipe, **world: int | None) -> Iterator[Violation]:
     """What holds for routed experts."""
-    if recipe.model.experts or recipe.mesh.expert > 1:
+    if recipe.model.experts:
         from recipes.recipe.rules_experts import experts_can_run
 
         yield from experts_can_run(recipe, **world)

@@ -13,8 +13,6 @@ from recipes.recipe.schema import Recipe
 def experts_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
     """What holds for a model with experts, and for a mesh that divides them."""
     model, mesh = recipe.model, recipe.mesh
-    if not model.experts:
-        return
     if model.experts % mesh.expert:
         possible = [
             degree

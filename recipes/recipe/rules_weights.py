@@ -42,9 +42,9 @@ def config_fits(model: ModelConfig, initial: InitialWeights, *, written: Collect
     """model.config is read, and is still what the run's checkpoints were trained with."""
     if not model.config or model.name != FROM_CONFIG or model.weights:
         return
-    if refusal_of(initial.configured) or refusal_of(initial.model):
+    if refusal_of(lambda: initial.configured) or refusal_of(initial.model):
         return  # a resumed run needs it no more; otherwise loading has reported it
-    now, trained = initial.configured(), initial.model()
+    now, trained = initial.configured, initial.model()
     if type(now) is not type(trained):
         yield "model.config", "is another model than that of the run's checkpoints; restore it, or change run.name"
         return

@@ -14,7 +14,9 @@ from recipes.recipe.conflicts import Unreadable
 from recipes.recipe.fields import COMMAND_LINE, Violation, field_types, sections, toml, value_of
 from recipes.recipe.schema import Recipe
 
-EXPERTS = tuple(f"model.{one.name}" for one in fields(ModelConfig) if one.name.startswith(OF_EXPERTS))
+OF_MODEL = " ".join(
+    f"model.{one.name}" for one in fields(ModelConfig) if one.name.startswith(OF_EXPERTS) and one.name != "experts"
+)
 
 
 def _of_one_optimizer() -> Iterator[tuple[str, Callable[[Recipe], object], str]]:
@@ -28,8 +30,7 @@ def _of_one_optimizer() -> Iterator[tuple[str, Callable[[Recipe], object], str]]
 
 # fmt: off
 NEEDS: tuple[tuple[str, Callable[[Recipe], object], str], ...] = (
-    *((key, lambda r: r.model.experts, "model.experts = 8 or so") for key in EXPERTS if key != "model.experts"),
-    ("experts.balance experts.z_loss", lambda r: r.model.experts, "model.experts = 8 or so"),
+    (f"{OF_MODEL} experts.balance experts.z_loss", lambda r: r.model.experts, "model.experts = 8 or so"),
     ("experts.loss_weight", lambda r: r.model.experts and r.experts.balance == "loss",
      'experts.balance = "loss" of a model with experts'),
     ("experts.bias_rate", lambda r: r.model.experts and r.experts.balance == "bias",
@@ -41,9 +42,6 @@ NEEDS: tuple[tuple[str, Callable[[Recipe], object], str], ...] = (
      'model.rope_scaling = "llama3" or "yarn"'),
     ("model.rope_beta_fast model.rope_beta_slow model.rope_attention_factor", lambda r: r.model.rope_scaling == "yarn",
      'model.rope_scaling = "yarn"'),
-    ("data.text_field", lambda r: not r.data.has_pairs, "texts, not pairs"),
-    ("data.chat_template data.chat_date", lambda r: r.data.messages_field, 'data.messages_field = "messages"'),
-    ("data.answer_length", lambda r: r.model.is_encoder_decoder, "an encoder-decoder model"),
     ("mesh.context_by", lambda r: r.mesh.context > 1, "mesh.context = 2 or more"),
     ("mesh.overlap_tensor float8.gather_activations", lambda r: r.mesh.tensor > 1, "mesh.tensor = 2 or more"),
     ("pipeline.schedule pipeline.stages_per_rank pipeline.split", lambda r: r.mesh.pipeline > 1,
@@ -70,15 +68,13 @@ NEEDS: tuple[tuple[str, Callable[[Recipe], object], str], ...] = (
 
 def unread(keys: Collection[str], recipes: Sequence[Recipe]) -> Iterator[Violation]:
     """Those of these fields, which were written, that none of these recipes reads."""
-    reasons: dict[str, str] = {}
     for names, is_read, wanted in NEEDS:
-        for key in {*keys} & {*names.split()}:
+        for key in filter(keys.__contains__, names.split()):
             with suppress(Unreadable):
                 section, _, name = key.partition(".")
                 default = getattr(sections()[section], name, {})
                 if value_of(recipes[-1], key) != default and not any(map(is_read, recipes)):
-                    reasons.setdefault(key, f"has no effect without {wanted}; write that, or remove it here")
-    yield from reasons.items()
+                    yield key, f"has no effect without {wanted}; write that, or remove it here"
 
 
 def unread_of_run(

@@ -13,7 +13,7 @@ from recipes.data.history import Segment, Window, to_json
 from recipes.data.text.sources import is_prepared
 from recipes.files.atomic import write_whole
 from recipes.files.layout import CHECKPOINTS, ORIGIN, RECIPE, checkpoint_step, checkpoint_steps, step_folder
-from recipes.files.reading import is_folder, is_remote, names_in, read_text, user_path
+from recipes.files.reading import is_folder, names_in, read_text, user_path
 from recipes.recipe.fields import COMMAND_LINE, field_types, toml, value_of
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
@@ -82,8 +82,6 @@ def _begun_from(recipe: Recipe) -> Path | None:
 
 def _checkpoints_in(name: str, recipe: Recipe) -> list[Path]:
     """The complete checkpoints of a run folder or of its `checkpoints` folder, or the one at this path."""
-    if is_remote(name):
-        raise UserError(f"{SETTING}: {name} is at a server; copy that checkpoint to a disk, and name the copy")
     folder = user_path(name)
     if not is_folder(folder):
         raise UserError(f"{SETTING}: {folder} {'is not a folder' if folder.exists() else 'does not exist'}")

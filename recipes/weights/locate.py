@@ -122,7 +122,7 @@ class InitialWeights:
     def model(self) -> ModelConfig:
         """The model of the weights or, where there are none yet, of the config. Raises UserError."""
         if self.config and not (self.weights or checkpoint_steps(self.run_folder / CHECKPOINTS)):
-            return self.configured()
+            return self.configured
         return self.outside_of_stages()
 
     def outside_of_stages(self) -> ModelConfig:
@@ -137,12 +137,9 @@ class InitialWeights:
             return found.model
         return replace(found.model, rope_theta=theta)
 
+    @cached_property
     def configured(self) -> ModelConfig:
         """The model of the config, whatever the run's checkpoints hold. Raises UserError."""
-        return self._configured
-
-    @cached_property
-    def _configured(self) -> ModelConfig:
         from recipes.weights.hf_folder import config_file, read_config
 
         return read_config(config_file(self.config))[0]

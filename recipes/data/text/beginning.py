@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 
 from parallel.errors import TemporaryError, UserError
-from recipes.data.text.tokenizer import Tokenizer, stored_text, text_library
+from recipes.data.text.tokenizer import Tokenizer, read_tokenizer, text_library, tokenizer_file, training_size
 from recipes.data.text.tokens_beside import vocabulary_of
 
 # Llama 3 and SmolLM3, Gemma (where <s> is HTML), Llama 2 and Mistral, Cohere, others: looked for where the
@@ -42,10 +42,9 @@ def with_beginning(tokenizer: Tokenizer) -> Tokenizer:
 def beginning_problem(spec: str) -> str | None:
     """Why data.tokenizer has no token that begins documents and what to write instead, or None. Reads plain JSON."""
     try:
-        text = stored_text(spec)
-        if text is None:
+        if training_size(spec) is not None:
             return f"{spec!r} trains a tokenizer without a token that begins a text; {REMEDY}"
-        _beginning(json.loads(text))
+        _beginning(json.loads(read_tokenizer(tokenizer_file(spec))))
     except TemporaryError:
         raise
     except UserError as error:

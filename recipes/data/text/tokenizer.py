@@ -140,11 +140,6 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
     return None
 
 
-def stored_text(spec: str) -> str | None:
-    """The tokenizer.json that data.tokenizer names; None for "train:N". Raises UserError if it cannot be read."""
-    return None if training_size(spec) is not None else read_tokenizer(tokenizer_file(spec))
-
-
 def batches_of(
     items: Iterable[Item], *, size: Callable[[Item], int], characters: int = BATCH_CHARACTERS, most: int = 0
 ) -> Iterator[list[Item]]:
@@ -245,22 +240,25 @@ def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> Ids:
     try:
         ids = vocabulary_of(content)
         added_ids = {added["content"]: added["id"] for added in content.get("added_tokens") or ()}
-        words = [number for token, number in ids.items() if token not in added_ids]
-        ids = ids | added_ids
-        largest = max(ids.values())
+        tokens = {number: token for token, number in ids.items()}
+        words = [number for number, token in tokens.items() if token not in added_ids]
+        largest = max((ids | added_ids).values())
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{wrong}: no entries under 'model.vocab'") from error
+    if len(tokens) < len(ids):
+        both, number = next(([one, tokens[number]], number) for one, number in ids.items() if tokens[number] != one)
+        raise UserError(f"data.tokenizer: '{where}' gives {both} the same id, {number}; give another tokenizer")
     # The id of an ordinary word is a mistake, such as a model family's default.
     given = [end for end in ends if end in added_ids.values()]
     given += [added["id"] for added in content.get("added_tokens") or () if added.get(ENDS)]
-    names = [ids[name] for name in (*CERTAIN_ENDS, *OTHER_ENDS) if name in ids]
-    if not given + names:
+    ids |= added_ids
+    given += [ids[name] for name in (*CERTAIN_ENDS, *OTHER_ENDS) if name in ids]
+    if not given:
         raise UserError(
             f"data.tokenizer: '{where}' has no token that ends a document; looked for"
             f" {', '.join((*CERTAIN_ENDS, *OTHER_ENDS))}; add one of them, or give another tokenizer"
         )
-    end_of_document = (given + names)[0]
-    return Ids(largest, max([*words, end_of_document]), end_of_document)
+    return Ids(largest, max([*words, given[0]]), given[0])
 
 
 def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Tokenizer:
@@ -328,8 +326,8 @@ def load_tokenizer(
         return build_tokenizer(read_tokenizer(path), where=path)
     states = {file: state for source in sources for file, state in file_states(source).items()}
     fingerprints = [fingerprint(source, text_field=text_field, text_documents=text_documents) for source in sources]
-    identity = repr((TRAINER_VERSION, size, *fingerprints))
-    cached = user_path(cache) / "tokenizers" / f"{xxhash.xxh3_128_hexdigest(identity.encode())}.json"
+    identity = xxhash.xxh3_128_hexdigest(repr((TRAINER_VERSION, size, *fingerprints)).encode())
+    cached = user_path(cache) / "tokenizers" / f"{identity}.json"
     checksum = cached.with_suffix(".xxh3")  # older versions wrote none
     try:
         if not checksum.exists() or read_text(checksum) == checksum_of(cached):

@@ -197,7 +197,9 @@ def copy(forks: dict[str, Recipe], tmp_path: Path) -> Iterator[Path]:
 
 def test_missing_trunks_are_named(fork: Recipe, copy: Path, tmp_path: Path) -> None:
     assert "nowhere does not exist" in refusal(fork, run={"continue_from": str(tmp_path / "nowhere")})
-    assert "is at a server; copy that" in refusal(fork, run={"continue_from": "s3://bucket/runs/trunk@40"})
+    assert "is an address; write a path on this disk" in refusal(
+        fork, run={"continue_from": "s3://bucket/runs/trunk@40"}
+    )
     message = refusal(fork, run={"continue_from": f"{copy}@5"})
     assert "no checkpoint of step 5; it has those of 4, 8 (checkpoint.keep_every keeps more)" in message
     for step in (4, 8):

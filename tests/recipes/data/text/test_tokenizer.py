@@ -243,6 +243,15 @@ def test_tokenizer_with_ids_beyond_the_vocabulary_is_refused(tmp_path: Path) -> 
     )
 
 
+def test_two_tokens_with_the_same_id_are_refused_by_name(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json", ["<unk>", "a", "b"], ["</s>"])
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["b"] = content["model"]["vocab"]["a"]
+    path.write_text(json.dumps(content))
+    expected = f"'{path}' gives ['a', 'b'] the same id, 1; give another tokenizer"
+    assert tokenizer_problem(str(path), 4096) == expected
+
+
 def test_path_without_a_tokenizer_is_refused(tmp_path: Path, source: Path) -> None:
     assert "does not exist; write the path of a tokenizer.json" in str(tokenizer_problem("gpt2", 4096))
     assert "has no tokenizer.json; give one that has, or 'train:N'" in str(tokenizer_problem(str(tmp_path), 4096))
