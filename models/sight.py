@@ -75,8 +75,9 @@ def _make_small(twin: Any) -> None:
     kinds: dict[tuple[Any, ...], list[Any]] = {}  # kind -> what its first block has returned
     for block in map(twin.get_submodule, twin.interface.blocks):
         if (kind := tuple(_kind_of(block))) in kinds:
-            for table in (block._modules, block._parameters, block._buffers):
-                table.clear()
+            inside = block.named_children(), block.named_parameters(recurse=False), block.named_buffers(recurse=False)
+            for name in [name for table in inside for name, _ in table]:
+                delattr(block, name)
             vars(block)["forward"] = partial(_passed_on, kinds[kind])
         else:
             kinds[kind] = returned = []
