@@ -171,11 +171,11 @@ UNSAVED = "all steps are done, but the last checkpoint is not saved; the same co
 
 def last_lines(folder: Path, model: ModelConfig) -> list[str]:
     """The last lines of a finished run: the files in its folder, and what can be done with its weights."""
-    from models.hf import beyond_hf
-
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     lines = [f"written to {folder}: {' '.join(names)}"]
     if CHECKPOINTS in names:
+        from models.hf import beyond_hf
+
         python = "python scripts" if Path.cwd() == ROOT else f"python {shlex.quote(str(ROOT))}/scripts"
         run = shlex.quote(str(folder))
         lines += [

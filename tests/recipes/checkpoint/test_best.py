@@ -56,8 +56,8 @@ def test_checkpoint_of_a_step_without_validation_has_no_value(small: Recipe, alo
         checkpoint={"every": 3, "keep": 1, "keep_best": "validation_loss"},
     )
     assert train(recipe, alone) == 0
-    [_, (line, sound)] = table(find(Path(recipe.run.folder)), thorough=False)
-    assert sound and line.endswith("complete")
+    [_, (line, code)] = table(find(Path(recipe.run.folder)), thorough=False)
+    assert code == 0 and line.endswith("complete")
 
 
 def test_the_checkpoints_of_the_best_average_are_kept_and_listed(small: Recipe, alone: World) -> None:

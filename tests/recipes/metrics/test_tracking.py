@@ -87,7 +87,7 @@ def test_an_unreachable_server_leaves_the_run_tracked_offline(tmp_path: Path) ->
     folder = tmp_path / "run"
     environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
     said = ended(start(folder, WANDB_HTTP_TIMEOUT="1", **environment), folder)
-    assert "Weights & Biases: offline, because it cannot start (Timed out while retrying" in said
+    assert "Weights & Biases: offline, because it cannot start (CommError: Timed out while retrying" in said
     assert f"`wandb sync {folder}/wandb/offline-run-*` sends it later" in said
     assert recorded(folder).count(b"tried") >= 6
 
@@ -104,7 +104,7 @@ def test_a_key_that_cannot_work_leaves_the_run_tracked_offline(
 ) -> None:
     folder = tmp_path / "run"
     said = ended(start(folder, **variables), folder)
-    assert f"offline, because it cannot start ({reason}" in said
+    assert "offline, because it cannot start (" in said and f": {reason}" in said
     assert recorded(folder).count(b"tried") >= 6
 
 
@@ -139,7 +139,7 @@ def test_a_missing_wandb_turns_tracking_off(tmp_path: Path) -> None:
     (tmp_path / "wandb.py").write_text("raise ImportError('No module named wandb')\n")
     folder = tmp_path / "run"
     said = ended(start(folder, PYTHONPATH=str(tmp_path)), folder)
-    assert said == "Weights & Biases: off, because wandb cannot be imported (No module named wandb);" + (
+    assert said == "Weights & Biases: off, because wandb cannot be imported (ImportError: No module named wandb);" + (
         " metrics.jsonl has every row"
     )
 
