@@ -74,11 +74,11 @@ def _make_small(twin: Any) -> None:
     kinds: dict[tuple[Any, ...], list[Any]] = {}  # kind -> what its first block has returned
     for block in map(twin.get_submodule, twin.interface.blocks):
         if (kind := tuple(_kind_of(block))) in kinds:
-            for table in (block._modules, block._parameters, block._buffers):
-                table.clear()
+            for name in [name for name, _ in block.named_children()]:
+                delattr(block, name)
             vars(block)["forward"] = partial(_passed_on, kinds[kind])
         else:
-            kinds[kind] = returned = []
+            returned = kinds[kind] = list[Any]()
             block.register_forward_hook(lambda *call, returned=returned: returned.append(call[-1]))
     for module in twin.modules():
         for name, buffer in module._buffers.items():
