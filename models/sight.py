@@ -80,7 +80,7 @@ def _make_small(twin: Any) -> None:
                 delattr(block, name)
             vars(block)["forward"] = partial(_passed_on, kinds[kind])
         else:
-            kinds[kind] = returned = []
+            returned = kinds[kind] = list[Any]()
             block.register_forward_hook(lambda *call, returned=returned: returned.append(call[-1]))
     for module in twin.modules():
         for name, buffer in module._buffers.items():
