@@ -4,8 +4,6 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
@@ -54,10 +52,9 @@ def main(arguments: list[str]) -> int:
 
             average(options.path, options.steps, options.out, weights=options.weights, log=say)
             return 0
-        with tempfile.TemporaryDirectory() if is_remote(options.path) else nullcontext("") as here:
-            for line, code in look.lines(options.command, options.path, here=Path(here)):
-                say(line)
-                codes.add(code)
+        for line, code in look.lines(options.command, options.path):
+            say(line)
+            codes.add(code)
     except UserError as error:
         say(error, to=2)
         return exit_code(error)

@@ -1,18 +1,17 @@
 """Copies at a server, as scripts/checkpoint.py lists, verifies and shows them. Imports no torch."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.checkpoint.config import CheckpointConfig
+from recipes.checkpoint.files import AtHand
 from recipes.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, SHARD_NAME
 from recipes.checkpoint.remote_folder import RemoteFolder
 from recipes.files import remote
-from recipes.files.layout import CHECKPOINTS, checkpoint_step
-
-AtHand = Callable[[Path], AbstractContextManager[object]]
+from recipes.files.layout import CHECKPOINTS, checkpoint_step, step_folder
 
 
 def mirrored(address: str, here: Path) -> tuple[list[Path], AtHand, str]:
@@ -22,17 +21,18 @@ def mirrored(address: str, here: Path) -> tuple[list[Path], AtHand, str]:
     Returns the folders, what brings the contents of one shard here for a while, and the address that `here` stands for.
     Raises UserError if there are none.
     """
-    place, only = address.rstrip("/"), checkpoint_step(address.rstrip("/").rpartition("/")[2])
-    place = place.rpartition("/")[0] if only is not None else place
+    place, _, last = address.rstrip("/").rpartition("/")
+    only = checkpoint_step(last)
+    place = f"{place}/{last}" if only is None else place
     there = RemoteFolder(place.removesuffix(f"/{CHECKPOINTS}"), CheckpointConfig())
-    folders: dict[Path, None] = {}
+    folders: list[Path] = []
     shards: dict[Path, remote.RemoteFile] = {}
     for step, files in there.files().items():
         if MANIFEST not in files or only not in (None, step):  # under way, or left by a killed run: nobody reads that
             continue
+        folders.append(step_folder(here, step))
         for name, file in files.items():
-            path = here / file.address.removeprefix(f"{there.place}/{CHECKPOINTS}/")
-            folders[here / path.relative_to(here).parts[0]] = None
+            path = folders[-1] / name
             path.parent.mkdir(parents=True, exist_ok=True)
             if SHARD_NAME.fullmatch(name) or file.state.st_size > MAX_MANIFEST_BYTES:
                 shards[path] = file
@@ -50,7 +50,7 @@ def mirrored(address: str, here: Path) -> tuple[list[Path], AtHand, str]:
         yield
         _empty(path, shards[path])
 
-    return [*folders], at_hand, f"{there.place}/{CHECKPOINTS}"
+    return folders, at_hand, f"{there.place}/{CHECKPOINTS}"
 
 
 def _empty(path: Path, file: remote.RemoteFile) -> None:

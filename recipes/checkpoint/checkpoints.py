@@ -120,9 +120,7 @@ class Checkpoints:
                     self._log(f"deleted step {old}, above checkpoint.keep, as the disk has no space for another save")
             return folders.disk_space(self.folder, checkpoint_bytes=size, keep=self._config.keep)
 
-        fits = self._together.on_main(make_room)
-        if self._main:
-            self._log("  " + fits)
+        self._say(f"  {self._together.on_main(make_room)}")
 
     # Saving
 

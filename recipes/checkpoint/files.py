@@ -44,6 +44,8 @@ from recipes.checkpoint.manifest import (
 from recipes.files.atomic import naming, sync_descriptor, sync_folder
 from recipes.files.reading import patiently
 
+AtHand = Callable[[Path], AbstractContextManager[object]]
+"""What brings the contents of a shard here for a while."""
 EXPONENTS = {"F64": (8, 0x7FF << 52), "F32": (4, 0x7F800000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80)}
 """Dtype -> bytes of a number, and the bits of its exponent, all of which NaN and the infinities have."""
 
@@ -323,7 +325,7 @@ def verify_shards(
             patiently(partial(verify_shard, number, name))
 
 
-def verify(folder: Path, at_hand: Callable[[Path], AbstractContextManager[object]] = nullcontext) -> Manifest:
+def verify(folder: Path, at_hand: AtHand = nullcontext) -> Manifest:
     """Read a checkpoint completely and verify every byte. Raises Damage at the first wrong one, or at a NaN. at_hand:
     around each shard, of which one is read at a time."""
     manifest = read_manifest(folder)

@@ -3,16 +3,17 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from parallel.errors import TemporaryError, UserError
 from recipes.checkpoint.best import best_among
-from recipes.checkpoint.files import check_files, read_manifest, verify
+from recipes.checkpoint.files import AtHand, check_files, read_manifest, verify
 from recipes.checkpoint.folder import ASIDE, left_overs
-from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest
+from recipes.checkpoint.manifest import MANIFEST, Damage
 from recipes.files.atomic import utc_of
 from recipes.files.exit_codes import FAILED, FINISHED, TEMPORARY
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps, step_folder
@@ -41,41 +42,40 @@ def find(path: Path) -> list[Path]:
     raise UserError(f"{path} holds no checkpoint" + (f", only {' '.join(others)}" if others else ""))
 
 
-def lines(command: str, place: str, *, here: Path) -> Iterator[tuple[str, int]]:
+def lines(command: str, place: str) -> Iterator[tuple[str, int]]:
     """What `list`, `verify` or `show` prints, line by line, each with an exit code: FAILED for damage.
 
-    place: a path or an address. here: an empty folder for what is fetched from an address; verify brings shards there,
-    one at a time. Raises UserError.
+    place: a path or an address. What is fetched from an address is in a temporary folder meanwhile; verify brings
+    shards there, one at a time. Raises UserError.
     """
-    read: Callable[[Path], Manifest] | None = None
-    stands_for, others = str(here), list[str]()
-    if is_remote(place):
-        from recipes.checkpoint.audit import mirrored
+    at_hand: AtHand = nullcontext
+    others: list[str] = []
+    with TemporaryDirectory() if is_remote(place) else nullcontext(place) as here:
+        stands_for = here
+        if is_remote(place):
+            from recipes.checkpoint.audit import mirrored
 
-        paths, at_hand, stands_for = mirrored(place, here)
-        read = partial(verify, at_hand=at_hand)
-    else:
-        paths = find(Path(place))
-        others = aside(paths[0].parent)
-    if command == "show":
-        yield from ((line.replace(str(here), stands_for), FINISHED) for line in describe(paths[-1]))
-        return
-    for line, code in table(paths, thorough=command == "verify", read=read):
-        yield line.replace(str(here), stands_for), code
-    if others:
+            paths, at_hand, stands_for = mirrored(place, Path(here))
+        else:
+            paths = find(Path(place))
+            others = aside(paths[0].parent)
+        rows = table(paths, thorough=command == "verify", at_hand=at_hand)
+        if command == "show":
+            rows = ((line, FINISHED) for line in describe(paths[-1]))
+        for line, code in rows:
+            yield line.replace(here, stands_for), code
+    if others and command != "show":
         yield f"also in this folder: {' '.join(others)}", FINISHED
 
 
-def table(
-    paths: Sequence[Path], *, thorough: bool, read: Callable[[Path], Manifest] | None = None
-) -> Iterator[tuple[str, int]]:
+def table(paths: Sequence[Path], *, thorough: bool, at_hand: AtHand = nullcontext) -> Iterator[tuple[str, int]]:
     """A header and one line per checkpoint, each with an exit code: FAILED for damage. thorough: also read the tensors,
-    by `read` or verify()."""
+    at_hand being around each shard."""
     yield f"{'step':>10}  {'written':<20}  {'size':>9}  {'files':>5}  {'tensors':>7}  state", FINISHED
     best, remark = best_among(paths) or (None, "")
     for path in paths:
         try:
-            manifest = (read or verify)(path) if thorough else read_manifest(path)
+            manifest = verify(path, at_hand) if thorough else read_manifest(path)
             if not thorough:
                 check_files(path, manifest)
             if path.name.startswith("step-") and path != step_folder(path.parent, manifest.step or 0):

@@ -13,7 +13,7 @@ from recipes.files.atomic import Lines, utc_now
 from recipes.files.end import write_end
 from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.files.screen import safe
-from recipes.metrics.clock import START
+from recipes.metrics.clock import START, RunClock
 
 LAST_RESORT = 60.0
 """Seconds after which a process exits even if it is still writing its stacks: the disk may be what hangs."""
@@ -75,14 +75,14 @@ def for_a_while(work: Callable[[], None]) -> None:
     worker.join(WRITE_SECONDS)
 
 
-def add_failure(folder: Path, text: str, *, rank: int, code: int, error: str, begun: bool = True) -> None:
+def add_failure(folder: Path, text: str, clock: RunClock, *, rank: int, code: int, error: str = "") -> None:
     """Append to the log.txt of a run that has begun, if its disk answers, and note what killed the run: this process,
-    which exits with the code. begun: whether the folder is surely this run's; otherwise nothing is noted."""
+    which exits with the code; not at the start, when the folder may be another's. error: "" = the text."""
 
     def append() -> None:
         with suppress(OSError):
             if (folder / RECIPE).is_file():
-                _ = begun and write_end(folder, rank, code, error)
+                _ = clock.now != START and write_end(folder, rank, code, error or text)
                 Lines(folder / LOG_FILE, log=lambda line: None).append(f"{utc_now()} {safe(text)}")
 
     for_a_while(append)

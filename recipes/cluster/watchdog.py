@@ -150,8 +150,7 @@ class Watchdog:
         if sys.stdout.isatty():
             put(2, SHOW_CURSOR)
         tell(text)
-        begun = self._clock.now != START
-        add_failure(self._folder, text, rank=self._world.rank, code=HUNG, error=text, begun=begun)
+        add_failure(self._folder, text, self._clock, rank=self._world.rank, code=HUNG)
 
     def _write_stacks(self, own: Report) -> None:
         head = f"{utc_now()} {own.process}, {own.where}, no progress for {own.idle:.0f} s\n"

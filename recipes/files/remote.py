@@ -316,29 +316,25 @@ def _system(address: str) -> Any:
     try:
         import fsspec
 
-        return _opened(fsspec, scheme)
+        # It keeps one object of equal options per thread, and makes new ones after a fork.
+        new = partial(fsspec.filesystem, scheme, use_listings_cache=False)
+        if scheme == "s3":
+            limits = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, "retries": {"max_attempts": 0}}
+            system = new(config_kwargs=limits)
+            system.retries = 1  # those of _patiently() are enough
+            return system
+        if scheme.startswith("http"):
+            import aiohttp
+
+            limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
+            return new(client_kwargs={"timeout": limit, "headers": {"Accept-Encoding": "identity"}})
+        return new()
     except ImportError:
         package = PACKAGES[scheme]
         raise UserError(
             f"{address} is read with the package {package}, which is not installed; install it:"
             f" pip install {package}, or pip install -e '.[remote]'"
         ) from None
-
-
-def _opened(fsspec: Any, scheme: str) -> Any:
-    # fsspec keeps one object of equal options per thread, and makes new ones after a fork.
-    if scheme == "s3":
-        limits = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, "retries": {"max_attempts": 0}}
-        system = fsspec.filesystem("s3", use_listings_cache=False, config_kwargs=limits)
-        system.retries = 1  # those of _patiently() are enough
-        return system
-    if scheme.startswith("http"):
-        import aiohttp
-
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
-        plain = {"timeout": limit, "headers": {"Accept-Encoding": "identity"}}
-        return fsspec.filesystem(scheme, use_listings_cache=False, client_kwargs=plain)
-    return fsspec.filesystem(scheme, use_listings_cache=False)
 
 
 def _require_answer(error: FileNotFoundError) -> None:

@@ -80,8 +80,7 @@ def report(error: BaseException, recipe: Recipe, world: World, clock: RunClock) 
                 torch.cuda.memory._dump_snapshot(str(snapshot))
                 lines.append(f"  what the memory held: {snapshot}")
                 tell(lines[-1])
-        text, begun = "\n".join([*lines, *details]), clock.now != START
-        add_failure(folder, text, rank=world.rank, code=OUT_OF_MEMORY, error=lines[0], begun=begun)
+        add_failure(folder, "\n".join([*lines, *details]), clock, rank=world.rank, code=OUT_OF_MEMORY)
 
 
 def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True) -> list[str]:

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from parallel.dist import World, lost_a_peer, start, stop
-from parallel.errors import TemporaryError, UserError
+from parallel.errors import UserError
 from recipes.cluster.reports import add_failure
 from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
 from recipes.data.text.sources import is_prepared
-from recipes.files.exit_codes import CANNOT_WRITE, FAILED, FINISHED, OUT_OF_MEMORY, PREEMPTED, REFUSED, TEMPORARY
+from recipes.files.exit_codes import CANNOT_WRITE, FAILED, FINISHED, OUT_OF_MEMORY, PREEMPTED, exit_code
 from recipes.metrics.clock import START, RunClock
 from recipes.recipe.load import LoadedRecipe, to_toml
 from recipes.recipe.schema import Recipe
@@ -58,8 +58,8 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
     except UserError as error:
         forget_signals()
         if clock.now != START:
-            code = TEMPORARY if isinstance(error, TemporaryError) else REFUSED
-            add_failure(folder, f"rank {world.rank}: {error}", rank=world.rank, code=code, error=str(error))
+            text, code = f"rank {world.rank}: {error}", exit_code(error)
+            add_failure(folder, text, clock, rank=world.rank, code=code, error=str(error))
         if world.is_main:
             raise
         # Rank 0 most likely prints the same error, and then the launcher ends the others: give it time to do so.
@@ -75,8 +75,7 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
         if lost_a_peer(error):
             time.sleep(WITHOUT_PEER)
         text = f"rank {world.rank} failed after step {clock.step}\n{traceback.format_exc().rstrip()}"
-        said, begun = f"{type(error).__name__}: {error}", clock.now != START
-        add_failure(folder, text, rank=world.rank, code=FAILED, error=said, begun=begun)
+        add_failure(folder, text, clock, rank=world.rank, code=FAILED, error=f"{type(error).__name__}: {error}")
         raise
     finally:
         if world.size == 1:  # nobody to wait for; whoever called this may train again

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes.checkpoint import look
+from recipes.checkpoint.files import AtHand
 from recipes.checkpoint.manifest import Manifest
 from tests.commands import run_command
 from tests.recipes.checkpoint.golden import GOLDEN
@@ -117,8 +118,8 @@ def test_checkpoint_deleted_after_its_last_byte_was_read_is_not_damaged(
 ) -> None:
     path, verify = run / "checkpoints" / "step-00000002", look.verify
 
-    def verify_and_delete(path: Path) -> Manifest:
-        manifest = verify(path)
+    def verify_and_delete(path: Path, at_hand: AtHand) -> Manifest:
+        manifest = verify(path, at_hand)
         shutil.rmtree(path)
         return manifest
 
