@@ -49,7 +49,7 @@ def why_it_sees_too_much(twin: Any, *, vocabulary: int, documents: bool) -> str 
         if packed is None and moved[:-1].any():
             return (
                 f"{kind} lets tokens see later ones: another last token changes what it computes for those before. A"
-                " language model must not; correct its config.json (is_causal, use_bidirectional_attention)"
+                " language model must not; correct its config.json (is_causal, is_decoder, use_bidirectional_attention)"
             )
         if packed is not None and moved[DOCUMENT:].any():
             return f"{kind} lets documents packed into one row see each other; write data.document_mask = false"

@@ -187,6 +187,13 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(name: str, changes: dict
         require_causal(family_config(name, tie_word_embeddings=True, **changes))
 
 
+def test_an_encoder_becomes_a_language_model_as_its_refusal_says() -> None:
+    name, changes = NOT_CAUSAL[-1]
+    with pytest.raises(ValueError, match=r"correct its config.json \(is_causal, is_decoder, "):
+        require_causal(family_config(name, **changes))
+    require_causal(family_config(name, **changes, is_decoder=True))
+
+
 def test_a_large_model_is_tried_within_seconds() -> None:
     sizes = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 29568}
     before = time.process_time()

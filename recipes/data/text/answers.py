@@ -118,7 +118,9 @@ class Answers:
                 return len(before)
             if len(shared) > (start := len(self._written(messages[:number]))):
                 marks, place = self._token.finditer(text, start), len(shared)
-                return next((mark.start(1) for mark in marks if mark.start(1) < place < mark.end(1)), place)
+                place = next((mark.start(1) for mark in marks if mark.start(1) < place < mark.end(1)), place)
+                if place >= after:  # else the answer before lacks its end where it is the last
+                    return place
         head = self._before_content(messages, number, CONTENTS[0])
         if head is None or not text.startswith(head):
             raise _written_differently(number)

@@ -40,6 +40,11 @@ PICTURES = (
     "{% endfor %}" + ASKED
 )
 DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}" + CHAT_ML
+# For answers that go on: the last message has no end.
+ENDS_ALL_BUT_LAST = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if not loop.last or m.role != 'assistant' %}"
+    "<|im_end|>\n{% endif %}{% endfor %}" + ASKED
+)
 NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
 
 
@@ -89,6 +94,7 @@ def shown(template: str, messages: list[dict[str, Any]]) -> str:
             '…[<call>f{"a": 1}</call><|im_start|>]tool\nc<|im_start|>assistant\n[d<s>]',
         ),
         (CHAT_ML, [answer("one"), user("b"), answer("two")], "<|im_start|>assistant\n[one<|im_end|>]\n…"),
+        (ENDS_ALL_BUT_LAST, [user("a"), answer("one"), answer("two")], "…assistant\n[one<|im_end|>]\n…[two<|im_end|>]"),
         (
             DEFAULT_SYSTEM,
             [answer("one"), user("b"), answer("two")],
