@@ -18,6 +18,8 @@ from recipes.files.remote import download, find
 
 COPIES = Path("~/.cache/shardwright")
 """The folder for copies of files of a server, unless data.cache says otherwise."""
+ALWAYS_READ = 100_000_000
+"""Bytes of the largest file of a copy that each start compares with its checksum; a larger one if it was touched."""
 
 
 def local_copy(
@@ -74,7 +76,7 @@ def local_copy(
             except UserError:
                 shutil.rmtree(part)
                 raise
-            write_whole(sums, json.dumps(_checksums(part)))
+            write_whole(sums, json.dumps(_notes(part)))
             part.rename(folder)
     except OSError as error:
         raise cache_fault(place, error) from None
@@ -82,16 +84,26 @@ def local_copy(
 
 
 def _damaged(folder: Path, sums: Path) -> list[str]:
-    """The files of a copy that are not as they were copied. Reads all; older versions wrote no checksums."""
-    known: dict[str, str] = {}
-    with suppress(OSError, ValueError, TypeError):
-        known = dict(json.loads(sums.read_bytes()))
-    now = _checksums(folder) if known else {}
-    return [name for name in known if now.get(name) != known[name]]
+    """The files of a copy that are not as they were copied; older versions wrote no checksums."""
+    known: dict[str, tuple[str, int]] = {}
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        known = {name: (checksum, changed) for name, (checksum, changed) in json.loads(sums.read_bytes()).items()}
+    return [name for name, noted in known.items() if not _is_as_noted(folder / name, *noted)]
 
 
-def _checksums(folder: Path) -> dict[str, str]:
-    return {str(file.relative_to(folder)): checksum_of(file) for file in folder.rglob("*") if file.is_file()}
+def _is_as_noted(file: Path, checksum: str, changed: int) -> bool:
+    try:
+        status = file.stat()
+        untouched = status.st_size > ALWAYS_READ and status.st_ctime_ns == changed
+        return untouched or checksum_of(file) == checksum
+    except OSError:
+        return False
+
+
+def _notes(folder: Path) -> dict[str, tuple[str, int]]:
+    """Name -> checksum and time of change of each file."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file.relative_to(folder)): (checksum_of(file), file.stat().st_ctime_ns) for file in files}
 
 
 def _take_back(folder: Path, part: Path, bad: Collection[str], log: Callable[[str], None]) -> bool:
