@@ -57,7 +57,7 @@ def named(error: BaseException) -> str:
     """The error as one short line that begins with its class."""
     if isinstance(error, SystemExit):
         return f"it calls sys.exit({error.code})"
-    return _line(f"{type(error).__name__}: {error}".removeprefix("Exception: "))
+    return _line(f"{type(error).__name__}: {error}".removeprefix("Exception: ")) or "Exception"
 
 
 def _line(text: str) -> str:

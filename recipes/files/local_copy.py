@@ -3,7 +3,7 @@ Imports no torch."""
 
 import json
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -56,18 +56,19 @@ def local_copy(
     last = place_there.rpartition("/")[2]
     folder = place / f"{last}-{xxhash.xxh3_128_hexdigest(f'{address} {identity}'.encode())}"
     sums = folder.with_name(f"{folder.name}.xxh3")
-    if folder.is_dir() and not _damaged(folder, sums):
+    names = {file.address.removeprefix(f"{place_there}/") if deep else file.name: file for file in files}
+    sizes = {name: file.state.st_size for name, file in names.items()}
+    if folder.is_dir() and not _damaged(folder, sums, sizes):
         return folder
     part = folder.with_name(f".part-{folder.name}")
     try:
         part.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError), alone(part.with_name(f"{part.name}.lock")):
-            if folder.is_dir() and not _take_back(folder, part, _damaged(folder, sums), log):
+            if folder.is_dir() and not _take_back(folder, part, _damaged(folder, sums, sizes), log):
                 return folder
-            size = sum(file.state.st_size for file in files)
-            log(f"copying {len(files)} files with {size:,} bytes from {address} to {folder}")
-            for file in files:
-                here = part / (file.address.removeprefix(f"{place_there}/") if deep else file.name)
+            log(f"copying {len(files)} files with {sum(sizes.values()):,} bytes from {address} to {folder}")
+            for name, file in names.items():
+                here = part / name
                 here.parent.mkdir(exist_ok=True)
                 if not here.is_file() or here.stat().st_size != file.state.st_size:
                     download(file, here)
@@ -83,11 +84,15 @@ def local_copy(
     return folder
 
 
-def _damaged(folder: Path, sums: Path) -> list[str]:
-    """The files of a copy that are not as they were copied; older versions wrote no checksums."""
+def _damaged(folder: Path, sums: Path, sizes: Mapping[str, int]) -> list[str]:
+    """The files of a copy that are not as they were copied. Older versions wrote no checksums, and their copies are
+    known by the sizes at the server."""
     known: dict[str, tuple[str, int]] = {}
     with suppress(OSError, ValueError, TypeError, AttributeError):
         known = {name: (checksum, changed) for name, (checksum, changed) in json.loads(sums.read_bytes()).items()}
+    if not known:
+        here = {name: folder / name for name in sizes}
+        return [name for name, file in here.items() if not file.is_file() or file.stat().st_size != sizes[name]]
     return [name for name, noted in known.items() if not _is_as_noted(folder / name, *noted)]
 
 

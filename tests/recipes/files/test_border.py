@@ -66,6 +66,7 @@ def test_a_file_that_makes_the_library_panic_is_refused_by_its_name(panics: Toke
     ("error", "kind", "text"),
     [
         (SystemExit(0), ForeignError, "a task: it calls sys.exit(0); repair it"),
+        (Exception(), ForeignError, "a task: Exception; repair it"),
         (KeyError("x"), ForeignError, "a task: KeyError: 'x'; repair it"),
         (RecursionError(), ForeignError, "a task: RecursionError; repair it"),
         (OSError(5, "Input/output error"), TemporaryError, "a task: OSError: [Errno 5] Input/output error; repair it"),

@@ -135,6 +135,8 @@ def test_copy_is_made_once_and_again_when_a_file_changes(server: ObjectServer, t
     again.with_name(f"{again.name}.xxh3").unlink()  # as older versions leave it
     assert local_copy("s3://bucket/copied", tmp_path) == again
     assert (first / "a.json").read_text() == "one"
+    (again / "a.json").write_text("tw")  # without checksums, the sizes at the server are known
+    assert (local_copy("s3://bucket/copied", tmp_path) / "a.json").read_text() == "two"
 
 
 def test_copy_has_the_folders_too_if_they_are_wanted(server: ObjectServer, tmp_path: Path) -> None:
