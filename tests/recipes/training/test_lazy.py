@@ -13,10 +13,10 @@ from tests.sources import code_lines
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
-MOST_MODULES = 78
-MOST_LINES = 9_310
+MOST_MODULES = 81
+MOST_LINES = 9_640
 """Lines of code."""
-WITH_CHECKPOINTS = {"modules": 91, "lines": 11_260}
+WITH_CHECKPOINTS = {"modules": 97, "lines": 12_000}
 """The same of a run that saves checkpoints."""
 MOST_FILES_OF_A_STEP = 15
 NOT_ASKED_FOR = {
