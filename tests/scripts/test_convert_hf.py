@@ -45,7 +45,10 @@ def test_folder_that_cannot_be_uploaded_is_refused_in_one_sentence(
     convert(tmp_path, "import", "hf", "checkpoint")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
     for words, message in (
-        (("hf", "me/model"), "hf was not uploaded: ConnectError: [Errno 111] Connection refused; log in with 'hf auth login' on"),
+        (
+            ("hf", "me/model"),
+            "hf was not uploaded: ConnectError: [Errno 111] Connection refused; log in with",
+        ),
         (("hf", "model"), "'model' is no name on the hub: it must be OWNER/MODEL"),
         (("hf", "me/mo del"), "hf was not uploaded: Repo id must "),
         (("checkpoint", "me/model"), "checkpoint is a checkpoint; export it first: convert_hf.py export checkpoint "),
