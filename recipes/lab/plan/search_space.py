@@ -94,7 +94,7 @@ class Space:
         """Every mesh with every micro-batch that the rules accept; for each mesh that they refuse, why."""
         for mesh, order in ((each, order) for each in self._meshes() for order in self._orders(each)):
             float8 = self.recipe.float8
-            if mesh.tensor == 1 and "float8.gather_activations" not in self.fixed:
+            if mesh.tensor == 1:
                 float8 = replace(float8, gather_activations=False)  # no group gathers any
             meshed = replace(self.recipe, mesh=mesh, float8=float8, pipeline=order)
             if mesh.pipeline > 1 and order.splits_backward:
@@ -196,15 +196,15 @@ class Space:
         """Every way to lay out the processes, with tensor groups inside nodes."""
         given, tensors = self.recipe.mesh, divisors(self.processes // self.nodes)
         for pipeline, tensor in product(self._pipelines(), self._values("mesh.tensor", tensors)):
-            overlap = given.overlap_tensor and (tensor > 1 or "mesh.overlap_tensor" in self.fixed)
             rest = max(1, self.processes // (pipeline * tensor))
             free = pipeline == 1 and not self.recipe.model.experts  # else the degrees are too many
             for context in self._values("mesh.context", divisors(rest) if free else [given.context]):
-                ways = ("heads", "gather") if context > 1 else (given.context_by,)
-                for context_by in self._values("mesh.context_by", ways):
+                unread = (given.context_by if given.context == 1 else "heads",)
+                for context_by in self._values("mesh.context_by", ("heads", "gather")) if context > 1 else unread:
                     for replicate, shard in self._outer(max(1, rest // context))[: None if pipeline == 1 else 1]:
                         axes = {"replicate": replicate, "shard": shard, "context": context, "tensor": tensor}
-                        mesh = MeshConfig(**axes, pipeline=pipeline, context_by=context_by, overlap_tensor=overlap)
+                        mesh = MeshConfig(**axes, pipeline=pipeline, context_by=context_by)
+                        mesh = replace(mesh, overlap_tensor=given.overlap_tensor and tensor > 1)
                         yield from (replace(mesh, expert=degree) for degree in self._experts(mesh))
 
     def _experts(self, mesh: MeshConfig) -> Sequence[int]:
@@ -226,7 +226,7 @@ class Space:
         """The recipe's own order of passes, and further ones; the default where there is no pipeline to read it."""
         given, fixed = self.recipe.pipeline, {"pipeline.schedule", "pipeline.stages_per_rank", "pipeline.split"}
         if mesh.pipeline == 1:
-            return [given if fixed & self.fixed or self.recipe.mesh.pipeline == 1 else PipelineConfig()]
+            return [given if self.recipe.mesh.pipeline == 1 else PipelineConfig()]
         kept = [key.rpartition(".")[2] for key in fixed & self.fixed] + (["split"] if given.split else [])
         orders = (replace(order, **{name: getattr(given, name) for name in kept}) for order in ORDERS)
         same = [order for order in orders if not given.split or order.runs == given.runs]

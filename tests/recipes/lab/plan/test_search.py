@@ -23,6 +23,7 @@ from recipes.recipe.fields import value_of
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.rules import violations
 from recipes.recipe.schema import Recipe
+from recipes.recipe.unread import unread
 from recipes.weights.locate import InitialWeights
 from tests.training import change
 
@@ -402,6 +403,25 @@ def test_a_written_recipe_has_the_changes_of_the_command_line(tmp_path: Path) ->
     write_fastest(found, tmp_path / "fast.toml", base=DEBUG)
     written = load(tmp_path / "fast.toml")
     assert (written.run.steps, written.optimizer, written.schedule) == (7, recipe.optimizer, recipe.schedule)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fixed"),
+    [
+        ("context = 2\ncontext_by = 'gather'", ()),
+        ("context = 2\ncontext_by = 'gather'", ("mesh.context_by",)),
+        ("tensor = 2\noverlap_tensor = true\n[compile]\nenabled = true", ("mesh.overlap_tensor",)),
+        ("pipeline = 2\n[pipeline]\nschedule = 'gpipe'", ("pipeline.schedule",)),
+    ],
+)
+def test_what_a_search_finds_has_no_values_that_nothing_reads(
+    recipe: str, fixed: tuple[str, ...], tmp_path: Path
+) -> None:
+    base = tmp_path / "base.toml"
+    base.write_text(f'base = "{DEBUG}"\n[mesh]\n{recipe}')
+    best = searched(load(base, rules=False), 4, 1, GPUS["H100"], *fixed).best
+    assert best is not None and best.degrees.context == best.degrees.tensor == best.degrees.pipeline == 1
+    assert not [*unread(SEARCHED + fixed, [best.recipe])]
 
 
 def test_equally_fast_recipes_keep_their_own_loss_chunks_and_prefetch() -> None:
