@@ -1,5 +1,6 @@
 """What a ladder says of the run that it was made for, on one screen. Imports no torch."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ from recipes.lab.ladder.rungs import scaled
 from recipes.metrics.ladder import Fit, Ladder, Prediction
 
 CAUTION = "caution         {:.0%} of the resampled laws have no floor, or an exponent at its bound: few runs to tell"
-UNHELD = "caution         too few runs to hold some out, so the intervals do not have what the law itself misses"
+HELD = "laws of smaller runs miss larger ones by {:.1%} (95% by less), and more further away; intervals have that"
+UNHELD = "none: too few runs to hold some out, so the intervals do not have what the law itself misses"
 OFTEN = 0.05
 """Share of the resampled laws that may have no floor."""
 REPEATS = 4.0
@@ -42,10 +44,6 @@ class LadderAnswer:
     ladder: Ladder | None = None
     """None if the runs determine no law: `refused` says why."""
     refused: str = ""
-    missed: Sequence[tuple[EndedRun, Prediction]] = ()
-    """The runs of the largest rung, and what a fit without them predicts."""
-    unchecked: str = ""
-    """Why `missed` is empty, if it is."""
 
     @property
     def fit(self) -> Fit:
@@ -103,7 +101,7 @@ def lines(answer: LadderAnswer) -> list[str]:
         *below[:1],
         f"reach           {_times(sizes)} the parameters of the largest rung, {_times(lengths)} the tokens of the"
         f" longest run, {_times(flops)} the FLOPs",
-        f"check           {_check(answer)}",
+        f"check           {HELD.format(math.expm1(fit.misfit)) if fit.misfit else UNHELD}",
         *below[1:],
         *_cautions(answer),
         *([LAST_ONLY] if len(answer.ladder.fits) == 1 else []),
@@ -118,7 +116,7 @@ def _cautions(answer: LadderAnswer) -> list[str]:
     share = len(open_ended) / len(laws)
     close = too_close([(point.parameters, point.tokens) for point in answer.points])
     said = [CAUTION.format(share)] if share > OFTEN or answer.fit.law in open_ended else []
-    return [*said, *([f"caution         {close}"] if close else []), *([] if answer.fit.misfit else [UNHELD])]
+    return [*said, *([f"caution         {close}"] if close else [])]
 
 
 def _epochs(answer: LadderAnswer) -> list[str]:
@@ -143,16 +141,6 @@ def _rates(answer: LadderAnswer) -> str:
     best = rates.coefficient * answer.model.non_embedding_params() ** rates.exponent
     doubt = f"; at {', '.join(map(short, rates.edges))} parameters, the best may lie beyond those tried"
     return f"{in_recipe}; the small runs suggest {short(best)}{doubt if rates.edges else ''}"
-
-
-def _check(answer: LadderAnswer) -> str:
-    """How far a law of the other rungs misses the largest one."""
-    if not answer.missed:
-        return f"none: {answer.unchecked}"
-    gaps = [100 * (point.loss / predicted.loss - 1) for point, predicted in answer.missed]
-    inside = sum(predicted.low <= point.loss <= predicted.high for point, predicted in answer.missed)
-    rung, span = answer.missed[0][0].rung, f"{min(gaps):+.1f} to {max(gaps):+.1f}%"
-    return f"a fit without the rung of {rung} misses it by {span}; {inside} of its {len(gaps)} runs are in the interval"
 
 
 def _times(factor: float) -> str:

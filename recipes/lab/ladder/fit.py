@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 
 from parallel.errors import UserError
-from recipes.metrics.ladder import Fit, Law, Prediction, losses
+from recipes.metrics.ladder import Fit, Law, losses
 
 Array = NDArray[numpy.float64]
 HUBER = 1e-3  # beyond it a residual counts by its size, not its square (Hoffmann et al. 2022, approach 3)
@@ -104,16 +104,6 @@ def fit_law(points: Sequence[EndedRun], *, samples: int = 200) -> Fit:
     misfit = float(numpy.quantile(misses, 0.95)) if misses else 0.0
     noises = tuple(point / absorbed for point in residuals)
     return Fit(law, tuple(others), noises, misfit=misfit, compute=float(compute.max()))
-
-
-def miss_of_top(points: Sequence[EndedRun]) -> list[tuple[EndedRun, Prediction]]:
-    """The points of the largest rung, and what a fit without them predicts.
-
-    Raises UserError if the others do not determine a law: a ladder of three sizes has none to spare.
-    """
-    top = max(point.parameters for point in points)
-    fit = fit_law([point for point in points if point.parameters < top])
-    return [(point, fit.predict(point.parameters, point.tokens)) for point in points if point.parameters == top]
 
 
 def best_rates(trials: Iterable[tuple[int, float, float]]) -> BestRates | None:

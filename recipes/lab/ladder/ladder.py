@@ -15,7 +15,7 @@ from parallel.errors import UserError
 from recipes.files.atomic import write_whole
 from recipes.files.lock import FolderLock
 from recipes.files.reading import fault
-from recipes.lab.ladder.fit import EndedRun, best_rates, fit_law, miss_of_top, too_close
+from recipes.lab.ladder.fit import EndedRun, best_rates, fit_law, too_close
 from recipes.lab.ladder.rates import HALVINGS, factor_before, settle_factor, trials_of
 from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, rung_sizes
 from recipes.lab.ladder.runs import is_done, point_of, runs_of, train_all, write_recipes
@@ -194,13 +194,7 @@ def _answer(
         raise UserError(f"{error}; {folder / PAGE} has what was measured{old}") from None
     largest, longest = max(point.parameters for point in points), max(point.tokens for point in points)
     ladder = Ladder(answer.recipe, conditions_of(recipe), fits, parameters=largest, tokens=longest)
-    missed, unchecked = [], "without its largest rung, the ladder has too few rungs for a law; add one"
-    if len({point.parameters for point in points}) > FEWEST:
-        try:
-            missed = miss_of_top(points)
-        except UserError as error:
-            unchecked = str(error)
-    answer = replace(answer, ladder=ladder, missed=missed, unchecked=unchecked)
+    answer = replace(answer, ladder=ladder)
     write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(ladder).decode())
     write_ladder_page(folder, answer, command=options.command)
     return [*lines(answer), "", f"wrote {folder}: {FILE} ladder.md ladder.png"]
