@@ -275,10 +275,8 @@ class _PlannedStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
         self.grad_recv_info.renew(bwd_chunk_id)
-        if options.get("loss") is not None and options.get("full_backward", True):
-            options[
-                "loss"
-            ].detach_()  # the schedule keeps it to the end of the step, and its graph what the stage has received
+        if (loss := options.get("loss")) is not None and options.get("full_backward", True):
+            loss.detach_()  # the schedule keeps it to the end of the step, and its graph what the stage has received
 
     def backward_weight_one_chunk(self, *arguments: Any, **options: Any) -> None:
         super().backward_weight_one_chunk(*arguments, **options)

@@ -64,8 +64,6 @@ class StepTime:
     """How far the step may be off, as a share of it."""
     evidence: str = ""
     """What that is known from."""
-    calibrated: str = ""
-    """What the rates were calibrated by; empty if by nothing."""
 
     @property
     def step_seconds(self) -> float:
@@ -122,7 +120,6 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
         seconds | states | _bubble(work, per_micro_batch, messages) | messages.exposed,
         messages.hidden,
         *range_of(work, gpu, rates),
-        rates.calibrated,
     )
 
 

@@ -39,7 +39,7 @@ def numbers_of(plan: Plan, money: Money) -> dict[str, Any]:
             "peak_memory_gib": worst.memory.peak / 2**30,
             "tokens_per_second_per_device": worst.time.tokens_per_second,
         },
-        "calibrated": time.calibrated,
+        "calibrated": plan.world.rates.calibrated,
         "evidence": time.evidence,
         "assumed": sorted(plan.world.rates.assumed),
         "cost": {**asdict(money.of(plan)), "price": money.price},

@@ -222,8 +222,8 @@ def test_every_recipe_with_a_gpu_in_its_name_has_a_time() -> None:
 
 def test_calibrated_rates_say_so_and_bring_their_own_range() -> None:
     found = step_time(recipe(), ONE, gpu=H200, rates=replace(RATES, calibrated="a run", spread=0.05))
-    assert (found.calibrated, found.spread) == ("a run", 0.05)
-    assert (step().calibrated, step().spread, step().evidence) == ("", ROWS["H200"][1], "10 published rows: H200")
+    assert (found.evidence, found.spread) == ("calibrated", 0.05)
+    assert (step().spread, step().evidence) == (ROWS["H200"][1], "10 published rows: H200")
 
 
 def test_linears_that_are_excluded_from_float8_are_no_faster() -> None:
