@@ -14,7 +14,7 @@ FROM_CONFIG = "from_config"
 CUSTOM = "custom"
 """The value of model.name for a shape of one's own: the recipe writes every field without a default."""
 SMALLEST, MOST = 1.18e-38, 3.4e38
-"""Numbers that float32 holds without loss of precision."""
+"""The smallest and the largest normal number of float32."""
 # Far beyond every published model. Without a limit, one wrong digit would list or allocate until the memory is full.
 LARGEST = {
     "layers": 10_000,

@@ -163,7 +163,7 @@ def _several_as_one(key: str, value: Any, *, flag: bool) -> str | None:
         return None
     words = [word for text in texts for word in re.findall(r"[^\s,'\"\[\]]+", text)]
     instead = f"--{key} {' '.join(words)}" if flag else f"{key.partition('.')[2]} = {toml(words)}"
-    return f"has several in one text; write {instead}"
+    return f"has a list written as one text; write {instead}"
 
 
 def _readings(annotation: Any, value: Any) -> list[Any]:

@@ -14,16 +14,7 @@ from parallel.errors import listed
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.metrics.config import ProfileConfig
 from recipes.recipe.conflicts import Unreadable, conflicts
-from recipes.recipe.fields import (
-    Problem,
-    Violation,
-    Written,
-    field_types,
-    refusal_of,
-    sections,
-    toml,
-    value_of,
-)
+from recipes.recipe.fields import Problem, Violation, Written, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import (
     data_is_there,
     needs_are_met,
