@@ -141,6 +141,8 @@ def _reference(
         alone.step(step, micro_batches, rate=rate)
         if step in (1, STEPS):
             alone.validate(step, held_out)
+    losses = alone.record.losses
+    alone.record.guard = {SAVED: [1.0], STEPS: [losses[step] for step in sorted(losses) if recipe.run.loss_spike_z and step > SPIKE]}
     return alone.record
 
 

@@ -48,6 +48,8 @@ class Record:
     """Layer -> balance loss and router z-loss of the first step, summed over tokens, (2,)."""
     state: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """Parameters and buffers after a step."""
+    guard: dict[int, list[float]] = field(default_factory=dict)
+    """After the save, how many steps in a row were skipped; after the last step, the losses that one is judged by."""
     skipped: set[int] = field(default_factory=set)
     """Steps that changed nothing."""
 

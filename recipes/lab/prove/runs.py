@@ -1,6 +1,7 @@
 """The runs of a twin, through the training loop itself, and what each of their steps finds."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,9 +30,9 @@ from recipes.training.process import Process
 from recipes.training.step import Measured
 from recipes.training.trainer import Trainer
 
-GRADIENT_BAD, SPIKE, LOSS_BAD = 3, SAVED + 1, 6
+GRADIENT_BAD, SPIKE, LOSS_BAD = SAVED, SAVED + 1, SAVED + 2
 """The step in which one process's gradient is NaN after all have been summed, that whose loss is judged a spike, where
-losses are judged, and that in which one process computes NaN."""
+losses are judged, and that in which one process's loss is infinite."""
 
 
 def ignored(inputs: Tensor) -> Tensor:
@@ -65,6 +66,7 @@ class Watched(Trainer):
         if self.step == 0:
             self.record.initial = self._whole()
         self.record.state[self.step] = self._whole()
+        self.record.guard[self.step] = [self.guard.state()["skipped_in_a_row"]]
 
     def _thin(self) -> None:
         loader, batch, held_out = self.loader, self.loader.batch, self.loader.validation_batches
@@ -84,12 +86,23 @@ class Watched(Trainer):
             record.z_losses[number] = measured.columns["z_loss"].item()
         if all(map(torch.equal, before, map(_local, self.built.parameters))):
             record.skipped.add(number)
-        if number in (SAVED, STEPS):
+        if number == SAVED:
             record.state[number] = self._whole()
         if self.recipe.run.loss_spike_z and number in (SAVED, SPIKE):
             share = 0.75 * record.losses[SAVED] if number == SAVED else float("nan")
             self.guard.restore({"loss_window": [share - 1e-3, share + 1e-3] * (WINDOW // 2)})
         return measured
+
+    def _save(self) -> None:
+        super()._save()
+        if self.step == SAVED:
+            self.record.guard[SAVED] = [self.guard.state()["skipped_in_a_row"]]
+
+    def _finish(self) -> int | None:
+        code = super()._finish()
+        self.record.state[STEPS] = self._whole()  # after all that a run does at its end
+        self.record.guard[STEPS] = self.guard.state().get("loss_window", [])
+        return code
 
     def validate(self) -> None:
         super().validate()
@@ -112,14 +125,14 @@ class Watched(Trainer):
         return losses
 
     def _spoil_loss(self) -> Any:
-        """Let the last of the processes with a loss compute NaN from now on."""
+        """Let the loss of the last of the processes with one be infinite from now on, as if only its sum had been."""
         mesh, model = self.built.mesh.devices, self.built.model
         names, coordinates = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
         sizes = zip(names, mesh.shape, coordinates, strict=True)
         if any(own != size - 1 for name, size, own in sizes if name != "pipeline"):
             return None
-        spoil = lambda module, arguments, output: output * float("nan")
-        return model.get_submodule(interface_of(model).loss).register_forward_hook(spoil)
+        loss = model.get_submodule(interface_of(model).loss)
+        return loss.register_forward_hook(lambda module, arguments, output: output + math.inf)
 
     def _count_loads(self) -> None:
         mesh = self.built.mesh
