@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recipes.lab.prove.reference import Record
-from recipes.lab.prove.twin import STEPS, Twin
+from recipes.lab.prove.twin import Twin
 
 INITIAL, TOKENS, ROUTERS, RATE, SKIPPED, LOSS, Z_LOSS, GRADIENT, NORM, WEIGHTS, VALIDATION, GUARD, LOGITS = KINDS = (
     *("initial weights", "tokens of experts", "losses of routers", "learning rate", "skipped", "loss", "z-loss"),
@@ -132,5 +132,6 @@ def worst(some: Iterable[Difference]) -> dict[str, Difference]:
 
 def unstepped(record: Record, expected: Record) -> set[str]:
     """The parameters that no step has changed, though the reference has moved them."""
-    now, then, moved = record.state[STEPS], expected.initial, expected.state[STEPS]
+    last = max(record.state)
+    now, then, moved = record.state[last], expected.initial, expected.state[last]
     return {name for name in now if torch.equal(now[name], then[name]) and not torch.equal(moved[name], then[name])}

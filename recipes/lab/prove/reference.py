@@ -22,7 +22,7 @@ from torch.optim import AdamW, Optimizer
 from models.interface import blocks_of, interface_of
 from models.loss import IGNORED
 from recipes.data.batches import MicroBatch
-from recipes.lab.prove.twin import SAVED, STEPS
+from recipes.lab.prove.twin import SAVED
 from recipes.optimization.config import OptimizerConfig
 from recipes.recipe.schema import Recipe
 from recipes.training.build import plain_model
@@ -92,7 +92,7 @@ class Alone:
                 if name != "step" and self._recipe.optimizer.state_dtype == "bfloat16":
                     moment.copy_(moment.bfloat16())
         self._move_biases()
-        if number in (SAVED, STEPS):
+        if number in (SAVED, self._recipe.run.steps):
             record.state[number] = copied(model)
 
     def skip(self, number: int, *, rate: float) -> None:

@@ -21,7 +21,7 @@ from parallel.passes import sum_over_group
 from recipes.data.batches import MicroBatch
 from recipes.data.loader import DataLoader
 from recipes.lab.prove.reference import Record
-from recipes.lab.prove.twin import SAVED, STEPS, Twin
+from recipes.lab.prove.twin import SAVED, Twin
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import WINDOW
 from recipes.recipe.load import LoadedRecipe
@@ -108,8 +108,8 @@ class Watched(Trainer):
 
     def _finish(self) -> int | None:
         code = super()._finish()
-        self.record.state[STEPS] = self._whole()  # after all that a run does at its end
-        self.record.guard[STEPS] = self.guard.state().get("loss_window", [])
+        self.record.state[self.step] = self._whole()  # after all that a run does at its end
+        self.record.guard[self.step] = self.guard.state().get("loss_window", [])
         return code
 
     def validate(self) -> None:
@@ -201,7 +201,7 @@ def read_all(twin: Twin, world: World) -> tuple[list[list[MicroBatch]], list[Mic
     [text] = loader.validation.values()
     available = text.sequences.available
     read = partial(_pairs if recipe.data.has_pairs else _rows, loader, recipe)
-    steps = [read(loader.training, step * size, size) for step in range(STEPS)]
+    steps = [read(loader.training, step * size, size) for step in range(recipe.run.steps)]
     held_out = [
         one for n in range(min(batches, -(-available // size))) for one in read(text, n * size, size, available)
     ]

@@ -65,6 +65,13 @@ class Twin:
         return replace(self, recipe=replace(self.recipe, optimizer=replace(self.recipe.optimizer, grad_clip=norm)))
 
     @property
+    def short(self) -> "Twin":
+        """The same for two steps, which are neither judged nor saved."""
+        recipe = self.recipe
+        run, checkpoint = replace(recipe.run, steps=2, loss_spike_z=0.0), replace(recipe.checkpoint, every=0)
+        return replace(self, recipe=replace(recipe, run=run, checkpoint=checkpoint))
+
+    @property
     def exact(self) -> "Twin":
         """The same in float32, and eagerly."""
         recipe = self.recipe
@@ -264,7 +271,7 @@ def _decoder(recipe: Recipe, degrees: MeshDegrees) -> ModelConfig:
     small = replace(model, **changes, **(_experts(recipe, degrees) if model.experts else {}))
     stages = degrees.pipeline * recipe.pipeline.runs if degrees.pipeline > 1 else 1
     asked = mesh.pipeline * recipe.pipeline.runs if mesh.pipeline > 1 else 1
-    return _layers(model, small, least=stages * (2 if model.layers > asked else 1))
+    return _layers(model, small, least=min(stages * (2 if model.layers > asked else 1), model.layers))
 
 
 def _layers(model: ModelConfig, small: ModelConfig, *, least: int) -> ModelConfig:
