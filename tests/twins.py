@@ -1,11 +1,12 @@
 """The twins of the cases of tests/parallel/combinations.py, in two steps, and what tests ask of them."""
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from recipes.lab.prove.twin import LENGTH, Twin, twins_of
 from recipes.lab.prove.verdict import Comparison
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
+from recipes.training import trainer
 from recipes.training.build import Built, build
+from recipes.training.process import Process
 from recipes.training.step import train_step
 from tests.compiling import compiling_in_turn, graphs_only
 from tests.parallel.combinations import GENERATED, processes_of, refusal_of
@@ -36,6 +39,14 @@ def twin_of(case: str, folder: Path = Path()) -> Twin:
 
 
 # Proofs
+
+
+@contextmanager
+def lean() -> Iterator[None]:
+    """Runs neither look for versions, nor measure links, nor collect garbage when they begin and end."""
+    without = mock.patch.object(trainer, "without_garbage_collection", nullcontext)
+    with mock.patch.object(Process, "environment", lambda *_, **__: {}), without:
+        yield
 
 
 def compare_cases(
@@ -56,7 +67,7 @@ def compare_cases(
     on_main(world, partial(write_words, folder))
     for case in cases:
         torch._dynamo.reset()
-        with fault(), compiling_in_turn() if case in generated else graphs_only():
+        with lean(), fault(), compiling_in_turn() if case in generated else graphs_only():
             found.append(against_one_process(twin_of(case, folder), world).comparison)
     stop()
     return found

@@ -139,7 +139,7 @@ def against_one_process(twin: Twin, world: World) -> Proof:
     """Train a twin from its first step to its last, and compare that with what this process computes for itself."""
     data = read_all(twin, world)
     if twin.recipe.optimizer.grad_clip:
-        norms = _reference(twin.clipped(0.0), world, *data).record.norms.values()
+        norms = _reference(twin.clipped(0.0), world, data[0], ()).record.norms.values()
         twin = twin.clipped(world.messages.from_main(float(f"{median(norms):.3g}")))
     run, alone = run_twin(twin.recipe, world), _reference(twin, world, *data)
     what = f"{twin.precision}: one process"
@@ -159,7 +159,7 @@ def _reference(
             alone.skip(step, rate=rate)
             continue
         alone.step(step, micro_batches, rate=rate)
-        if step in (1, len(batches)):
+        if held_out and step in (recipe.validation.every, len(batches)):
             alone.validate(step, held_out)
     judged = [loss for step, loss in sorted(alone.record.losses.items()) if judges and step > SPIKE]
     alone.record.guard = {SAVED: [1.0], len(batches): judged}

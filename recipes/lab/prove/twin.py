@@ -69,7 +69,8 @@ class Twin:
         """The same for two steps, which are neither judged nor saved."""
         recipe = self.recipe
         run, checkpoint = replace(recipe.run, steps=2, loss_spike_z=0.0), replace(recipe.checkpoint, every=0)
-        return replace(self, recipe=replace(recipe, run=run, checkpoint=checkpoint))
+        validation = replace(recipe.validation, every=2, batches=1)
+        return replace(self, recipe=replace(recipe, run=run, checkpoint=checkpoint, validation=validation))
 
     @property
     def exact(self) -> "Twin":
