@@ -21,7 +21,7 @@ from recipes.cluster.launcher import PROVE, Workers, handle_stop_signals, launch
 from recipes.cluster.proof import Proof  # noqa: E402
 from recipes.files.exit_codes import SIGNALS, exit_code, leave  # noqa: E402
 from recipes.files.screen import open_missing, say, tell  # noqa: E402
-from recipes.recipe.load import load  # noqa: E402
+from recipes.recipe.load import load, to_toml  # noqa: E402
 from recipes.recipe.schema import Recipe  # noqa: E402
 
 
@@ -44,7 +44,8 @@ def main() -> int:
         workers = Workers(recipe.run.folder if recipe else None)
         handle_stop_signals(workers.stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/restarts.py blocks them until this line
-        return launch(sys.argv[1:], workers, Proof(recipe) if recipe and recipe.run.prove_first else None)
+        proves = recipe is not None and recipe.run.prove_first
+        return launch(sys.argv[1:], workers, Proof(recipe.run.folder, to_toml(recipe)) if recipe and proves else None)
     except UserError as error:
         tell(str(error))
         return exit_code(error)

@@ -3,24 +3,23 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from recipes.files.atomic import utc_now, write_whole
 from recipes.files.layout import PROOF
 from recipes.files.reading import fault, names_in, read_text
 from recipes.files.version import hash_of_sources, of_package
-from recipes.recipe.load import to_toml
-from recipes.recipe.schema import Recipe
 
 
 class Proof:
     """Whether `train.py RECIPE --prove` has succeeded with this code and recipe on the nodes of a run."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._folder, text = recipe.run.folder, to_toml(recipe)
-        versions = {name: of_package(name) for name in ("torch", "triton", "torchao")}
+    def __init__(self, folder: Path, recipe: str) -> None:
+        """folder: of the run. recipe: the resolved one."""
+        self._folder, versions = folder, {name: of_package(name) for name in ("torch", "triton", "torchao")}
         self._facts: dict[str, Any] = {"sources": hash_of_sources(), "versions": versions}
-        self._facts["recipe"] = hashlib.sha256(text.encode()).hexdigest()[:8]
+        self._facts["recipe"] = hashlib.sha256(recipe.encode()).hexdigest()[:8]
 
     def is_missing(self, nodes: Sequence[str], *, per_node: str) -> bool:
         """Whether the folder knows no proof by so many processes on each of these nodes. Raises UserError."""
