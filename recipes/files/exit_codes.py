@@ -42,8 +42,9 @@ OUT_OF_MEMORY = 78
 CORRUPTED = 79
 """The weights or moments in memory are NaN, or differ between replicas: the same command resumes from a good
 checkpoint."""
+
 WRONG = 80
-"""--prove: these processes compute other numbers than one process; the verdict names the first difference."""
+"""--prove: these processes compute other numbers than one process does; the verdict names the first difference."""
 
 
 class Fault(NamedTuple):
