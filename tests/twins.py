@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from parallel.dist import on_main, start, stop
 from parallel.mesh import build_mesh
+from recipes.lab.prove.compare import Comparison
 from recipes.lab.prove.prove import against_one_process
 from recipes.lab.prove.text import WORDS, write_words
 from recipes.lab.prove.twin import LENGTH, Twin, twins_of
-from recipes.lab.prove.verdict import Comparison
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.training import trainer
@@ -28,14 +27,13 @@ from tests.compiling import compiling_in_turn, graphs_only
 from tests.parallel.combinations import GENERATED, processes_of, refusal_of
 from tests.processes import run_processes
 from tests.proofs import recipe_of
-from tests.training import change
 
 
 def twin_of(case: str, folder: Path = Path()) -> Twin:
     """The twin of a case. folder: where write_words() has written, and runs go, each to one of its own."""
     recipe = recipe_of(case, folder)
-    [twin] = twins_of(recipe, folder, processes=processes_of(case), nodes=1, device_type="cpu")
-    return replace(twin.short, recipe=change(twin.short.recipe, run={"name": case}))
+    [twin] = twins_of(recipe, folder, on_gpu=False, processes=processes_of(case), nodes=1)
+    return twin.short.with_values("", **{"run.name": case})
 
 
 # Proofs
@@ -97,7 +95,7 @@ def compare_all(cases: dict[int, list[str]], folder: Path) -> Compared:
 
 def require_proved(comparison: Comparison) -> None:
     first = comparison.first
-    assert not comparison.is_wrong, f"{first and (first.key, first.error, first.limit)}: {comparison.why}"
+    assert not comparison.is_wrong, f"{first}, {first and first.error}: {comparison.why}"
 
 
 # Single steps
