@@ -248,7 +248,7 @@ def _decoder(recipe: Recipe, degrees: MeshDegrees, _: Path) -> ModelConfig:
     # Keys of a tensor rank are enough for a context group, or are copied.
     keys_there, ratio = max(1, model.key_value_heads // mesh.tensor), model.heads // model.key_value_heads
     context = degrees.context if mesh.context_by == "heads" else 1
-    keys = context * (1 + (keys_there > mesh.context)) if keys_there % mesh.context == 0 else 1
+    keys = context * (1 + (keys_there > mesh.context)) if keys_there % mesh.context == 0 else min(keys_there, 2)
     ratio = next(n for n in range(min(ratio, 2), 2 * context + 2) if keys * n % context == 0)
     has_scale = model.attention_scale_width not in (0, model.head_width)
     experts = _experts(recipe, degrees) if model.experts else {}
