@@ -264,7 +264,7 @@ def _decoder(recipe: Recipe, degrees: MeshDegrees) -> ModelConfig:
     small = replace(model, **changes, **(_experts(recipe, degrees) if model.experts else {}))
     stages = degrees.pipeline * recipe.pipeline.runs if degrees.pipeline > 1 else 1
     asked = mesh.pipeline * recipe.pipeline.runs if mesh.pipeline > 1 else 1
-    return _layers(model, small, least=stages * (2 if model.layers > asked else 1))
+    return _layers(model, small, least=min(stages * (2 if model.layers > asked else 1), model.layers))
 
 
 def _layers(model: ModelConfig, small: ModelConfig, *, least: int) -> ModelConfig:
