@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW, Optimizer
 
+from models.experts import SparseFeedForward
 from models.interface import blocks_of, interface_of
 from models.loss import IGNORED
 from recipes.data.batches import MicroBatch
@@ -26,6 +27,10 @@ from recipes.lab.prove.twin import SAVED, STEPS
 from recipes.optimization.config import OptimizerConfig
 from recipes.recipe.schema import Recipe
 from recipes.training.build import plain_model
+
+
+NEAR = 5e-6
+"""Scores of experts that differ by this share may be in another order on a mesh, after some steps of float32."""
 
 
 @dataclass
@@ -67,6 +72,11 @@ class Alone:
             _scale_in_parts(self._model, tokens_in_parts, length=length, by=recipe.mesh.context_by)
         self._optimizer = _optimizer(self._model, recipe)
         self.record = Record(initial=copied(self._model))
+        self.has_ties = False
+        """Whether a token might choose other experts if sums were in another order."""
+        for module in self._model.modules():
+            if isinstance(module, SparseFeedForward):
+                self._look_for_ties(module)
 
     def step(self, number: int, micro_batches: Sequence[MicroBatch], *, rate: float) -> None:
         """Take a step of the whole global batch."""
@@ -108,6 +118,20 @@ class Alone:
                 loss += self._losses(micro_batch, model).item()
                 count += int((micro_batch[1] != IGNORED).sum())
         self.record.validation[number] = loss / count
+
+    def _look_for_ties(self, layer: SparseFeedForward) -> None:
+        """Let a layer note whether it chooses the same experts if, of any two, one has a little more and one less."""
+        best = layer._best
+
+        def noting(scores: Tensor) -> Tensor:
+            chosen, numbers = best(scores), torch.arange(scores.shape[-1], device=scores.device)
+            for bit in range(len(numbers).bit_length()):
+                for sign in (-NEAR, NEAR):
+                    moved = best(scores * (1 + sign * (1 - 2 * (numbers >> bit & 1))))
+                    self.has_ties |= not torch.equal(moved.sort().values, chosen.sort().values)
+            return chosen
+
+        setattr(layer, "_best", noting)  # a function, which copies of the model share
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

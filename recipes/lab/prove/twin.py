@@ -64,6 +64,10 @@ class Twin:
         """The same with this limit of gradient norms."""
         return replace(self, recipe=replace(self.recipe, optimizer=replace(self.recipe.optimizer, grad_clip=norm)))
 
+    def seeded(self, seed: int) -> "Twin":
+        """The same with other weights and another order of the data."""
+        return replace(self, recipe=replace(self.recipe, run=replace(self.recipe.run, seed=seed)))
+
     @property
     def exact(self) -> "Twin":
         """The same in float32, and eagerly."""
