@@ -23,7 +23,7 @@ from recipes.files.layout import CHECKPOINTS, EXPORT, step_folder
 from recipes.files.layout import SAVED as NEWEST
 from recipes.files.reading import user_path
 from recipes.files.screen import say
-from recipes.lab.prove.compare import EQUAL, limits_of
+from recipes.lab.prove.compare import EQUAL, limits_of, widened
 from recipes.lab.prove.reference import Alone
 from recipes.lab.prove.runs import GRADIENT_BAD, LOSS_BAD, SPIKE, Watched, read_all, run_twin
 from recipes.lab.prove.text import WORDS, write_words
@@ -88,18 +88,23 @@ def verdict_on(recipe: Recipe, world: World) -> Verdict:
 def _proof_of(twin: Twin, world: World) -> Iterator[Comparison]:
     """The comparisons of a twin, up to the first that is wrong: all of them in float32 and eagerly, and if the recipe
     rounds or compiles those with the reference, and to the bit over a resume, as it is."""
-    variants = [twin.exact, twin] if twin.rounds or twin.recipe.compile.enabled else [twin.exact]
-    for variant in variants:
-        for comparison in _comparisons(variant, world, is_exact=variant is variants[0]):
+    for proof in _proofs(twin, world):
+        for comparison in _comparisons(proof, world):
             yield comparison
             if comparison.is_wrong:
                 return
 
 
-def _comparisons(twin: Twin, world: World, *, is_exact: bool) -> Iterator[Comparison]:
+def _proofs(twin: Twin, world: World) -> "Iterator[Proof]":
+    exact = against_one_process(twin.exact, world)
+    yield exact
+    if twin.rounds or twin.recipe.compile.enabled:
+        yield against_one_process(twin, world, exact=exact)
+
+
+def _comparisons(proof: "Proof", world: World) -> Iterator[Comparison]:
+    twin, first, alone, is_exact = proof.twin, proof.run, proof.alone, proof.is_exact
     bits = EQUAL if world.device.type == "cpu" or twin.recipe.run.deterministic else limits_of(twin)
-    proof = against_one_process(twin, world)
-    twin, first, alone = proof.twin, proof.run, proof.alone
     yield proof.comparison
     recipe = twin.recipe
     if is_exact and (parity := _parity(twin, alone, world)):
@@ -135,11 +140,30 @@ class Proof(NamedTuple):
     run: Watched
     alone: Alone
     comparison: Comparison
+    is_exact: bool
 
 
-def against_one_process(twin: Twin, world: World) -> Proof:
-    """Train a twin from its first step to its last, and compare that with what this process computes for itself."""
-    for seed in range(twin.recipe.run.seed, twin.recipe.run.seed + (1 if twin.rounds else SEEDS)):
+def against_one_process(twin: Twin, world: World, *, exact: Proof | None = None) -> Proof:
+    """Train a twin from its first step to its last, and compare that with what this process computes for itself.
+
+    exact: the same of the twin in float32, whose seed and limit of gradient norms this one gets.
+    """
+    if exact is None:
+        twin, alone = _settled(twin, world)
+    else:
+        twin = twin.seeded(exact.twin.recipe.run.seed).clipped(exact.twin.recipe.optimizer.grad_clip)
+        alone = _reference(twin, world, *read_all(twin, world))
+    run = run_twin(twin.recipe, world)
+    what = f"{twin.precision}: one process"
+    limits = limits_of(twin) if exact is None else widened(limits_of(twin), alone.record, exact.alone.record)
+    comparison = compared(what, run, alone.record, limits, world, twin.degrees, is_reference=True)
+    return Proof(twin, run, alone, comparison, exact is None)
+
+
+def _settled(twin: Twin, world: World) -> tuple[Twin, Alone]:
+    """A twin with a limit that clips half of its steps and no token between two experts, and one process's training."""
+    first = twin.recipe.run.seed
+    for seed in range(first, first + SEEDS):
         twin = twin.seeded(seed)
         data = read_all(twin, world)
         if twin.recipe.optimizer.grad_clip:
@@ -148,10 +172,7 @@ def against_one_process(twin: Twin, world: World) -> Proof:
         alone = _reference(twin, world, *data)
         if not world.messages.from_main(alone.has_ties):
             break
-    run = run_twin(twin.recipe, world)
-    what = f"{twin.precision}: one process"
-    comparison = compared(what, run, alone.record, limits_of(twin), world, twin.degrees, is_reference=True)
-    return Proof(twin, run, alone, comparison)
+    return twin, alone
 
 
 def _reference(
