@@ -188,7 +188,7 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         optimizer=replace(
             optimizer,
             lr=RATE,
-            matrix_lr=RATE * optimizer.matrix_share if optimizer.matrix_lr else 0.0,
+            matrix_lr=RATE * min(optimizer.matrix_share, 4.0) if optimizer.matrix_lr else 0.0,
             eps=max(optimizer.eps, 1e-5),  # else the smallest gradients become updates of full size
         ),
         experts=recipe.experts,
