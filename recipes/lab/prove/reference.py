@@ -77,7 +77,7 @@ class Alone:
                 self._look_for_ties(layer)
 
     def _look_for_ties(self, layer: SparseFeedForward) -> None:
-        """Let a layer note whether it chooses the same if, of any two experts, one scores a little more and one less."""
+        """Let a layer note whether it would choose others if, of any two experts, one scored more and one less."""
         best = layer._best
 
         def noting(scores: Tensor) -> Tensor:
