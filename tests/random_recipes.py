@@ -139,7 +139,7 @@ if __name__ == "__main__":
         left = [*range(begin, min(begin + 10, last + 1))]
         while left:
             try:
-                run_processes(processes, prove_all, left, processes, sys.argv[4], timeout=600)
+                run_processes(processes, prove_all, left, processes, sys.argv[4], timeout=1800)
                 left = []
             except AssertionError as error:
                 rows = map(json.loads, Path(sys.argv[4]).read_text().splitlines())
