@@ -96,38 +96,37 @@ def choices_of(key: str, kind: Any) -> list[Any]:
     return [*get_args(kind)] if get_origin(kind) is Literal else [False, True] if kind is bool else []
 
 
-def prove_all(seeds: list[int], processes: int, file: str) -> list[str]:
-    """Prove the recipes of these seeds in the processes that call this. Returns the verdicts, lines of the file too."""
+def prove_all(recipes: list[Recipe], file: str = "") -> list[str]:
+    """Prove recipes in the processes that call this. Returns the verdicts; each is also a line of the file."""
     world, lines = start("cpu", seed=0), []
-    for seed in seeds:
+    for recipe in recipes:
         torch.compiler.reset()
         began = time.monotonic()
         with graphs_only():
-            verdict = verdict_on(draw(seed, processes), world)
+            verdict = verdict_on(recipe, world)
         seconds = time.monotonic() - began
-        lines.append(f"{processes} processes, seed {seed}: {verdict.line(seconds)}")
-        if world.is_main:
+        lines.append(f"{recipe.run.name} on {world.size}: {verdict.line(seconds)}")
+        if world.is_main and file:
             print(lines[-1], flush=True)
             with open(file, "a") as rows:
-                rows.write(json.dumps({"seed": seed} | json.loads(verdict.json(seconds))) + "\n")
+                rows.write(json.dumps({"name": recipe.run.name} | json.loads(verdict.json(seconds))) + "\n")
     stop()
     return lines
 
 
-def main(processes: int, first: int, last: int, file: Path) -> None:
-    """Prove them, ten in one process group, and go on behind one that fails."""
-    file.touch()
-    left = [*range(first, last + 1)]
+def main(processes: int, first: int, last: int, file: str) -> None:
+    """Prove the recipes of these seeds, ten in one process group, and go on behind one that fails."""
+    left = [draw(seed, processes) for seed in range(first, last + 1)]
     while left:
         try:
-            run_processes(processes, prove_all, left[:10], processes, str(file), timeout=1800)
+            run_processes(processes, prove_all, left[:10], file, timeout=1800)
             left = left[10:]
         except AssertionError as error:
-            rows = map(json.loads, file.read_text().splitlines())
-            done = {row["seed"] for row in rows if row["processes"] == processes}
-            failed, *left = [seed for seed in left if seed not in done]
-            print(f"{processes} processes, seed {failed}: FAILED\n{error}", flush=True)
+            rows = map(json.loads, Path(file).read_text().splitlines() if Path(file).exists() else ())
+            done = {row["name"] for row in rows if row["processes"] == processes}
+            failed, *left = [recipe for recipe in left if recipe.run.name not in done]
+            print(f"{failed.run.name} on {processes}: FAILED\n{error}", flush=True)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]))
+    main(*map(int, sys.argv[1:4]), sys.argv[4])
