@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
         check(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
         return FINISHED
-    loaded = load_run(arguments[0], arguments[1:])
+    loaded = load_run(arguments[0], arguments[1:], elsewhere=options.prove)
     if options.prove:
         from recipes.lab.prove.prove import prove
 
