@@ -192,11 +192,11 @@ def against_one_process(twin: Twin, world: World) -> Proof:
         twin = twin.with_values("", **{"run.seed": (seed + attempt) % 2**32}).clipped(0.0)
         data = read_all(twin, world)
         alone = _train_alone(twin, world, *data)
+        if limit:
+            twin = twin.clipped(world.messages.from_main(float(f"{median(alone.record.norms.values()):.3g}")))
+            alone = _train_alone(twin, world, *data)
         if not world.messages.from_main(alone.is_tied):
             break
-    if limit:
-        twin = twin.clipped(world.messages.from_main(float(f"{median(alone.record.norms.values()):.3g}")))
-        alone = _train_alone(twin, world, *data)
     whole = _train_alone(twin.exact, world, *data).record if twin.rounds else None
     limits = limits_of(twin, alone.record, whole, on_cpu=world.device.type == "cpu")
     run, what = run_twin(twin.recipe, world), f"{twin.precision}, one process"

@@ -198,7 +198,7 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         "compile.autotune": False,
         "compile.cache": "",
         "optimizer.lr": RATE,
-        "optimizer.matrix_lr": RATE * optimizer.matrix_share if optimizer.matrix_lr else 0.0,
+        "optimizer.matrix_lr": RATE * min(optimizer.matrix_share, 4.0) if optimizer.matrix_lr else 0.0,
         "optimizer.eps": max(optimizer.eps, 1e-5),  # else the smallest gradients become updates of full size
         "schedule.warmup_steps": 6 if kind == "constant" else 2,  # the rate changes after a resume
         "schedule.decay_steps": 3 if kind == "wsd" else 0,
