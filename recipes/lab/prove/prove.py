@@ -191,7 +191,7 @@ def against_one_process(twin: Twin, world: World) -> Proof:
     for attempt in range(ATTEMPTS):
         twin = twin.with_values("", **{"run.seed": (seed + attempt) % 2**32}).clipped(0.0)
         data = read_all(twin, world)
-        alone = _train_alone(twin, world, *data)
+        alone = _train_alone(twin, world, data[0], () if limit else data[1])
         if limit:
             twin = twin.clipped(world.messages.from_main(float(f"{median(alone.record.norms.values()):.3g}")))
             alone = _train_alone(twin, world, *data)
@@ -213,7 +213,7 @@ def _train_alone(
             alone.skip(step, rate=rate)
         else:
             alone.step(step, micro_batches, rate=rate)
-        if step in (1, recipe.run.steps):
+        if held_out and step in (recipe.validation.every, recipe.run.steps):
             alone.validate(step, held_out)
     judged = [loss for step, loss in alone.record.losses.items() if judges and step > SPIKE]
     alone.record.guard = {SAVED: [1.0], STEPS: judged}

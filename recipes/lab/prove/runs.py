@@ -16,7 +16,7 @@ from models.documents import Documents
 from models.interface import interface_of
 from models.loss import IGNORED
 from parallel.dist import World
-from parallel.fsdp import plain_name, without_wrapper
+from parallel.fsdp import plain_name, reshard, without_wrapper
 from parallel.mesh import build_mesh
 from parallel.passes import sum_over_group
 from recipes.data.batches import MicroBatch
@@ -153,6 +153,7 @@ class Watched(Trainer):
             self.record.loads[layer], self.record.router_losses[layer] = counted[index, :-2], counted[index, -2:]
 
     def _whole(self) -> Tensors:
+        reshard(self.built.model)  # what a validation has gathered is rounded
         return self._on_host([*self.built.model.named_parameters(), *self.built.model.named_buffers()])
 
     def _on_host(self, named: Any) -> Tensors:

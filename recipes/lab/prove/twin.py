@@ -77,7 +77,8 @@ class Twin:
     def short(self) -> "Twin":
         """Two steps of the same, all of which count."""
         few = {"run.steps": 2, "run.loss_spike_z": 0.0, "checkpoint.every": 0}
-        return self.with_values("-short", **few, **{"validation.average": 0, "validation.every": 1})
+        few |= {"validation.every": 2, "validation.batches": 1, "validation.average": 0}
+        return self.with_values("-short", **few)
 
     def clipped(self, norm: float) -> "Twin":
         """The same with this limit of gradient norms."""
