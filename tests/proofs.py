@@ -24,7 +24,7 @@ def recipe_of(case: str, folder: Path) -> Recipe:
     recipe = change(load(DEBUG, rules=False), **sections_of(case))
     return change(
         recipe,
-        run={"output": str(folder), "loss_spike_z": 20.0},
+        run={"output": str(folder), "loss_spike_z": 20.0 if "spikes" in options_of(case) else 0.0},
         mesh={**vars(of_mesh), "context_by": recipe.mesh.context_by},
         batch={"micro_batch_size": 1},
         data={"document_mask": "documents" in options_of(case)},
