@@ -77,7 +77,8 @@ class Twin:
     def short(self) -> "Twin":
         """Two steps of the same, all of which count."""
         few = {"run.steps": 2, "run.loss_spike_z": 0.0, "checkpoint.every": 0}
-        return self.with_values("-short", **few, **{"validation.average": 0, "validation.every": 1})
+        few |= {"validation.every": 2, "validation.batches": 1, "validation.average": 0}
+        return self.with_values("-short", **few)
 
     def clipped(self, norm: float) -> "Twin":
         """The same with this limit of gradient norms."""
@@ -248,7 +249,7 @@ def _decoder(recipe: Recipe, degrees: MeshDegrees, _: Path) -> ModelConfig:
     # Keys of a tensor rank are enough for a context group, or are copied.
     keys_there, ratio = max(1, model.key_value_heads // mesh.tensor), model.heads // model.key_value_heads
     context = degrees.context if mesh.context_by == "heads" else 1
-    keys = context * (1 + (keys_there > mesh.context)) if keys_there % mesh.context == 0 else 1
+    keys = context * (1 + (keys_there > mesh.context)) if keys_there % mesh.context == 0 else min(keys_there, 2)
     ratio = next(n for n in range(min(ratio, 2), 2 * context + 2) if keys * n % context == 0)
     has_scale = model.attention_scale_width not in (0, model.head_width)
     experts = _experts(recipe, degrees) if model.experts else {}
