@@ -4,7 +4,6 @@ They are its only tests that start processes: without them, a fault of meshes, r
 by slow tests alone.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
