@@ -58,7 +58,8 @@ def limits_of(twin: Twin, rounded: Record, whole: Record | None, *, on_cpu: bool
     allowed; but where all processes compute whole rows with whole matrices, they round as one does.
     """
     degrees, recipe = twin.degrees, twin.recipe
-    alike = degrees.tensor == degrees.context == degrees.expert == 1 and not (degrees.pipeline > 1 and recipe.model.tied_embeddings)
+    alike = degrees.tensor == degrees.context == degrees.expert == 1
+    alike = alike and not (degrees.pipeline > 1 and recipe.model.tied_embeddings)
     alike = alike and not recipe.compile.enabled and recipe.fsdp.reduce_dtype == "float32"
     if whole is None or (on_cpu and alike):
         return _in_float32(twin)
