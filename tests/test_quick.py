@@ -89,8 +89,12 @@ def test_quick():
 @pytest.mark.slow
 def test_tests_that_do_slow_work_without_the_mark_fail_with_the_sentence(tmp_path: Path) -> None:
     (tmp_path / "test_unmarked.py").write_text(UNMARKED)
-    options = [*("-p", "tests.conftest"), *("-p", "no:cacheprovider"), *("-o", "addopts=")]
-    options += ["-o", "markers=slow: x\nproof: x"]
+    options = [
+        *("-p", "tests.conftest"),
+        *("-p", "no:cacheprovider"),
+        *("-o", "addopts="),
+        *("-o", "markers=slow: x\nproof: x"),
+    ]
     subprocess.run(
         [sys.executable, "-m", "pytest", *options, "--rootdir=.", "--junit-xml=found.xml", "."],
         cwd=tmp_path,
