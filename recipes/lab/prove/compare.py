@@ -48,7 +48,8 @@ def limits_of(twin: Twin, rounded: Record, whole: Record | None, *, on_cpu: bool
         away |= dict.fromkeys(LOSSES, max(away[kind] for kind in LOSSES if kind in away))
         fixed = BFLOAT16 if recipe.float8.recipe == "none" else FLOAT8
         later = {kind: max(limit, min(away.get(kind, 0.0), CAPS[kind])) for kind, limit in fixed.items()}
-        alike = degrees.tensor == degrees.context == 1 and not (degrees.pipeline > 1 and recipe.model.tied_embeddings)
+        alike = degrees.tensor == degrees.context == degrees.expert == 1
+        alike = alike and not (degrees.pipeline > 1 and recipe.model.tied_embeddings)
         alike = alike and not recipe.compile.enabled and recipe.fsdp.reduce_dtype == "float32"
         alike = alike and recipe.batch.loss_chunks == 1
         first = FLOAT32 if on_cpu and alike else later
