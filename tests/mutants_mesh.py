@@ -71,11 +71,19 @@ SUMS = (
         "1.2.1.1:",
     ),
     Mutant(
-        "gradients are not summed over the parts of a row",
+        "each process keeps its own gradients of its shard, unsummed",
+        "KellerJordan/modded-nanogpt #2",
+        FSDP,
+        "            return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)\n",
+        "            return output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])\n",
+        "1.2.1.1:",
+    ),
+    Mutant(
+        "weights are not sharded over the parts of a row, and their gradients not summed there",
         "Megatron-LM #906",
-        AXES,
-        'Axis("context", sums_loss=True, shards=True, cuts_layers=True, cuts_rows=True)',
-        'Axis("context", sums_loss=True, cuts_layers=True, cuts_rows=True)',
+        MESH,
+        '    wide = degrees.wide(FSDP_AXES) or ("shard",)\n',
+        '    wide = ("shard",)\n',
         "1.1.2.1:",
     ),
     Mutant(
@@ -479,15 +487,14 @@ TENSORS = (
         "1.1.1.2:",
     ),
     Mutant(
-        "gradients behind the gather of tokens are not summed over the tensor group",
-        "torchtitan #1805",
+        "gradients behind the gather of tokens are taken for sums that they are not",
+        "torchtitan #3412",
         TENSOR,
         "        return move(first, Replicate())\n",
-        "        part = first.to_local()\n"
-        "        others = [torch.empty_like(part) for _ in range(axis.size())]\n"
-        "        dist.all_gather(others, part.detach().contiguous(), group=axis.get_group())\n"
-        "        others[axis.get_local_rank()] = part\n"
-        "        return DTensor.from_local(torch.cat(others, 1), axis, (Replicate(),), run_check=False)\n",
+        "        whole = move(first, Replicate())\n"
+        "        if whole.requires_grad:\n"
+        "            whole.register_hook(lambda part: DTensor.from_local(part.to_local(), axis, (Replicate(),)))\n"
+        "        return whole\n",
         "1.1.1.2:",
     ),
     Mutant(
