@@ -377,12 +377,12 @@ NORMS = (
         "1.2.1.1:",
     ),
     Mutant(
-        "a replica whose norm is NaN skips the step alone",
+        "spikes are judged by each process's part of the loss",
         "ecmwf/WeatherGenerator #2718",
         GUARD,
-        "return largest_in_groups(norm, self._judges) if self._judges else norm",
-        "return norm",
-        "2.1.1.1:",
+        "mean_loss = sum_over_group(loss.clone(), self._loss_group)",
+        "mean_loss = loss.clone()",
+        "1.2.1.1:",
     ),
     Mutant(
         "a norm that is NaN on one replica is dropped by the maximum",
