@@ -565,12 +565,12 @@ TENSORS = (
         "1.1.1.2:z",
     ),
     Mutant(
-        "the softcap of logits is left out where the vocabulary is in parts",
-        "own",
+        "each process counts only the targets among its own columns",
+        "Megatron-LM #20",
         TENSOR,
-        "            softcap=self.softcap,\n            z_loss=self.z_loss if",
-        "            softcap=self.softcap * 1e3,\n            z_loss=self.z_loss if",
-        "1.1.1.2:gemma",
+        "Targets(columns.where(own, 0), own, counts)",
+        "Targets(columns.where(own, 0), own, own)",
+        "1.1.1.2:",
     ),
     Mutant(
         "the first process's gradients of cut matrices are given to the whole tensor group",
