@@ -765,9 +765,9 @@ CONTEXTS = (
     Mutant(
         "the logged loss is that of the first part of a row",
         "lm-engine #441",
-        AXES,
-        'Axis("context", sums_loss=True,',
-        'Axis("context",',
+        PASSES,
+        "return torch.where(rows[:, 1] == group, rows[:, 0], 0.0).sum(), rows[:, 2:]",
+        "return rows[0, 0], rows[:, 2:]",
         "1.1.2.1:",
     ),
     Mutant(
@@ -860,8 +860,9 @@ PIPELINES = (
         "later stages count their layers from 0 to find those without RoPE",
         "transformers #24381",
         DECODER,
-        "self.rope = config.uses_rope(layer)",
-        "self.rope = config.uses_rope(layer if layer < 1 else layer - 1)",
+        "(SparseBlock if layer in sparse else Block)(config, layer))\n",
+        "(SparseBlock if layer in sparse else Block)(config, layer))\n"
+        "            [*self.blocks.children()][-1].attention.rope = config.uses_rope(len(self.blocks) - 1)\n",
         "2.1.1.1.1:split",
     ),
     Mutant(
