@@ -382,7 +382,7 @@ NORMS = (
         GUARD,
         "mean_loss = sum_over_group(loss.clone(), self._loss_group)",
         "mean_loss = loss.clone()",
-        "1.2.1.1:",
+        "1.2.1.1:spikes",
     ),
     Mutant(
         "a norm that is NaN on one replica is dropped by the maximum",
