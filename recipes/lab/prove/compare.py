@@ -34,38 +34,29 @@ BFLOAT16 = {**BFLOAT16, "losses of routers": 2e-2, "tokens of experts": 0.1}
 # Numbers between two of float8 are rounded the other way.
 FLOAT8: Limits = {**BFLOAT16, **dict.fromkeys(LOSSES, 5e-3), "gradient norm": 4e-2, "gradient": 6e-2, "weights": 0.5}
 
-CAPS = {
-    "learning rate": 0.0,
-    "skipped": 0.0,
-    "initial weights": 0.0,
-    "gradient": 0.45,
-    "gradient norm": 0.2,
-    "weights": 0.9,
-}
+CAPS = {**EQUAL, **dict.fromkeys((*LOSSES, "tokens of experts"), 1.0)}
+CAPS |= {"gradient": 0.45, "gradient norm": 0.2, "weights": 0.9}
 """What is never allowed: twice a gradient is 1.0 off."""
-
-
-def _in_float32(twin: Twin) -> Limits:
-    """Limits of float32. They are wider after the first step, as differences grow."""
-    later = LATER if twin.recipe.optimizer.state_dtype == "float32" else MOMENTS16
-    return {**FLOAT32, **{f"later {kind}": limit for kind, limit in later.items()}}
 
 
 def limits_of(twin: Twin, rounded: Record, whole: Record | None, *, on_cpu: bool) -> Limits:
     """How far a twin on a mesh may be from one process in the same precision.
 
-    Rounding enlarges differences as it does those of one process from float32 (whole), of which twice as much is
-    allowed; but where all processes compute whole rows with whole matrices, they round as one does.
+    In float32, differences grow a little after the first step. Rounding enlarges them as it does those of one process
+    from float32 (whole), of which twice as much is allowed; but where all processes compute whole rows with whole
+    matrices, they round as one does until the first update.
     """
-    degrees, recipe = twin.degrees, twin.recipe
-    alike = degrees.tensor == degrees.context == 1 and not (degrees.pipeline > 1 and recipe.model.tied_embeddings)
-    alike = alike and not recipe.compile.enabled and recipe.fsdp.reduce_dtype == "float32"
-    if whole is None or (on_cpu and alike):
-        return _in_float32(twin)
-    away = {one.kind: 2 * one.error for one in worst_of(differences(rounded, whole, EQUAL)).values()}
-    away |= dict.fromkeys(LOSSES, max(away[kind] for kind in LOSSES if kind in away))
-    fixed = BFLOAT16 if recipe.float8.recipe == "none" else FLOAT8
-    return {kind: max(limit, min(away.get(kind, 0.0), CAPS.get(kind, 1.0))) for kind, limit in fixed.items()}
+    degrees, recipe, first = twin.degrees, twin.recipe, FLOAT32
+    later = LATER if recipe.optimizer.state_dtype == "float32" else MOMENTS16
+    if whole is not None:
+        away = {kind: 2 * one.error for kind, one in worst_of(differences(rounded, whole, EQUAL)).items()}
+        away |= dict.fromkeys(LOSSES, max(away[kind] for kind in LOSSES if kind in away))
+        fixed = BFLOAT16 if recipe.float8.recipe == "none" else FLOAT8
+        later = {kind: max(limit, min(away.get(kind, 0.0), CAPS[kind])) for kind, limit in fixed.items()}
+        alike = degrees.tensor == degrees.context == 1 and not (degrees.pipeline > 1 and recipe.model.tied_embeddings)
+        alike = alike and not recipe.compile.enabled and recipe.fsdp.reduce_dtype == "float32"
+        first = FLOAT32 if on_cpu and alike else later
+    return {**first, **{f"later {kind}": limit for kind, limit in later.items()}}
 
 
 class Difference(NamedTuple):
