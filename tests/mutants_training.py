@@ -20,7 +20,7 @@ ROUTERS, LOSS = "models/experts.py", "models/loss.py"
 
 OF_ADAMW = (
     Mutant(
-        "Norms decay.",
+        "norms decay",
         "verl #5070",
         OPTIMIZER,
         "decays = parameter.dim() >= 2 and (config.decay_embeddings or parameter not in embeddings)",
@@ -28,7 +28,7 @@ OF_ADAMW = (
         "1.1.1.1:",
     ),
     Mutant(
-        "Embeddings decay.",
+        "embeddings decay",
         "verl #7215",
         OPTIMIZER,
         "decays = parameter.dim() >= 2 and (config.decay_embeddings or parameter not in embeddings)",
@@ -36,7 +36,7 @@ OF_ADAMW = (
         "1.1.1.1:untied",
     ),
     Mutant(
-        "Matrices of experts do not decay, because they have three dimensions.",
+        "matrices of experts do not decay, because they have three dimensions",
         "open_clip #358",
         OPTIMIZER,
         "decays = parameter.dim() >= 2 and",
@@ -44,7 +44,7 @@ OF_ADAMW = (
         "1.1.1.1.1.1:",
     ),
     Mutant(
-        "Matrices do not decay where they are sharded, because a shard counts as flat.",
+        "matrices do not decay where they are sharded, because a shard counts as flat",
         "open_clip #358",
         OPTIMIZER,
         "decays = parameter.dim() >= 2 and",
@@ -52,7 +52,7 @@ OF_ADAMW = (
         "1.2.1.1:",
     ),
     Mutant(
-        "Weight decay is added to the gradient.",
+        "weight decay is added to the gradient",
         "nntrainer #3565",
         ADAMW,
         "torch._fused_adamw_(",
@@ -60,7 +60,7 @@ OF_ADAMW = (
         "1.1.1.1:",
     ),
     Mutant(
-        "Weight decay does not follow the schedule.",
+        "weight decay does not follow the schedule",
         "apex #1849",
         ADAMW,
         'weight_decay=group["weight_decay"],',
@@ -68,7 +68,7 @@ OF_ADAMW = (
         "1.1.1.1:",
     ),
     Mutant(
-        "The two betas have changed places.",
+        "the two betas have changed places",
         "tt-metal #53222",
         ADAMW,
         'beta1=group["betas"][0],\n            beta2=group["betas"][1],',
@@ -76,7 +76,7 @@ OF_ADAMW = (
         "1.1.1.1:",
     ),
     Mutant(
-        "Moments are not corrected for their beginning.",
+        "moments are not corrected for their beginning",
         "OLMo-core #317",
         ADAMW,
         "            self._counted(states),\n",
@@ -84,7 +84,7 @@ OF_ADAMW = (
         "1.1.1.1:",
     ),
     Mutant(
-        "All parameters of a group but the first count the steps that are skipped.",
+        "all parameters of a group but the first count the steps that are skipped",
         "OLMo-core #317",
         ADAMW,
         "torch._foreach_sub_(steps, [self.found_inf] * len(steps))",
@@ -92,7 +92,7 @@ OF_ADAMW = (
         "1.1.1.1:",
     ),
     Mutant(
-        "Epsilon stands under the root.",
+        "epsilon stands under the root",
         "Flux.jl #448",
         ADAMW,
         '            eps=group["eps"],\n',
@@ -100,7 +100,7 @@ OF_ADAMW = (
         "1.1.1.1:",
     ),
     Mutant(
-        "The first parameter of each group is never stepped.",
+        "the first parameter of each group is never stepped",
         "pytorch #149205",
         ADAMW,
         "_batches(parameters, elements=at_a_time)",
@@ -108,7 +108,7 @@ OF_ADAMW = (
         "1.1.1.1:",
     ),
     Mutant(
-        "Only gradients of what decays are clipped.",
+        "only gradients of what decays are clipped",
         "NeMo-Automodel #3816",
         ADAMW,
         "grad_scale=self.grad_scale,",
@@ -119,7 +119,7 @@ OF_ADAMW = (
 
 OF_MUON = (
     Mutant(
-        "Matrices have the learning rate of all other parameters.",
+        "matrices have the learning rate of all other parameters",
         "sparsify #62",
         STEP,
         'learning_rate * group.get("lr_share", 1.0)',
@@ -127,7 +127,7 @@ OF_MUON = (
         "1.1.1.1:muon,matrix_lr",
     ),
     Mutant(
-        "The rate of a matrix follows its shorter side.",
+        "the rate of a matrix follows its shorter side",
         "pytorch_optimizer #373",
         MUON,
         "0.2 * math.sqrt(max(rows, columns))",
@@ -135,15 +135,7 @@ OF_MUON = (
         "1.1.1.1:muon",
     ),
     Mutant(
-        "The rate of a matrix follows the rows of its shard.",
-        "timm #2791",
-        MUON,
-        "(parameter.shape[-2], parameter.shape[-1])",
-        "local_of(parameter).shape[-2:]",
-        "1.2.1.1:muon",
-    ),
-    Mutant(
-        "The gradient is not mixed into the momentum once more (Nesterov).",
+        "the gradient is not mixed into the momentum once more (Nesterov)",
         "pytorch #160213",
         MUON,
         'return (gradient.lerp(mixed, group["momentum"]) if group["nesterov"] else mixed).to(self._dtype)',
@@ -151,7 +143,7 @@ OF_MUON = (
         "1.1.1.1:muon",
     ),
     Mutant(
-        "The momentum is a sum in which the newest gradient weighs twenty times as much.",
+        "the momentum is a sum in which the newest gradient weighs twenty times as much",
         "muon_fsdp_2 #6",
         MUON,
         'mixed = momentum.to(gradient.dtype).lerp(gradient, 1 - group["momentum"])',
@@ -159,7 +151,7 @@ OF_MUON = (
         "1.1.1.1:muon",
     ),
     Mutant(
-        "The momentum does not decay.",
+        "the momentum does not decay",
         "muon_fsdp_2 #6",
         MUON,
         'mixed = momentum.to(gradient.dtype).lerp(gradient, 1 - group["momentum"])',
@@ -167,7 +159,7 @@ OF_MUON = (
         "1.1.1.1:muon",
     ),
     Mutant(
-        "Each process orthogonalizes its shard.",
+        "each process orthogonalizes its shard",
         "DeepSpeed #8437",
         MUON,
         """            self._step_matrices(shared, group)
@@ -181,7 +173,7 @@ OF_MUON = (
         "1.2.1.1:muon",
     ),
     Mutant(
-        "Nothing is orthogonalized, only divided by its norm.",
+        "nothing is orthogonalized, only divided by its norm",
         "DeepSpeed #8442",
         MUON,
         "for _ in range(steps):",
@@ -189,7 +181,7 @@ OF_MUON = (
         "1.1.1.1:muon",
     ),
     Mutant(
-        "Matrices do not decay.",
+        "matrices do not decay",
         "tinygrad #17709",
         MUON,
         '(shard * (1 - group["lr"] * group["weight_decay"])).add_(update, alpha=-rate)',
@@ -197,7 +189,7 @@ OF_MUON = (
         "1.1.1.1:muon",
     ),
     Mutant(
-        "Matrices decay by the rate that follows their shape.",
+        "matrices decay by the rate that follows their shape",
         "Moonlight #40",
         MUON,
         '(shard * (1 - group["lr"] * group["weight_decay"]))',
@@ -205,7 +197,7 @@ OF_MUON = (
         "1.1.1.1:muon",
     ),
     Mutant(
-        "Gradients of matrices are not clipped.",
+        "gradients of matrices are not clipped",
         "graphstorm #1366",
         MUON,
         "            gradient.div_(self.grad_scale)\n",
@@ -213,7 +205,7 @@ OF_MUON = (
         "1.1.1.1:muon",
     ),
     Mutant(
-        "A skipped step changes the momentum.",
+        "a skipped step changes the momentum",
         "dion #79",
         MUON,
         "self._change(momentum, mixed)",
@@ -221,7 +213,7 @@ OF_MUON = (
         "1.1.1.1:muon",
     ),
     Mutant(
-        "Experts that are higher than wide come back in the memory order of their transposes.",
+        "experts that are higher than wide come back in the memory order of their transposes",
         "transformers #48519",
         MUON,
         "some.copy_(whole if upright else whole.mT)",
@@ -232,7 +224,7 @@ OF_MUON = (
 
 OF_STEPS = (
     Mutant(
-        "A step has the learning rate of the next.",
+        "a step has the learning rate of the next",
         "deit #145",
         TRAINER,
         "learning_rate=self.stage.learning_rate(self.step),",
@@ -240,7 +232,7 @@ OF_STEPS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "Gradients are clipped twice.",
+        "gradients are clipped twice",
         "apex #1512",
         STEP,
         "clipping_divisor(norm, max_norm=built.grad_clip).to(device)",
@@ -248,7 +240,7 @@ OF_STEPS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "Gradients are not clipped.",
+        "gradients are not clipped",
         "graphstorm #1366",
         STEP,
         "if built.grad_clip > 0 else None",
@@ -256,7 +248,7 @@ OF_STEPS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "Gradients are scaled to the largest norm also where they are smaller.",
+        "gradients are scaled to the largest norm also where they are smaller",
         "transformers #41431",
         PASSES,
         "return ((norm + 1e-6) / max_norm).clamp(min=1.0)",
@@ -264,23 +256,7 @@ OF_STEPS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "Each micro-batch is divided by its own number of targets.",
-        "torchtune #1875",
-        PASSES,
-        "documents=documents) / target_tokens",
-        "documents=documents) / ((targets >= 0).sum().clamp(min=1) * len(micro_batches) * self.mesh.data_ranks)",
-        "1.2.1.1:",
-    ),
-    Mutant(
-        "Gradients are divided by the number of micro-batches, too, but losses are not.",
-        "unsloth-zoo #1023",
-        PASSES,
-        "backward(micro_losses.sum() if self.has_z_loss else micro_losses)",
-        "backward(micro_losses.sum() / len(micro_batches))",
-        "1.1.1.1:accumulate",
-    ),
-    Mutant(
-        "Targets that are ignored count in the divisor.",
+        "targets that are ignored count in the divisor",
         "prime-rl #1961",
         STEP,
         "(targets != IGNORED).sum() for",
@@ -288,7 +264,7 @@ OF_STEPS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "Gradients that are NaN become zero, and the step counts.",
+        "gradients that are NaN become zero, and the step counts",
         "prime-rl #1961",
         PASSES,
         "groups[gradient.device_mesh, sharded_axes].append(gradient.to_local())",
@@ -296,7 +272,7 @@ OF_STEPS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A spike is judged by this process's part of the loss, so one may skip alone.",
+        "a spike is judged by this process's part of the loss, so one may skip alone",
         "WeatherGenerator #2724",
         SKIPS,
         "mean_loss = sum_over_group(loss.clone(), self._loss_group)",
@@ -304,7 +280,7 @@ OF_STEPS = (
         "1.2.1.1:spikes",
     ),
     Mutant(
-        "Losses of skipped steps enter the window that spikes are judged by.",
+        "losses of skipped steps enter the window that spikes are judged by",
         "WeatherGenerator #2718",
         SKIPS,
         "self._window = torch.where(skip, self._window, moved)",
@@ -312,34 +288,18 @@ OF_STEPS = (
         "1.1.1.1:spikes",
     ),
     Mutant(
-        "A spike is never seen, because losses are compared with the largest, not with the mean.",
-        "own",
-        SKIPS,
-        "limit = self._window.mean() + self._spike_z * self._window.std()",
-        "limit = self._window.max() * (1 + self._spike_z * self._window.std())",
-        "1.1.1.1:spikes",
-    ),
-    Mutant(
-        "The z-loss is reported, but nothing is trained on it.",
+        "the z-loss is reported, but nothing is trained on it",
         "NeMo-Automodel #1408",
         PASSES,
         "backward(micro_losses.sum() if self.has_z_loss else micro_losses)",
         "backward(micro_losses[0] if self.has_z_loss else micro_losses)",
         "1.1.1.1:z",
     ),
-    Mutant(
-        "The z-loss grows with the processes that share the vocabulary.",
-        "Megatron-LM #5047",
-        TENSOR,
-        "z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,",
-        "z_loss=self.z_loss * self.group.size() if torch.is_grad_enabled() else 0.0,",
-        "1.1.1.2:z",
-    ),
 )
 
 OF_EXPERTS = (
     Mutant(
-        "Gradients of experts are averaged where their mesh has one process.",
+        "gradients of experts are averaged where their mesh has one process",
         "Megatron-LM #5956",
         FSDP,
         "if mesh.fsdp.size() > 1 or (mesh.experts is not None and mesh.experts.fsdp is not None):",
@@ -347,7 +307,7 @@ OF_EXPERTS = (
         "1.1.1.1.2.1:",
     ),
     Mutant(
-        "Gradients of experts on other processes are twice as large.",
+        "gradients of experts on other processes are twice as large",
         "pytorch #160285",
         EXCHANGE,
         "return exchange(gradient, sizes, not ctx.back, ctx.count, ctx.group), None, None, None, None",
@@ -355,7 +315,7 @@ OF_EXPERTS = (
         "1.1.2.1.1.2:",
     ),
     Mutant(
-        "Rows come back from experts in another order.",
+        "rows come back from experts in another order",
         "OLMo-core #718",
         EXCHANGE,
         "received.sum(0)), inverse, order)",
@@ -363,7 +323,7 @@ OF_EXPERTS = (
         "1.1.2.1.1.2:",
     ),
     Mutant(
-        "Experts on other processes drop a tenth of their rows.",
+        "experts on other processes drop a tenth of their rows",
         "DeepSeek-MoE #29",
         EXCHANGE,
         "        return exchange(made, sizes, True, rows.shape[0], self.name)",
@@ -372,7 +332,7 @@ OF_EXPERTS = (
         "1.1.2.1.1.2:",
     ),
     Mutant(
-        "Processes look for the rows of their experts in the order of the processes, not of the experts.",
+        "processes look for the rows of their experts in the order of the processes, not of the experts",
         "tt-metal #24154",
         EXCHANGE,
         "order = experts.repeat_interleave(received.flatten(), output_size=got.shape[0]).argsort(stable=True)",
@@ -380,7 +340,7 @@ OF_EXPERTS = (
         "1.1.2.1.1.2:",
     ),
     Mutant(
-        "Gradients of routers are those of a tensor process's own tokens.",
+        "gradients of routers are those of a tensor process's own tokens",
         "torchtitan #2387",
         TENSOR,
         "to_local(grad_placements=(Partial(),))",
@@ -388,7 +348,7 @@ OF_EXPERTS = (
         "1.1.1.1.2.1:",
     ),
     Mutant(
-        "Routers compute with rounded weights where matrices are cut.",
+        "routers compute with rounded weights where matrices are cut",
         "vllm #14027",
         TENSOR,
         "layer: (cast(DTensor, weight).to_local(grad_placements=(Partial(),)), bias)",
@@ -396,7 +356,7 @@ OF_EXPERTS = (
         "1.1.1.1.2.1:",
     ),
     Mutant(
-        "Every process of a tensor group adds what the shared experts make of all tokens.",
+        "every process of a tensor group adds what the shared experts make of all tokens",
         "sglang #35535",
         TENSOR,
         "        scatter = float8_scatter(linear) if float8_gathers else None\n",
@@ -406,7 +366,7 @@ OF_EXPERTS = (
         "1.1.1.1.2.1:sigmoid",
     ),
     Mutant(
-        "The balance loss is one of parts of rows.",
+        "the balance loss is one of parts of rows",
         "Megatron-LM #5798",
         EXCHANGE,
         "        dist.all_reduce(whole, group=self.group)  # whole numbers, exact in any order\n",
@@ -414,7 +374,7 @@ OF_EXPERTS = (
         "1.1.1.2.1.1:balance",
     ),
     Mutant(
-        "The balance loss is divided by the tokens of this process.",
+        "the balance loss is divided by the tokens of this process",
         "Megatron-LM #3672",
         PASSES,
         "self._routers.begin(sum_over_group(tokens, self.mesh.data_group))",
@@ -422,7 +382,7 @@ OF_EXPERTS = (
         "1.2.1.1.1.1:balance",
     ),
     Mutant(
-        "The balance loss is divided by the tokens of one micro-batch.",
+        "the balance loss is divided by the tokens of one micro-batch",
         "NeMo-Automodel #3359",
         PASSES,
         "sum(targets.numel() for _, targets, _ in micro_batches)",
@@ -430,7 +390,7 @@ OF_EXPERTS = (
         "1.1.1.1.1.1:balance",
     ),
     Mutant(
-        "The balance loss is divided by the tokens that have a target.",
+        "the balance loss is divided by the tokens that have a target",
         "Megatron-LM #7213",
         PASSES,
         "sum(targets.numel() for _, targets, _ in micro_batches)",
@@ -438,7 +398,7 @@ OF_EXPERTS = (
         "1.1.1.1.1.1:balance",
     ),
     Mutant(
-        "The balance loss is logged, but nothing is trained on it.",
+        "the balance loss is logged, but nothing is trained on it",
         "NeMo-Automodel #1408",
         BALANCE,
         'config.loss_weight if config.balance == "loss" else 0.0',
@@ -446,7 +406,7 @@ OF_EXPERTS = (
         "1.1.1.1.1.1:balance",
     ),
     Mutant(
-        "The z-loss of routers grows with the tensor degree.",
+        "the z-loss of routers grows with the tensor degree",
         "Megatron-LM #5047",
         BALANCE,
         "self._routers.z_weight = config.z_loss",
@@ -454,7 +414,7 @@ OF_EXPERTS = (
         "1.1.1.1.2.1:balance",
     ),
     Mutant(
-        "Loads are those of the last micro-batch.",
+        "loads are those of the last micro-batch",
         "Megatron-LM #7213",
         ROUTERS,
         "self.found[self.places[layer]] += torch.cat(of_step)",
@@ -462,7 +422,7 @@ OF_EXPERTS = (
         "1.2.1.1.1.1:sigmoid",
     ),
     Mutant(
-        "Loads that a validation counts are left for the next step.",
+        "loads that a validation counts are left for the next step",
         "torchtitan #4148",
         ROUTERS,
         """        if self._scale is None or not torch.is_grad_enabled():
@@ -477,7 +437,7 @@ OF_EXPERTS = (
         "1.1.1.1.1.1:sigmoid",
     ),
     Mutant(
-        "Tokens are counted once more where a block is computed again.",
+        "tokens are counted once more where a block is computed again",
         "torchtitan #1593",
         BALANCE,
         "counted = self._routers.found.to(torch.float64)\n",
@@ -485,7 +445,7 @@ OF_EXPERTS = (
         "1.1.1.1.1.1:sigmoid,full",
     ),
     Mutant(
-        "Biases follow the loads of the first process.",
+        "biases follow the loads of the first process",
         "prime-rl #2953",
         BALANCE,
         "loads = sum_over_group(counted[:, :-2].clone(), self._tokens)  # (layers, E)",
@@ -493,7 +453,7 @@ OF_EXPERTS = (
         "1.2.1.1.1.1:sigmoid",
     ),
     Mutant(
-        "Biases move in skipped steps.",
+        "biases move in skipped steps",
         "own",
         BALANCE,
         ".sign() * self._config.bias_rate * kept",
@@ -501,7 +461,7 @@ OF_EXPERTS = (
         "1.1.1.1.1.1:sigmoid",
     ),
     Mutant(
-        "Biases move up where the load is above the mean.",
+        "biases move up where the load is above the mean",
         "torchtitan #1506",
         BALANCE,
         "(loads.mean(1, keepdim=True) - loads).sign()",
@@ -509,7 +469,7 @@ OF_EXPERTS = (
         "1.1.1.1.1.1:sigmoid",
     ),
     Mutant(
-        "Biases are rounded to bfloat16.",
+        "biases are rounded to bfloat16",
         "Megatron-LM #1482",
         BALANCE,
         "bias += steps[place].to(bias.dtype)",
@@ -517,7 +477,7 @@ OF_EXPERTS = (
         "1.1.1.1.1.1:sigmoid",
     ),
     Mutant(
-        "Biases move of the first sparse layer alone.",
+        "biases move of the first sparse layer alone",
         "torchtitan #3686",
         BALANCE,
         "                bias += steps[place].to(bias.dtype)\n",
@@ -525,7 +485,7 @@ OF_EXPERTS = (
         "1.1.1.1.1.1:sigmoid",
     ),
     Mutant(
-        "Biases move in validations.",
+        "biases move in validations",
         "prime-rl #2953",
         ROUTERS,
         "        if self._scale is None or not torch.is_grad_enabled():\n",
@@ -538,7 +498,7 @@ OF_EXPERTS = (
 
 OF_DATA = (
     Mutant(
-        "All processes read the same rows.",
+        "all processes read the same rows",
         "accelerate #3092",
         BATCHES,
         "self._offset = data_rank * self._share",
@@ -546,7 +506,7 @@ OF_DATA = (
         "1.2.1.1:",
     ),
     Mutant(
-        "Processes of a tensor group read rows of their own.",
+        "processes of a tensor group read rows of their own",
         "prime-rl #1305",
         LOADER,
         "data_rank=mesh.data_rank,",
@@ -554,7 +514,7 @@ OF_DATA = (
         "1.1.1.2:",
     ),
     Mutant(
-        "From the fourth batch on, each is the one that follows it.",
+        "from the fourth batch on, each is the one that follows it",
         "cookbook #371",
         BATCHES,
         "self._thread.submit(self._read, number)",
@@ -562,7 +522,7 @@ OF_DATA = (
         "1.1.1.1:",
     ),
     Mutant(
-        "All micro-batches of a step are the first.",
+        "all micro-batches of a step are the first",
         "own",
         BATCHES,
         "return [self._micro_batch(*pair) for pair in pairs]",
@@ -570,7 +530,7 @@ OF_DATA = (
         "1.1.1.1:accumulate",
     ),
     Mutant(
-        "The last micro-batch of a step is dropped.",
+        "the last micro-batch of a step is dropped",
         "mlx-lm #1413",
         BATCHES,
         "return [self._micro_batch(*pair) for pair in pairs]",
@@ -578,7 +538,7 @@ OF_DATA = (
         "1.1.1.1:accumulate",
     ),
     Mutant(
-        "Targets are those two tokens ahead.",
+        "targets are those two tokens ahead",
         "transformers #47394",
         BATCHES,
         "inputs, targets = rows[:, :-1], rows[:, 1:]",
@@ -586,7 +546,7 @@ OF_DATA = (
         "1.1.1.1:",
     ),
     Mutant(
-        "Batches that are read ahead share their memory.",
+        "batches that are read ahead share their memory",
         "own",
         SEQUENCES,
         "rows = np.empty((count, self.sequence_length + 1), dtype=np.int64)",
@@ -594,8 +554,8 @@ OF_DATA = (
         "1.1.1.1:",
     ),
     Mutant(
-        "Documents end a token late.",
-        "own",
+        "documents end a token late",
+        "torchtitan #3130",
         BATCHES,
         "documents = Documents.of(inputs, end_of_document=end)",
         "documents = Documents.of(inputs.roll(1, 1), end_of_document=end)",
@@ -605,7 +565,7 @@ OF_DATA = (
 
 OF_EVALUATION = (
     Mutant(
-        "A validation moves the data by a batch.",
+        "a validation moves the data by a batch",
         "pytorch #80119",
         LOADER,
         "return {name: self._validation_batches(text, batches) for name, text in self.validation.items()}",
@@ -614,7 +574,7 @@ OF_EVALUATION = (
         "1.1.1.1:",
     ),
     Mutant(
-        "Rows that only fill the last batch of a validation count.",
+        "rows that only fill the last batch of a validation count",
         "NeMo-RL #1029",
         BATCHES,
         "targets[max(0, available - first) :] = IGNORED",
@@ -622,7 +582,7 @@ OF_EVALUATION = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A validation takes the mean over processes of their means.",
+        "a validation takes the mean over processes of their means",
         "prime-rl #1850",
         LOSSES,
         "    return sum_over_group(loss, mesh.loss_group).item(), int(sum_over_group(tokens, mesh.data_group).item())",
@@ -632,7 +592,7 @@ OF_EVALUATION = (
         "1.2.1.1:",
     ),
     Mutant(
-        "A validation takes the mean of its batches' means.",
+        "a validation takes the mean of its batches' means",
         "torchtitan #4167",
         LOSSES,
         "            loss += model(inputs.to(device), targets.to(device), documents=inside)\n"
@@ -643,7 +603,7 @@ OF_EVALUATION = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A validation looks past the ends of documents.",
+        "a validation looks past the ends of documents",
         "own",
         LOSSES,
         "documents=inside)",
@@ -651,15 +611,7 @@ OF_EVALUATION = (
         "1.1.1.1:documents",
     ),
     Mutant(
-        "A validation counts the targets of every part of a row.",
-        "torchtitan #4167",
-        LOSSES,
-        "sum_over_group(tokens, mesh.data_group)",
-        "sum_over_group(tokens, mesh.loss_group)",
-        "1.1.2.1:",
-    ),
-    Mutant(
-        "A validation of averaged weights leaves them in the model.",
+        "a validation of averaged weights leaves them in the model",
         "Open-Sora-Plan #186",
         AVERAGE,
         'own = {name: local(value).to("cpu", copy=True) for name, value in state.items()}',
@@ -667,7 +619,7 @@ OF_EVALUATION = (
         "1.1.1.1:averages",
     ),
     Mutant(
-        "A validation in bfloat16 leaves the weights rounded.",
+        "a validation in bfloat16 leaves the weights rounded",
         "own",
         LOSSES,
         "    with without_dropout(model):\n",
@@ -678,7 +630,7 @@ OF_EVALUATION = (
 
 OF_CHECKPOINTS = (
     Mutant(
-        "A resumed run begins with empty moments.",
+        "a resumed run begins with empty moments",
         "NeMo-Automodel #763",
         STATE,
         "moments.setdefault(parameter, {})[kind] = value",
@@ -686,7 +638,7 @@ OF_CHECKPOINTS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A resumed run counts its steps from zero.",
+        "a resumed run counts its steps from zero",
         "DeepSpeed #7786",
         STATE,
         "moments.setdefault(parameter, {})[kind] = value",
@@ -694,7 +646,7 @@ OF_CHECKPOINTS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A resumed run gives the moments of one layer to another.",
+        "a resumed run gives the moments of one layer to another",
         "KempnerForge #115",
         STATE,
         "moments.setdefault(parameter, {})[kind] = value",
@@ -702,7 +654,7 @@ OF_CHECKPOINTS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A resumed run rounds its moments to bfloat16.",
+        "a resumed run rounds its moments to bfloat16",
         "OpenTau #184",
         STATE,
         "moments.setdefault(parameter, {})[kind] = value",
@@ -710,7 +662,7 @@ OF_CHECKPOINTS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A resumed run keeps moments in float32 that it has kept in bfloat16.",
+        "a resumed run keeps moments in float32 that it has kept in bfloat16",
         "torchtitan #4615",
         ADAMW,
         'state.update({name: value.to(dtype) for name, value in state.items() if name != "step"})',
@@ -718,15 +670,15 @@ OF_CHECKPOINTS = (
         "1.1.1.1:moments16",
     ),
     Mutant(
-        "A resumed run rounds its weights to bfloat16.",
-        "OpenTau #185",
+        "a resumed run rounds its weights to bfloat16",
+        "metaseq #254",
         STATE,
         "values: dict[str, Any] = {n.removeprefix(PARAMETERS): v for",
         "values: dict[str, Any] = {n.removeprefix(PARAMETERS): v.bfloat16().float() for",
         "1.1.1.1:",
     ),
     Mutant(
-        "In a resumed run all parameters decay.",
+        "in a resumed run all parameters decay",
         "makani #127",
         CHECKPOINTS,
         "restore(model, optimizer, state, [dict(group) for group in groups])",
@@ -734,7 +686,7 @@ OF_CHECKPOINTS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A resumed run does not load the norm before the head.",
+        "a resumed run does not load the norm before the head",
         "KempnerForge #115",
         STORAGE,
         "        stored = manifest.tensors.get(name)\n        if stored is None",
@@ -743,7 +695,7 @@ OF_CHECKPOINTS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A process loads the first of the shards that it needs.",
+        "a process loads the first of the shards that it needs",
         "sglang #36438",
         STORAGE,
         "for number in sorted(wanted):",
@@ -751,7 +703,7 @@ OF_CHECKPOINTS = (
         "1.2.1.1:",
     ),
     Mutant(
-        "On another mesh, parts of a tensor are loaded in the opposite order.",
+        "on another mesh, parts of a tensor are loaded in the opposite order",
         "transformers #48519",
         STORAGE,
         "view = view.narrow(axis, low - start[axis], high - low)",
@@ -759,7 +711,7 @@ OF_CHECKPOINTS = (
         "1.2.1.1:",
     ),
     Mutant(
-        "Biases of routers are not saved.",
+        "biases of routers are not saved",
         "torchtitan #1222",
         ROUTERS,
         "torch.zeros(config.experts) if config.router_bias else None)",
@@ -767,7 +719,7 @@ OF_CHECKPOINTS = (
         "1.1.1.1.1.1:sigmoid",
     ),
     Mutant(
-        "A save writes what the next step makes of the weights.",
+        "a save writes what the next step makes of the weights",
         "torchtitan #930",
         CHECKPOINTS,
         "copies = self._memory.copy(list(tensors))",
@@ -775,7 +727,7 @@ OF_CHECKPOINTS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A resumed run reads its last batch again.",
+        "a resumed run reads its last batch again",
         "KempnerForge #57",
         LOADER,
         "        history = self.history(batches)\n",
@@ -783,7 +735,7 @@ OF_CHECKPOINTS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A resumed run skips the batches that were read ahead.",
+        "a resumed run skips the batches that were read ahead",
         "cookbook #371",
         LOADER,
         "        history = self.history(batches)\n",
@@ -791,7 +743,7 @@ OF_CHECKPOINTS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A resumed run reads its data from the beginning.",
+        "a resumed run reads its data from the beginning",
         "accelerate #2016",
         LOADER,
         "self.training.begin(first_batch, first)",
@@ -799,7 +751,7 @@ OF_CHECKPOINTS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A resumed run begins its schedule anew.",
+        "a resumed run begins its schedule anew",
         "speculators #900",
         TRAINER,
         "learning_rate=self.stage.learning_rate(self.step),",
@@ -807,7 +759,7 @@ OF_CHECKPOINTS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "The schedule of a resumed run is a step ahead.",
+        "the schedule of a resumed run is a step ahead",
         "pytorch-lightning #1772",
         TRAINER,
         "learning_rate=self.stage.learning_rate(self.step),",
@@ -815,7 +767,7 @@ OF_CHECKPOINTS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "A resumed run has no losses to judge spikes by.",
+        "a resumed run has no losses to judge spikes by",
         "NeMo-Automodel #763",
         SKIPS,
         'if losses := progress.get("loss_window", []):',
