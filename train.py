@@ -25,6 +25,7 @@ usage: train.py RECIPE [--section.field value ...]    (recipes are in configs/)
   train.py RECIPE                       train; scripts/run.sh uses all devices
   train.py RECIPE --optimizer.lr 1e-3   override any field
   train.py RECIPE --check [--processes N [--nodes M]]   print it resolved
+  train.py RECIPE --prove [--json]      compare these processes with one
   train.py RECIPE --plan [--help]       predict memory, time and cost on GPUs
   train.py [RECIPE] --help [SECTION]    list all fields, or those of a section
   train.py --version                    print the version"""
@@ -37,6 +38,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", nargs=0, action=ShowVersion)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--prove", action="store_true")
+    parser.add_argument("--json", action="store_true")
     parser.add_argument("--processes", type=int)
     parser.add_argument("--nodes", type=int)
     try:
@@ -69,6 +72,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         check(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
         return FINISHED
     loaded = load_run(arguments[0], arguments[1:])
+    if options.prove:
+        from recipes.lab.prove.prove import prove
+
+        return prove(loaded, as_json=options.json, began=options.began)
     from recipes.training.run import train  # torch, from here on
 
     return train(loaded, began=options.began)

@@ -45,7 +45,7 @@ def main(fault: str, ill: int, begin: int) -> None:
     fault = fault.removeprefix(AS_NCCL)
     if int(os.environ.get("RANK", "0")) != ill:
         return
-    take, step, add = DataLoader.batch, Trainer._train_step, step_module.sum_over_group
+    take, step, add = DataLoader.batch, Trainer.take_step, step_module.sum_over_group
     state = {"steps": 0}
 
     def stuck_in_data(self: DataLoader, batch: int) -> Any:
@@ -176,7 +176,7 @@ def main(fault: str, ill: int, begin: int) -> None:
         "fails_in_step",
         "interrupted_in_step",
     ):
-        Trainer._train_step = locals()[fault]  # type: ignore[method-assign]
+        Trainer.take_step = locals()[fault]  # type: ignore[method-assign]
     elif fault == "fails_in_validation":
         Trainer._validate = fails  # type: ignore[method-assign]
     elif fault == "out_of_memory_at_start":

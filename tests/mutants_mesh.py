@@ -132,7 +132,7 @@ SUMS = (
 STEPS = (
     Mutant(
         "gradients are reduced after the first micro-batch, and the others are left for the next step",
-        "accelerate #2531",
+        "Megatron-LM #1012",
         PASSES,
         "is_last=index == len(micro_batches) - 1, reshards",
         "is_last=index == 0, reshards",
@@ -148,7 +148,7 @@ STEPS = (
     ),
     Mutant(
         "the first micro-batch is counted and logged, but gives no gradient",
-        "megatron-core #1012",
+        "DeepSpeed #545",
         PASSES,
         "backward(micro_losses.sum() if self.has_z_loss else micro_losses)",
         "backward((index > 0) * (micro_losses.sum() if self.has_z_loss else micro_losses))",
@@ -330,7 +330,7 @@ NORMS = (
     ),
     Mutant(
         "each stage clips by its own norm",
-        "torchtitan #4312",
+        "torchtitan #596",
         PIPELINE,
         "return norms.square().sum().sqrt()",
         "return norms[self._group.rank()]",
@@ -338,7 +338,7 @@ NORMS = (
     ),
     Mutant(
         "the norm misses the last stage",
-        "NVIDIA-NeMo/Automodel #791",
+        "torchtitan #649",
         PIPELINE,
         "return norms.square().sum().sqrt()",
         "return norms[:-1].square().sum().sqrt()",
@@ -386,7 +386,7 @@ NORMS = (
     ),
     Mutant(
         "a gradient that is NaN on one stage does not make the step bad",
-        "LoongForge #152",
+        "torchtitan #4226",
         PIPELINE,
         "return norms.square().sum().sqrt()",
         "return norms.square().nansum().sqrt()",
@@ -402,7 +402,7 @@ NORMS = (
     ),
     Mutant(
         "an infinite loss whose gradients are finite does not make the step bad",
-        "torchtitan #4312",
+        "torchtitan #4226",
         PASSES,
         "    loss.backward(one_or_nan(loss))",
         "    loss.backward()",
@@ -410,7 +410,7 @@ NORMS = (
     ),
     Mutant(
         "an infinite loss of a pipeline's micro-batch does not make the step bad",
-        "own",
+        "torchtitan #4226",
         PIPELINE,
         "return loss * one_or_nan(loss)",
         "return loss",
@@ -471,7 +471,7 @@ TENSORS = (
     ),
     Mutant(
         "gradients behind the gather of tokens are summed twice",
-        "torchtitan #2416",
+        "pytorch #175867",
         TENSOR,
         "        return move(first, Replicate())\n",
         "        whole = move(first, Replicate()).to_local(grad_placements=(Partial(),))\n"
@@ -665,7 +665,7 @@ CONTEXTS = (
     ),
     Mutant(
         "a chunk's window begins one token late",
-        "hippogriff #7",
+        "proger/hippogriff #7",
         ATTENTION,
         "inside = (distance >= 0) & (distance < window)",
         "inside = (distance >= 0) & (distance < window - (new < seen))",
@@ -721,7 +721,7 @@ CONTEXTS = (
     ),
     Mutant(
         "gradients of gathered keys go to the wrong chunks",
-        "xla #42481",
+        "openxla/xla #42481",
         CONTEXT,
         "parts = torch.stack((first, last.flip(2)), dim=3)",
         "parts = torch.stack((first, last), dim=3)",
@@ -729,7 +729,7 @@ CONTEXTS = (
     ),
     Mutant(
         "gradients of gathered keys are those of a process's own queries",
-        "slapo #20",
+        "awslabs/slapo #20",
         CONTEXT,
         'return funcol.wait_tensor(_reduce_scatter(parts, "sum", 0, ctx.group)), None',
         "return parts.chunk(ctx.group.size())[ctx.group.rank()], None",

@@ -75,14 +75,14 @@ def train_with(recipe: Recipe, cases: list[str]) -> list[tuple[int, str]]:
         fault, _, axes = case.partition(" on ")
         mesh = vars(mesh_degrees(axes)) if axes else {}
         with training(change(recipe, run={"name": case.replace(" ", "-")}, mesh=mesh), world) as trainer:
-            take_step, log = trainer._train_step, trainer.console.log
+            take_step, log = trainer.take_step, trainer.console.log
 
             def struck_step(trainer: Trainer = trainer, fault: str = fault, take_step: Any = take_step) -> Any:
                 if trainer.step == BEFORE - 1 and fault in FAULTS:
                     strike(trainer, fault)
                 return take_step()
 
-            trainer._train_step = struck_step
+            trainer.take_step = struck_step
             trainer.console.log = lambda text="", lines=lines, log=log, **style: (lines.append(text), log(text))[1]
             found.append((trainer.run(), lines[-1]))
     stop()

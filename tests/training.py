@@ -70,7 +70,7 @@ def train(recipe: Recipe, world: World, *, silent: bool = True) -> int:
 
 def take_step(trainer: Any) -> Any:
     """One optimizer step outside of the loop; what it found."""
-    return trainer._train_step()
+    return trainer.take_step()
 
 
 def run_all(recipes: list[Recipe], silent: bool = True) -> list[int]:

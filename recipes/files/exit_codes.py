@@ -43,6 +43,9 @@ CORRUPTED = 79
 """The weights or moments in memory are NaN, or differ between replicas: the same command resumes from a good
 checkpoint."""
 
+WRONG = 80
+"""--prove: these processes compute other numbers than one process does; the verdict names the first difference."""
+
 
 class Fault(NamedTuple):
     """What an error of a disk or of a server leads to, in every command."""

@@ -62,14 +62,14 @@ class Trainer:
     def _loop(self) -> int:
         """Train to the last step of the stage, or until a signal, which is returned."""
         while self.step < self.stage.last:
-            measured = self._train_step()
+            measured = self.take_step()
             self.clock.count_step()
             if self._due(self.recipe.metrics.every) or self.step == self.first_step + 1:
                 self.recorder.log_step(self.step, measured, learning_rate=self.stage.learning_rate(self.step - 1))
             if self._due(self.check_replicas_every):
                 require_sound_state(self.built, self.world)
             if self._due(self.recipe.validation.every):
-                self._validate()
+                self.validate()
             if self._due(self.recipe.checkpoint.every):
                 self._save()
             if self.checkpoints:
@@ -79,7 +79,7 @@ class Trainer:
                 return number
         return self.interruption.agreed_now()
 
-    def _train_step(self) -> Measured:
+    def take_step(self) -> Measured:
         """Take the next step."""
         with ExitStack() as stack:
             for observer in self.built_run.observers:
@@ -102,7 +102,7 @@ class Trainer:
         """Whether something done every so many steps (0 = never) is due after the step just taken, or so far ahead."""
         return every > 0 and ((step := self.step + ahead) % every == 0 or step == self.stage.last)
 
-    def _validate(self) -> None:
+    def validate(self) -> None:
         from recipes.training.validation import validate
 
         with self.clock.synchronized(VALIDATION):
@@ -159,7 +159,7 @@ class Trainer:
         if done == 0:
             self.console.log(f"this run has its {recipe.run.steps} steps already; --run.steps N makes it longer")
             if recipe.validation.every:
-                self._validate()
+                self.validate()
         if recipe.validation.sample_tokens or recipe.checkpoint.export_hf:
             from recipes.training.validation import write_results
 

@@ -34,7 +34,7 @@ def slow_worker() -> None:
     """Every step takes 0.2 s of this process's time more."""
     from recipes.training.trainer import Trainer
 
-    step = Trainer._train_step
+    step = Trainer.take_step
 
     def slow(self: Trainer) -> Any:
         end = time.thread_time() + 0.2
@@ -42,7 +42,7 @@ def slow_worker() -> None:
             pass
         return step(self)
 
-    Trainer._train_step = slow  # type: ignore[method-assign]
+    Trainer.take_step = slow  # type: ignore[method-assign]
 
 
 def wait_before_joining() -> None:

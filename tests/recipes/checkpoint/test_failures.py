@@ -214,7 +214,7 @@ def test_a_run_that_fails_waits_for_its_save(
 ) -> None:
     recipe = change(small, run={"name": "fails"}, checkpoint={"asynchronous": True})
     with training(recipe, alone) as trainer, pytest.raises(RuntimeError, match="the lights went out"):
-        step = trainer._train_step
+        step = trainer.take_step
 
         def fail_after_two_steps() -> object:
             if trainer.step < 2:

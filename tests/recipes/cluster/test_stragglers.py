@@ -307,7 +307,7 @@ FAULTS = {"2.1.1.2": 1, "1.1.2.2": 2, "2.2.1.1.1": 1}
 
 def slow_runs(recipe: Recipe) -> None:
     """A run on each mesh, of which one process works at least three times as long from a step on."""
-    world, step = start("cpu", seed=0), Trainer._train_step
+    world, step = start("cpu", seed=0), Trainer.take_step
     for mesh, ill in FAULTS.items():
         degrees = vars(mesh_degrees(mesh))
         usual: list[float] = []
@@ -324,9 +324,9 @@ def slow_runs(recipe: Recipe) -> None:
 
         with training(change(recipe, mesh=degrees, run={"name": mesh}), world) as trainer:
             if world.rank == ill:
-                Trainer._train_step = work  # type: ignore[method-assign]
+                Trainer.take_step = work  # type: ignore[method-assign]
             assert trainer.run() == 0
-        Trainer._train_step = step  # type: ignore[method-assign]
+        Trainer.take_step = step  # type: ignore[method-assign]
     stop()
 
 

@@ -40,7 +40,7 @@ def train_with_nan(recipe: Recipe) -> tuple[int, str, list[bool], bool]:
     lines: list[str] = []
     moved = False
     with training(recipe, world) as trainer:
-        model, take_step, log = trainer.built.model, trainer._train_step, trainer.console.log
+        model, take_step, log = trainer.built.model, trainer.take_step, trainer.console.log
 
         def biases() -> list[torch.Tensor]:
             return [bias.clone() for name, bias in model.named_buffers() if name.endswith(".bias")]
@@ -58,7 +58,7 @@ def train_with_nan(recipe: Recipe) -> tuple[int, str, list[bool], bool]:
             assert skipped[-1] or different
             return found
 
-        trainer._train_step = step
+        trainer.take_step = step
         trainer.console.log = lambda text="", **style: (lines.append(text), log(text))[1]
         code = trainer.run()
     stop()

@@ -109,7 +109,7 @@ def progress_of_a_step(recipe: Recipe) -> int:
     with training(recipe, world) as trainer:
         moved: list[int] = []
         trainer.clock.progressed = lambda: moved.append(1)
-        trainer._train_step()
+        trainer.take_step()
     stop()
     return len(moved)
 
@@ -156,7 +156,7 @@ def skipping_steps(recipe: Recipe, window: bool) -> tuple[list[int], list[bool],
             before = [parameter.to_local().detach().clone() for parameter in trainer.built.parameters]
             kind, rank = KINDS[number // 2]
             undo = spoil(trainer, kind, rank) if number % 2 else lambda: None
-            norms.append(trainer._train_step().norm.item())
+            norms.append(trainer.take_step().norm.item())
             undo()
             trainer.clock.count_step()
             after = [parameter.to_local() for parameter in trainer.built.parameters]
