@@ -5,7 +5,6 @@
 
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from recipes.lab.prove.prove import verdict_on
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from tests.meshes import mesh_config
-from tests.parallel.combinations import degrees_of, options_of, processes_of, sections_of
+from tests.parallel.combinations import options_of, processes_of, sections_of
 from tests.processes import run_processes
 from tests.training import DEBUG, change
 
@@ -61,5 +60,8 @@ if __name__ == "__main__":
     for case in sys.argv[1:]:
         verdict = prove_case(case)
         for row in verdict["comparisons"]:
-            print(row["what"], {kind: (f"{one['worst']:.1e}", one["of"]) for kind, one in row["worst"].items() if one["worst"]})
+            print(
+                row["what"],
+                {kind: (f"{one['worst']:.1e}", one["of"]) for kind, one in row["worst"].items() if one["worst"]},
+            )
         print(f"{case}  {verdict['line']}", flush=True)

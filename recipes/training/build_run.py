@@ -125,7 +125,7 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     built = build(recipe, world, weights=starts_from, mesh=mesh)
     throughput = _throughput(recipe, process)
     _log_header(stage, process, built, throughput, starts_from)
-    loader = _open_data(recipe, process, built.mesh, weights, checkpoint, several=at_several_lengths(loaded.recipe))
+    loader = open_loader(recipe, process, built.mesh, weights, checkpoint, several=at_several_lengths(loaded.recipe))
     tasks: Callable[[], Mapping[str, float]] = dict
     checkpoints: Checkpoints | None = None
     progress: Mapping[str, Any] = {}
@@ -223,7 +223,7 @@ def _claim_folder(recipe: Recipe, process: Process, built: Built, checkpoint: Pa
         on_main(world, lambda: note_origin(recipe, checkpoint))
 
 
-def _open_data(
+def open_loader(
     recipe: Recipe,
     process: Process,
     mesh: Mesh,

@@ -10,15 +10,15 @@ from torch import Tensor
 from recipes.lab.prove.reference import Record
 from recipes.lab.prove.twin import STEPS, Twin
 
-INITIAL, TOKENS, ROUTERS, RATE, SKIPPED, LOSS, Z_LOSS, GRADIENT, NORM, WEIGHTS, VALIDATION, GUARD = KINDS = (
+INITIAL, TOKENS, ROUTERS, RATE, SKIPPED, LOSS, Z_LOSS, GRADIENT, NORM, WEIGHTS, VALIDATION, GUARD, LOGITS = KINDS = (
     *("initial weights", "tokens of experts", "losses of routers", "learning rate", "skipped", "loss", "z-loss"),
-    *("gradients", "gradient norm", "weights", "validation loss", "what judges losses"),
+    *("gradients", "gradient norm", "weights", "validation loss", "what judges losses", "logits"),
 )
 """What is compared, in the order in which one follows from the others."""
 EQUAL = dict.fromkeys(KINDS, 0.0)
 # Relative. Measured on 60 recipes: 2e-7 of a loss, 4e-7 of a norm, 2e-6 of a gradient, 3e-5 of weights' way.
 FLOAT32 = EQUAL | {ROUTERS: 2e-6, RATE: 1e-12, LOSS: 2e-6, Z_LOSS: 4e-6, VALIDATION: 2e-6, GUARD: 2e-6}
-FLOAT32 |= {GRADIENT: 2e-5, NORM: 4e-6, WEIGHTS: 4e-4}
+FLOAT32 |= {GRADIENT: 2e-5, NORM: 4e-6, WEIGHTS: 4e-4, LOGITS: 1e-4}
 # Sums in another order are rounded to other numbers. Measured: 6e-4, 9e-3, 9e-3. Some tokens choose other experts.
 BFLOAT16 = FLOAT32 | {TOKENS: 0.1, ROUTERS: 2e-2, LOSS: 2e-3, Z_LOSS: 4e-3, VALIDATION: 2e-3, GUARD: 2e-3}
 BFLOAT16 |= {GRADIENT: 3e-2, NORM: 2e-2, WEIGHTS: 0.3}
@@ -77,7 +77,13 @@ def numbers_of(record: Record) -> dict[Key, Tensor]:
 
     found = dict(of(INITIAL, 0, record.initial)) | dict(of(GRADIENT, 1, record.gradients))
     found |= dict(of(TOKENS, 1, record.loads)) | dict(of(ROUTERS, 1, record.router_losses))
-    by_step = {RATE: record.rates, LOSS: record.losses, NORM: record.norms, VALIDATION: record.validation, GUARD: record.guard}
+    by_step = {
+        RATE: record.rates,
+        LOSS: record.losses,
+        NORM: record.norms,
+        VALIDATION: record.validation,
+        GUARD: record.guard,
+    }
     by_step |= {Z_LOSS: record.z_losses, SKIPPED: {step: step in record.skipped for step in record.rates}}
     for kind, values in by_step.items():
         for step, value in values.items():

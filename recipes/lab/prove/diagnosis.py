@@ -1,17 +1,18 @@
 """What the numbers of a wrong twin point to. Imports no torch."""
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import combinations
 
 from parallel.axes import NAMES
 from parallel.config import MeshDegrees
-from recipes.lab.prove.compare import GRADIENT, KINDS, LOSS, NORM, SKIPPED, WEIGHTS, Difference
+from recipes.lab.prove.compare import GRADIENT, KINDS, LOSS, NORM, Difference
 
 NEAR = 1e-3
 
 
-def diagnosis(first: Difference, wrong: Sequence[Difference], right: Collection[Difference], degrees: MeshDegrees) -> str:
+def diagnosis(
+    first: Difference, wrong: Sequence[Difference], right: Collection[Difference], degrees: MeshDegrees
+) -> str:
     """One sentence, or "" where the numbers say nothing.
 
     Args:
@@ -36,7 +37,11 @@ def _of_gradients(wrong: Sequence[Difference], right: Collection[Difference], de
     who = "every gradient" if not right else f"{len(wrong)} of {len(wrong) + len(right)} gradients ({names})"
     ratios = sorted(one.ratio for one in wrong)
     middle = ratios[len(ratios) // 2]
-    alike = all(abs(one.ratio / middle - 1) < NEAR and one.error < abs(middle - 1) * 1.01 for one in wrong) if middle else False
+    alike = (
+        all(abs(one.ratio / middle - 1) < NEAR and one.error < abs(middle - 1) * 1.01 for one in wrong)
+        if middle
+        else False
+    )
     if all(abs(ratio) < NEAR for ratio in ratios):
         return f"{who}: zero"
     if alike and (factor := _factor(middle, degrees)):

@@ -7,25 +7,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import NamedTuple
 
 import torch
 
+from models.hf import beyond_hf
 from parallel.dist import World, on_main, start, stop
 from parallel.errors import UserError
 from recipes.data.batches import MicroBatch
 from recipes.files.exit_codes import FINISHED, WRONG
-from recipes.files.layout import CHECKPOINTS, step_folder
+from recipes.files.layout import CHECKPOINTS, EXPORT, step_folder
 from recipes.files.layout import SAVED as NEWEST
 from recipes.files.reading import user_path
 from recipes.files.screen import say
 from recipes.lab.prove.compare import EQUAL, limits_of
-from recipes.lab.prove.reference import Alone, Record
-from recipes.lab.prove.runs import GRADIENT_BAD, LOSS_BAD, SPIKE, Watched, batches_of, run_twin
-from recipes.lab.prove.text import write_words
+from recipes.lab.prove.reference import Alone
+from recipes.lab.prove.runs import GRADIENT_BAD, LOSS_BAD, SPIKE, Watched, read_all, run_twin
+from recipes.lab.prove.text import WORDS, write_words
 from recipes.lab.prove.twin import SAVED, STEPS, Twin, elsewhere, twins_of
-from recipes.lab.prove.verdict import Comparison, Verdict, compared
+from recipes.lab.prove.verdict import Comparison, Verdict, alike, compared
 from recipes.recipe.load import LoadedRecipe
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of
@@ -92,20 +95,25 @@ def _proof_of(twin: Twin, world: World) -> Iterator[Comparison]:
 
 
 def _comparisons(twin: Twin, world: World, *, is_exact: bool) -> Iterator[Comparison]:
+    bits = EQUAL if world.device.type == "cpu" or twin.recipe.run.deterministic else limits_of(twin)
+    proof = against_one_process(twin, world)
+    twin, first, alone = proof.twin, proof.run, proof.alone
+    yield proof.comparison
     recipe = twin.recipe
-    bits = EQUAL if world.device.type == "cpu" or recipe.run.deterministic else limits_of(twin)
-    first, alone, comparison = against_one_process(twin, world)
-    yield comparison
+    if is_exact and (parity := _parity(twin, alone, world)):
+        yield parity
     if is_exact:
         quiet = replace(recipe.run, name=f"{recipe.run.name}-quiet")
         silent = replace(
             recipe,
             run=quiet,
-            validation=replace(recipe.validation, every=0),
+            validation=replace(recipe.validation, every=0, average=0),
             checkpoint=replace(recipe.checkpoint, every=0),
         )
         again = run_twin(silent, world)
-        yield compared(f"{twin.precision}: without validation and saving", again, first.record, bits, world, twin.degrees)
+        yield compared(
+            f"{twin.precision}: without validation and saving", again, first.record, bits, world, twin.degrees
+        )
     _forget_last(recipe, world)
     resumed = run_twin(recipe, world)
     yield compared(f"{twin.precision}: resumed", resumed, first.record, bits, world, twin.degrees, since=SAVED)
@@ -114,25 +122,37 @@ def _comparisons(twin: Twin, world: World, *, is_exact: bool) -> Iterator[Compar
         _forget_last(recipe, world)
         there = run_twin(other.recipe, world)
         what = f"{twin.precision}: resumed on {other.degrees}"
-        yield compared(what, there, alone, limits_of(twin), world, other.degrees, since=SAVED)
+        yield compared(what, there, alone.record, limits_of(twin), world, other.degrees, since=SAVED)
 
 
-def against_one_process(twin: Twin, world: World) -> tuple[Watched, Record, Comparison]:
-    """A whole run of a twin, what this process computes for itself, and what they differ in."""
-    data = list[Any]()
-    run = run_twin(twin.recipe, world, lambda trainer: data.append(batches_of(trainer)))
-    alone = _reference(twin, world, *data[0])
+class Proof(NamedTuple):
+    """A run of a twin, and what one process makes of it."""
+
+    twin: Twin
+    """With a limit of gradient norms that clips some of its steps."""
+    run: Watched
+    alone: Alone
+    comparison: Comparison
+
+
+def against_one_process(twin: Twin, world: World) -> Proof:
+    """Train a twin from its first step to its last, and compare that with what this process computes for itself."""
+    data = read_all(twin, world)
+    if twin.recipe.optimizer.grad_clip:
+        norms = _reference(twin.clipped(0.0), world, *data).record.norms.values()
+        twin = twin.clipped(world.messages.from_main(float(f"{median(norms):.3g}")))
+    run, alone = run_twin(twin.recipe, world), _reference(twin, world, *data)
     what = f"{twin.precision}: one process"
-    return run, alone, compared(what, run, alone, limits_of(twin), world, twin.degrees, is_reference=True)
+    comparison = compared(what, run, alone.record, limits_of(twin), world, twin.degrees, is_reference=True)
+    return Proof(twin, run, alone, comparison)
 
 
 def _reference(
     twin: Twin, world: World, batches: Sequence[Sequence[MicroBatch]], held_out: Sequence[MicroBatch]
-) -> Record:
-    """What this process computes for itself."""
+) -> Alone:
     recipe = twin.recipe
-    alone = Alone(recipe, world.device, tokens_in_parts=twin.degrees.context)
-    skipped = {GRADIENT_BAD, LOSS_BAD} | ({SPIKE} if recipe.run.loss_spike_z else set())
+    alone, judges = Alone(recipe, world.device, tokens_in_parts=twin.degrees.context), recipe.run.loss_spike_z > 0
+    skipped = {GRADIENT_BAD, LOSS_BAD, *([SPIKE] if judges else [])}
     for step, micro_batches in enumerate(batches, start=1):
         rate = stage_of(recipe, step - 1).learning_rate(step - 1)
         if step in skipped:
@@ -141,9 +161,30 @@ def _reference(
         alone.step(step, micro_batches, rate=rate)
         if step in (1, STEPS):
             alone.validate(step, held_out)
-    losses = alone.record.losses
-    alone.record.guard = {SAVED: [1.0], STEPS: [losses[step] for step in sorted(losses) if recipe.run.loss_spike_z and step > SPIKE]}
-    return alone.record
+    judged = [loss for step, loss in sorted(alone.record.losses.items()) if judges and step > SPIKE]
+    alone.record.guard = {SAVED: [1.0], STEPS: judged}
+    return alone
+
+
+def _parity(twin: Twin, alone: Alone, world: World) -> Comparison | None:
+    """The same weights in transformers, which has code of its own; None without it or the model's family."""
+    model = twin.recipe.model
+    if model.by_transformers or beyond_hf(model) or find_spec("transformers") is None:
+        return None
+
+    def look() -> float:
+        from models.transformers import read_folder
+        from recipes.weights.convert import export_checkpoint
+
+        folder = twin.recipe.run.folder / EXPORT
+        export_checkpoint(step_folder(twin.recipe.run.folder / CHECKPOINTS, STEPS), folder)
+        theirs = read_folder(folder, dtype=torch.float32, device=world.device).eval()
+        tokens = torch.arange(twin.recipe.batch.sequence_length, device=world.device)[None] * 7 % WORDS
+        with torch.no_grad():
+            logits = theirs(tokens).logits
+        return float((alone.logits(tokens) - logits).norm() / logits.norm())
+
+    return alike("the same weights in transformers", on_main(world, look))
 
 
 def _forget_last(recipe: Recipe, world: World) -> None:

@@ -109,6 +109,12 @@ class Alone:
                 count += int((micro_batch[1] != IGNORED).sum())
         self.record.validation[number] = loss / count
 
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """tokens: (B, T), rows of one document. Returns (B, T, V)."""
+        logits: Tensor = self._model(tokens)
+        return logits
+
     def _add_up(self, number: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Add up the gradients of a step, and record its losses."""
         targets = [targets for _, targets, _ in micro_batches]
@@ -170,7 +176,9 @@ def _filled(recipe: Recipe, device: torch.device) -> nn.Module:
     if recipe.float8.recipe != "none":
         from parallel.float8 import convert_linears
 
-        convert_linears(model, replace(recipe.float8, all_gather=False, gather_activations=False), device_type=device.type)
+        convert_linears(
+            model, replace(recipe.float8, all_gather=False, gather_activations=False), device_type=device.type
+        )
     model.to_empty(device=device)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: one.shape for name, one in tensors.items()}
@@ -220,7 +228,9 @@ def _optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
 class _Muon(Optimizer):
     """Muon by its definition (https://kellerjordan.github.io/posts/muon/), one matrix after the other."""
 
-    def __init__(self, matrices: list[nn.Parameter], config: OptimizerConfig, rest: Optimizer, dtype: torch.dtype) -> None:
+    def __init__(
+        self, matrices: list[nn.Parameter], config: OptimizerConfig, rest: Optimizer, dtype: torch.dtype
+    ) -> None:
         super().__init__(matrices, {"lr_share": config.matrix_share, "lr": config.lr})
         self._config, self._rest, self._dtype = config, rest, dtype
         self.param_groups += rest.param_groups

@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,15 +16,17 @@ from models.interface import interface_of
 from models.loss import IGNORED
 from parallel.dist import World
 from parallel.fsdp import plain_name, without_wrapper
+from parallel.mesh import build_mesh
 from parallel.passes import sum_over_group
 from recipes.data.batches import MicroBatch
+from recipes.data.loader import DataLoader
 from recipes.lab.prove.reference import Record
-from recipes.lab.prove.twin import SAVED, STEPS
+from recipes.lab.prove.twin import SAVED, STEPS, Twin
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import WINDOW
 from recipes.recipe.load import LoadedRecipe
 from recipes.recipe.schema import Recipe
-from recipes.training.build_run import Run, build_run
+from recipes.training.build_run import Run, build_run, open_loader
 from recipes.training.console import Console
 from recipes.training.process import Process
 from recipes.training.step import Measured
@@ -60,7 +62,7 @@ class Watched(Trainer):
         """Why the run gave up, if it did."""
         self._passes = self.built.passes
         self._gradients_of = self._passes.run
-        setattr(self._passes, "run", self._passes_run)
+        self._passes.run = self._passes_run
         if not self.recipe.data.has_pairs:
             self._thin()
         if self.step == 0:
@@ -70,18 +72,24 @@ class Watched(Trainer):
 
     def _thin(self) -> None:
         loader, batch, held_out = self.loader, self.loader.batch, self.loader.validation_batches
-        setattr(loader, "batch", lambda number: [*map(thinned, batch(number))])
-        setattr(loader, "validation_batches", lambda count: {name: map(thinned, text) for name, text in held_out(count).items()})
+        loader.batch = lambda number: [*map(thinned, batch(number))]
+        loader.validation_batches = lambda count: {name: map(thinned, text) for name, text in held_out(count).items()}
 
     def take_step(self) -> Measured:
-        number, record, before = self.step + 1, self.record, [p.detach().clone() for p in map(_local, self.built.parameters)]
+        number, record, before = (
+            self.step + 1,
+            self.record,
+            [p.detach().clone() for p in map(_local, self.built.parameters)],
+        )
         bad = self._spoil_loss() if number == LOSS_BAD else None
         measured = super().take_step()
         if bad is not None:
             bad.remove()
         record.losses[number] = sum_over_group(measured.loss.clone(), self.built.mesh.loss_group).item()
         record.norms[number] = measured.norm.item()
-        record.rates[number] = min(g["lr"] / g.get("lr_share", 1.0) for g in self.built.optimizer.param_groups if g["params"])
+        record.rates[number] = min(
+            g["lr"] / g.get("lr_share", 1.0) for g in self.built.optimizer.param_groups if g["params"]
+        )
         if "z_loss" in measured.columns:
             record.z_losses[number] = measured.columns["z_loss"].item()
         if all(map(torch.equal, before, map(_local, self.built.parameters))):
@@ -152,7 +160,9 @@ class Watched(Trainer):
 
     def _on_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole copies; all processes with the same layers call it."""
-        return {name: _whole(tensor.detach(), self.world.device).float().cpu().clone() for name, tensor in tensors.items()}
+        return {
+            name: _whole(tensor.detach(), self.world.device).float().cpu().clone() for name, tensor in tensors.items()
+        }
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -168,11 +178,10 @@ def _whole(tensor: Tensor, device: torch.device) -> Tensor:
     return plain.to(device).full_tensor() if isinstance(plain, DTensor) else plain
 
 
-def run_twin(recipe: Recipe, world: World, look: Callable[[Watched], None] = lambda trainer: None) -> Watched:
-    """Train a twin to its end, or from its checkpoint on. look: called before the first step."""
+def run_twin(recipe: Recipe, world: World) -> Watched:
+    """Train a twin to its end, or from its checkpoint on."""
     with Console(silent=True) as console:
         trainer = Watched(build_run(LoadedRecipe(recipe), Process(world, console, RunClock(world.device))))
-        look(trainer)
         code = trainer.run()
         if code:
             trainer.ended = trainer.ended or f"exit code {code}"
@@ -181,46 +190,52 @@ def run_twin(recipe: Recipe, world: World, look: Callable[[Watched], None] = lam
     return trainer
 
 
-def batches_of(trainer: Watched) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
+def read_all(twin: Twin, world: World) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
     """The micro-batches of the whole global batch of each step, and those held out, as no mesh has cut them."""
-    loader, recipe = trainer.loader, trainer.recipe
-    size, micro = recipe.batch.global_batch_size, recipe.batch.micro_batch_size
-    if recipe.data.has_pairs:
-        return _pairs_of(trainer)
-
-    def of(rows: Any) -> list[MicroBatch]:
-        tokens = torch.from_numpy(rows)
-        some = []
-        for part in tokens.split(micro):
-            inputs, end = part[:, :-1], loader.document_boundary
-            documents = None if end is None else Documents.of(inputs, end_of_document=end)
-            some.append((inputs, part[:, 1:].masked_fill(ignored(inputs), IGNORED), documents))
-        return some
-
+    recipe = twin.recipe
+    mesh = build_mesh(twin.degrees, device_type=world.device.type)
+    with Console(silent=True) as console:
+        process = Process(world, console, RunClock(world.device))
+        loader = open_loader(recipe, process, mesh, None, None, several=frozenset())
+    size, batches = recipe.batch.global_batch_size, recipe.validation.batches
     [text] = loader.validation.values()
-    count = min(text.sequences.available, size * recipe.validation.batches)
-    sequences: Any = loader.training.sequences
-    return [of(sequences.rows(step * size, size)) for step in range(STEPS)], of(text.sequences.rows(0, count))
+    available = text.sequences.available
+    read = partial(_pairs if recipe.data.has_pairs else _rows, loader, recipe)
+    steps = [read(loader.training, step * size, size) for step in range(STEPS)]
+    held_out = [
+        one for n in range(min(batches, -(-available // size))) for one in read(text, n * size, size, available)
+    ]
+    loader.close()
+    return steps, held_out
 
 
-def _pairs_of(trainer: Watched) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
-    loader, batch = trainer.loader, trainer.recipe.batch
+def _rows(
+    loader: DataLoader, recipe: Recipe, text: Any, first: int, count: int, available: int = sys.maxsize
+) -> list[MicroBatch]:
+    """So many sequences of text from the first on, in micro-batches; later ones than are available are left out."""
+    found, end = [], loader.document_boundary
+    tokens = torch.from_numpy(text.sequences.rows(first, min(count, available - first)))
+    for rows in tokens.split(recipe.batch.micro_batch_size):
+        inputs = rows[:, :-1]
+        documents = None if end is None else Documents.of(inputs, end_of_document=end)
+        found.append((inputs, rows[:, 1:].masked_fill(ignored(inputs), IGNORED), documents))
+    return found
 
-    def whole(text: Any) -> Any:
-        alone = type(text)(
-            text.sequences,
-            pairing=loader.pairing,
-            end_of_document=loader.tokenizer.end_of_document,
-            global_batch_size=batch.global_batch_size,
-            micro_batch_size=batch.micro_batch_size,
-            data_rank=0,
-            data_ranks=1,
-            device=torch.device("cpu"),
-        )
-        return alone
 
-    [text] = loader.validation.values()
-    available = -(-text.sequences.available // batch.global_batch_size)
-    held_out = [one for n in range(min(trainer.recipe.validation.batches, available)) for one in whole(text).take_once(n)]
-    training = whole(loader.training)
-    return [training._micro_batches(step * batch.global_batch_size, None) for step in range(STEPS)], held_out
+def _pairs(
+    loader: DataLoader, recipe: Recipe, text: Any, first: int, count: int, available: int | None = None
+) -> list[MicroBatch]:
+    """The same of pairs, as one process deals them out."""
+    batch = recipe.batch
+    whole = type(text)(
+        text.sequences,
+        pairing=loader.pairing,
+        end_of_document=loader.tokenizer.end_of_document,
+        global_batch_size=batch.global_batch_size,
+        micro_batch_size=batch.micro_batch_size,
+        data_rank=0,
+        data_ranks=1,
+        device=torch.device("cpu"),
+    )
+    micro_batches: list[MicroBatch] = whole._micro_batches(first, available)
+    return micro_batches

@@ -60,6 +60,10 @@ class Twin:
         rows = f"{batch.global_batch_size} rows of {batch.sequence_length} tokens"
         return f"{model.layers} layers of width {model.width}, {STEPS} steps of {rows}"
 
+    def clipped(self, norm: float) -> "Twin":
+        """The same with this limit of gradient norms."""
+        return replace(self, recipe=replace(self.recipe, optimizer=replace(self.recipe.optimizer, grad_clip=norm)))
+
     @property
     def exact(self) -> "Twin":
         """The same in float32, and eagerly."""
@@ -157,6 +161,7 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
     spans = {"warmup_steps": 6 if recipe.schedule.kind == "constant" else 2}  # the rate changes after a resume
     spans["decay_steps"] = 3 if recipe.schedule.kind == "wsd" else 0
     of_mesh = {axis: getattr(degrees, axis) for axis in (*NAMES, "expert")}
+    averages = recipe.validation.average > 0
     run = replace(recipe.run, steps=STEPS, output=str(folder / "runs"), name="twin", continue_from="", hardware="")
     twin = Recipe(
         run=replace(run, max_skipped_steps=STEPS, check_replicas_every=1),
@@ -181,13 +186,12 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
             lr=RATE,
             matrix_lr=RATE * optimizer.matrix_share if optimizer.matrix_lr else 0.0,
             eps=max(optimizer.eps, 1e-5),  # else the smallest gradients become updates of full size
-            grad_clip=0.1 if optimizer.grad_clip else 0.0,  # it bites
         ),
         experts=recipe.experts,
         schedule=replace(recipe.schedule, **spans),
         checkpoint=CheckpointConfig(every=SAVED, asynchronous=recipe.checkpoint.asynchronous),
         metrics=MetricsConfig(every=1, grad_norms=recipe.metrics.grad_norms, picture=False),
-        validation=ValidationConfig(every=1, batches=2),
+        validation=ValidationConfig(every=SAVED if averages else 1, batches=2, average=2 * averages),
         profile=ProfileConfig(),
     )
     refused = [*violations(twin, None, processes=degrees.processes, elsewhere=True)]
@@ -203,7 +207,9 @@ def _data(recipe: Recipe, folder: Path) -> DataConfig:
         cache=str(folder / "cache"),
         document_mask=recipe.data.document_mask,
         validation_fraction=0.2,
-        answer_length=min(recipe.data.answer_length, 16) if recipe.model.is_encoder_decoder else DataConfig.answer_length,
+        answer_length=min(recipe.data.answer_length, 16)
+        if recipe.model.is_encoder_decoder
+        else DataConfig.answer_length,
         **pairs,
     )
 
@@ -292,9 +298,15 @@ def _experts(recipe: Recipe, degrees: MeshDegrees) -> dict[str, Any]:
     even = is_even(model.experts, mesh.expert, asked)
     unit = lcm(degrees.expert, groups)
     least = max(EXPERTS, chosen * groups, 2 * groups)
-    experts = next(
-        n for n in range(_up_to(least if even else 6, unit), 10**6, unit) if is_even(n, degrees.expert, sharing) == even
-    ) if even or sharing > 1 else _up_to(least, unit)
+    experts = (
+        next(
+            n
+            for n in range(_up_to(least if even else 6, unit), 10**6, unit)
+            if is_even(n, degrees.expert, sharing) == even
+        )
+        if even or sharing > 1
+        else _up_to(least, unit)
+    )
     return {
         "experts": experts,
         "experts_per_token": chosen,

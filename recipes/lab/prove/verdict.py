@@ -1,17 +1,28 @@
 """The verdict of a proof: what was compared over all processes, how far it was off, and what that points to."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from parallel.config import MeshDegrees
 from parallel.dist import World
-from recipes.lab.prove.compare import GRADIENT, KINDS, WEIGHTS, Difference, Limits, differences, unstepped, worst
+from recipes.lab.prove.compare import (
+    FLOAT32,
+    GRADIENT,
+    KINDS,
+    LOGITS,
+    WEIGHTS,
+    Difference,
+    Key,
+    Limits,
+    differences,
+    unstepped,
+    worst,
+)
 from recipes.lab.prove.diagnosis import diagnosis
 from recipes.lab.prove.reference import Record
 from recipes.lab.prove.runs import Watched
-from recipes.lab.prove.twin import Twin
+from recipes.lab.prove.twin import STEPS, Twin
 from recipes.recipe.schema import Recipe
 
 NOT_COMPARED = (
@@ -60,10 +71,14 @@ def compared(
     left = sorted(unstepped(run.record, expected)) if since == 0 and not run.ended else []
     ended = f"rank {world.rank}: {run.ended}" if run.ended else ""
     lacking = expected.initial.keys() - run.record.initial.keys() if since == 0 else set[str]()
-    every = world.messages.from_all((worst(here), wrong[:1], gradients, left, ended, lacking, str(expected.losses) if is_reference else ""))
+    every = world.messages.from_all(
+        (worst(here), wrong[:1], gradients, left, ended, lacking, str(expected.losses) if is_reference else "")
+    )
     merged = worst(one for found, *_ in every for one in found.values())
     first = min((one for _, some, *_ in every for one in some), default=None)
-    of_all = list({one.key: one for _, _, some, *_ in every for one in sorted(some, key=lambda one: one.excess)}.values())
+    of_all = list(
+        {one.key: one for _, _, some, *_ in every for one in sorted(some, key=lambda one: one.excess)}.values()
+    )
     why = next((text for *_, text, _, _ in every if text), "")
     nowhere = set.intersection(*({*names} for *_, names, _ in every))
     if nowhere:
@@ -78,6 +93,12 @@ def compared(
             bad = [one for one in of_all if one.is_wrong]
             why = diagnosis(first, bad, [one for one in of_all if not one.is_wrong], degrees)
     return Comparison(what, merged, first, why)
+
+
+def alike(what: str, error: float) -> Comparison:
+    """A comparison of logits that one process has made."""
+    logits = Difference(Key(STEPS, KINDS.index(LOGITS), ""), error, FLOAT32[LOGITS], 1.0, 1.0)
+    return Comparison(what, {LOGITS: logits}, logits if logits.is_wrong else None)
 
 
 @dataclass(frozen=True)
@@ -118,7 +139,11 @@ class Verdict:
         if self.is_proved:
             return f"PROVED in {seconds:.0f} s: {self.processes} processes compute what one process computes"
         last = self.comparisons[-1]
-        what = "" if last.first is None else f"{last.first.key} is {last.first.error:.1e} off (limit {last.first.limit:.0e})"
+        what = (
+            ""
+            if last.first is None
+            else f"{last.first.key} is {last.first.error:.1e} off (limit {last.first.limit:.0e})"
+        )
         return f"WRONG after {seconds:.0f} s, {last.what}: {'; '.join(filter(None, [what, last.why]))}"
 
     def json(self, seconds: float) -> str:
