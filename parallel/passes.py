@@ -58,7 +58,8 @@ class Passes:
         self.model, self.mesh, self.units = model, mesh, units_of(model)
         self._first = next(model.parameters())  # as sharded
         routers = interface_of(model).routers
-        self._routers: Any = model.get_submodule(routers) if routers else None
+        self.routers: Any = model.get_submodule(routers) if routers else None
+        """What counts the loads of experts; None without any here."""
         self.reshards, self.has_z_loss, self._dropout_seed = reshards, has_z_loss, dropout_seed
 
     def run(
@@ -87,9 +88,9 @@ class Passes:
     def _begin(self, micro_batches: Sequence[Batch], *, device: torch.device) -> None:
         """Count the loads of experts anew. No gradients are left of an earlier step: FSDP sums them once."""
         assert self._first.grad is None, "a step without zero_grad() after the one before it (parallel/fsdp.py, Gather)"
-        if self._routers is not None:  # all tokens are routed, also those without a target
+        if self.routers is not None:  # all tokens are routed, also those without a target
             tokens = torch.full((), sum(targets.numel() for _, targets, _ in micro_batches), device=device)
-            self._routers.begin(sum_over_group(tokens, self.mesh.data_group))
+            self.routers.begin(sum_over_group(tokens, self.mesh.data_group))
 
     def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The given parameters without those that an earlier stage has as well."""

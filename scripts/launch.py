@@ -16,20 +16,22 @@ from recipes.files.interpreter import explain_wrong_interpreter
 
 explain_wrong_interpreter()
 
-from recipes.cluster.launcher import Workers, handle_stop_signals, launch  # noqa: E402
-from recipes.files.exit_codes import SIGNALS, leave  # noqa: E402
-from recipes.files.screen import open_missing, say  # noqa: E402
+from parallel.errors import UserError  # noqa: E402
+from recipes.cluster.launcher import PROVE, Workers, handle_stop_signals, launch  # noqa: E402
+from recipes.cluster.proof import Proof  # noqa: E402
+from recipes.files.exit_codes import SIGNALS, exit_code, leave  # noqa: E402
+from recipes.files.screen import open_missing, say, tell  # noqa: E402
+from recipes.recipe.load import load, to_toml  # noqa: E402
+from recipes.recipe.schema import Recipe  # noqa: E402
 
 
-def run_folder() -> Path | None:
-    """The folder of the run that the workers train; None if they run something else. Raises UserError."""
+def trained() -> Recipe | None:
+    """The recipe that the workers train; None if they do something else. Raises UserError."""
     script = str(Path(__file__).resolve().parents[1] / "train.py")
-    if script not in sys.argv[:-1]:
+    if script not in sys.argv[:-1] or PROVE in sys.argv:
         return None
-    from recipes.recipe.load import load  # only after a failure
-
     recipe, *overrides = sys.argv[sys.argv.index(script) + 1 :]
-    return load(recipe, overrides, rules=False).run.folder
+    return load(recipe, overrides, rules=False)
 
 
 def main() -> int:
@@ -37,10 +39,16 @@ def main() -> int:
     if sys.argv[1:] in (["-h"], ["--help"]):
         say(__doc__)
         return 0
-    workers = Workers(run_folder)
-    handle_stop_signals(workers.stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/restarts.py blocks them until this line
-    return launch(sys.argv[1:], workers)
+    try:
+        recipe = trained()
+        workers = Workers(recipe.run.folder if recipe else None)
+        handle_stop_signals(workers.stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/restarts.py blocks them until this line
+        proves = recipe is not None and recipe.run.prove_first
+        return launch(sys.argv[1:], workers, Proof(recipe.run.folder, to_toml(recipe)) if recipe and proves else None)
+    except UserError as error:
+        tell(str(error))
+        return exit_code(error)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ usage() {
     cat <<'END'
 Usage: scripts/run.sh RECIPE [--section.field value ...]   train
        scripts/run.sh RECIPE --check                       print the resolved recipe, or everything wrong with it
+       scripts/run.sh RECIPE --prove                       compare these processes with one process
        scripts/run.sh RECIPE --plan                        predict memory, time and cost on any number of GPUs
        scripts/run.sh RECIPE --help                        list every field
 
@@ -143,7 +144,7 @@ if [ "$NNODES" -gt 1 ]; then
 fi
 
 launch=("$PYTHON" "$ROOT/scripts/launch.py" "${nodes[@]}" --nproc-per-node="$NPROC" "$ROOT/train.py" "$@")
-if [ "${RESTARTS:-0}" = 0 ]; then
-    exec "${launch[@]}"
-fi
+case "${RESTARTS:-0} $* " in
+    "0 "* | *" --prove "*) exec "${launch[@]}" ;;
+esac
 exec "$PYTHON" "$ROOT/scripts/supervise.py" "${launch[@]}"

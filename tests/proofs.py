@@ -62,6 +62,6 @@ if __name__ == "__main__":
         for row in verdict["comparisons"]:
             print(
                 row["what"],
-                {kind: (f"{one['worst']:.1e}", one["of"]) for kind, one in row["worst"].items() if one["worst"]},
+                {kind: (f"{one['error']:.1e}", one["of"]) for kind, one in row["worst"].items() if one["error"]},
             )
         print(f"{case}  {verdict['line']}", flush=True)

@@ -11,6 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,6 +29,7 @@ from recipes.files.exit_codes import (
     REFUSED,
     SIGNALS,
     ended_by,
+    exit_code,
     is_there,
     with_parent,
 )
@@ -36,10 +38,12 @@ from recipes.files.lock import LOCK
 from recipes.files.screen import tell
 
 if TYPE_CHECKING:
+    from recipes.cluster.proof import Proof
     from recipes.cluster.rendezvous import Launchers, Served
 
 EXPLAINED = {*FINAL_CODES, *NAMED_CRASHES, PREEMPTED, *map(ended_by, SIGNALS)}
 """Exit codes of workers that have printed the reason themselves."""
+PROVE = "--prove"
 FROZEN_SECONDS = 5
 """How long torchrun waits for a worker to stop after another one ended because of a hang."""
 
@@ -70,8 +74,8 @@ class Workers:
     torch 2.13 always), and abandons them on a second signal. So torchrun handles no signals here.
     """
 
-    def __init__(self, run_folder: Callable[[], Path | None] = lambda: None) -> None:
-        """run_folder: asked for the run's folder when a worker has failed."""
+    def __init__(self, run_folder: Path | None = None) -> None:
+        """run_folder: of the run that they train, if they do."""
         self._run_folder = run_folder
         self.starting = False
         self.signal = 0  # the first signal, 0 = none yet
@@ -120,6 +124,12 @@ class Workers:
         code = process.wait()
         self._note_first()
         return exit_code_of(0, code, sent=self.signal) if code else 0
+
+    def forget(self) -> None:
+        """They are done, and the launcher is not: it ends now if a signal has come."""
+        self._context = None
+        if self.signal:
+            self._leave(self.signal)
 
     def kill(self) -> None:
         """Kill the workers and the processes they have started."""
@@ -191,16 +201,21 @@ class Workers:
         """Note the end of a worker in the run's folder and log, if rank 0 is a worker here and has locked the folder:
         local ranks are those of the run then."""
         with suppress(OSError, UserError):
-            folder, mine = self._run_folder(), f"process {self._context.pids()[0]} on {platform.node()}\n"
+            folder, mine = self._run_folder, f"process {self._context.pids()[0]} on {platform.node()}\n"
             if folder and (folder / LOCK).read_text(encoding="utf-8") == mine:
                 end = write_end(folder, rank, code, node=node)
                 Lines(folder / LOG_FILE, log=log).append(*([f"{end.time} launch: {end}"] if end else []))
 
 
-def launch(arguments: list[str], workers: Workers) -> int:
-    """Run torchrun with these arguments. Returns the exit code. `workers` must handle signals already."""
+def launch(arguments: list[str], workers: Workers, proof: "Proof | None" = None) -> int:
+    """Run torchrun with these arguments. Returns the exit code. `workers` must handle signals already.
+
+    proof: what the workers prove first unless that was done; then this process starts itself again, to train.
+    """
     if arguments[:2] == ["--standalone", "--nproc-per-node=1"]:  # as scripts/run.sh writes it
-        return workers.run_one(arguments[2:])
+        option = _option(proof, per_node="1")
+        code = workers.run_one([*arguments[2:], *option])
+        return _train(workers, proof) if option and code == 0 else code
     _import_torch_distributed()
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -220,11 +235,13 @@ def launch(arguments: list[str], workers: Workers) -> int:
     _end_with_launcher(args, several=several)
     try:
         served = _join_nodes(args, workers) if several else _stay_on_this_machine(args)
+        option = _option(proof, per_node=args.nproc_per_node, others=workers.others)
+        args.training_script_args += option
         run(args)
         del served
     except UserError as error:
         log(str(error))
-        return REFUSED
+        return exit_code(error)
     except SignalException as error:
         return ended_by(error.sigval)
     except ChildFailedError as error:
@@ -243,7 +260,27 @@ def launch(arguments: list[str], workers: Workers) -> int:
     except (DistError, RendezvousError) as error:
         log(f"the processes could not find each other: {error}")
         return NOT_MET
-    return 0
+    return _train(workers, None if args.node_rank else proof) if option else 0
+
+
+def _option(proof: "Proof | None", *, per_node: str, others: "Launchers | None" = None) -> list[str]:
+    """The option with which the workers of all nodes prove the recipe, if they must before they train."""
+    if proof is None:
+        return []
+    decide = partial(proof.is_missing, per_node=per_node)
+    if not (others.agree(decide) if others else decide([platform.node()])):
+        return []
+    log("run.prove_first: the processes prove the recipe, and train if they can")
+    return [PROVE]
+
+
+def _train(workers: Workers, proof: "Proof | None") -> NoReturn:
+    """Start this launcher again after the workers have proved the recipe. proof: to note; only node 0 does."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until scripts/launch.py can handle them
+    workers.forget()
+    if proof is not None:
+        proof.note()
+    os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 @contextmanager

@@ -21,10 +21,9 @@ from recipes.cluster.links import clock_bounds, measure_links
 from recipes.files.atomic import free_bytes
 from recipes.files.layout import holds_results
 from recipes.files.reading import user_path
-from recipes.files.version import of_package
+from recipes.files.version import hash_of_sources, of_package
 from recipes.metrics.throughput import device_name
 
-ROOT = Path(__file__).resolve().parents[2]
 VISIBLE_SECONDS = 10.0
 """How long a file may take to appear on all nodes: network file systems cache folder listings."""
 ONE_ENVIRONMENT = "use one environment on all nodes: PYTHON, or .venv in a checkout that they share"
@@ -129,15 +128,6 @@ def local_room(folder: Path, device: torch.device) -> Room:
         free_disk=free_bytes(_places(folder)[_level(folder)]),
         free_temporary=free_bytes(Path(tempfile.gettempdir())),
     )
-
-
-def hash_of_sources() -> str:
-    """A hash of all Python files that a run may load, so that uncommitted changes count and git is not needed."""
-    digest = xxhash.xxh3_64()
-    files = (file for package in ("models", "parallel", "recipes") for file in (ROOT / package).rglob("*.py"))
-    for file in sorted([ROOT / "train.py", *files]):
-        digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
-    return digest.hexdigest()[:8]
 
 
 def _find(file: str, pattern: str) -> str | None:

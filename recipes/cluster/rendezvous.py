@@ -12,7 +12,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
@@ -30,6 +30,7 @@ from recipes.files.end import words_of
 ENDED = PREFIX + ENDED_SUBJECT
 CAME = PREFIX + "came"
 """The nodes that have started, as in "2,1,": one list, so that a waiting launcher reads one key, not one per node."""
+AGREED = PREFIX + "agreed"
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 15.0
 WAIT_SECONDS = 600.0
@@ -176,6 +177,18 @@ class Launchers:
             end()
 
         threading.Thread(target=look, daemon=True, name="other launchers").start()
+
+    def agree(self, decide: Callable[[Sequence[str]], bool]) -> bool:
+        """What node 0 decides for all nodes from the names of their hosts. Waits until all have started."""
+        if self._node == 0 and not self.answers():
+            raise UserError(f"run.prove_first: MASTER_ADDR={self._address[0]} must be an address of node 0")
+        hosts = [f"{PREFIX}host {node}" for node in range(1, self._nodes)]
+        while (store := self._connected()) is None or not store.check([AGREED] if self._node else hosts):
+            time.sleep(LOOK_SECONDS)
+        if self._node == 0:
+            names = [platform.node(), *(store.get(host).decode() for host in hosts)]
+            store.set(AGREED, str(decide(names)))
+        return store.get(AGREED) == b"True"
 
     def wait_for_cause(self) -> Cause | None:
         """The cause that another launcher gives within the next seconds, or None."""

@@ -43,7 +43,10 @@ class End(StrEnum):
 
 
 # Codes that are in neither of these are crashes.
-FINAL_CODES = (exit_codes.REFUSED, exit_codes.CANNOT_WRITE, exit_codes.POISONED, exit_codes.OUT_OF_MEMORY)
+FINAL_CODES = (
+    *(exit_codes.REFUSED, exit_codes.CANNOT_WRITE, exit_codes.POISONED),
+    *(exit_codes.OUT_OF_MEMORY, exit_codes.WRONG),
+)
 # Crashes whose cause the workers have named. The frozen process was killed, and others may only have lost a peer.
 NAMED_CRASHES = (exit_codes.HUNG, exit_codes.CORRUPTED, exit_codes.TEMPORARY)
 # The state is saved, or a signal came before there was anything to save; the same command starts over.

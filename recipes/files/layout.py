@@ -14,6 +14,7 @@ LOG_FILE = "log.txt"  # a copy of the screen output
 END = "end.json"  # what killed the run (recipes/files/end.py)
 QUARANTINE = "quarantine.jsonl"  # the rows of the data that were skipped
 FLOAT8_SHARES = "float8.jsonl"  # {"step", "linear", "tensor", "overflow", "underflow"} for each sampled step
+PROOF = "proof.json"  # what was proved before the first step (recipes/cluster/proof.py)
 CURVES = "curves.png"  # the picture that the end of a run draws
 TENSORBOARD = "tensorboard"  # folder of what TensorBoard reads
 PROFILE = "profile"  # folder of the traces

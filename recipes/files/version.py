@@ -1,5 +1,6 @@
 """The version and the commit of this Shardwright. Imports no torch."""
 
+import hashlib
 import json
 import subprocess
 import tomllib
@@ -31,6 +32,15 @@ def commit(root: Path = ROOT, *options: str) -> dict[str, Any]:
         "git_commit": _git(root, "rev-parse", "HEAD"),
         "git_uncommitted_changes": None if changes is None else bool(changes),
     }
+
+
+def hash_of_sources(root: Path = ROOT) -> str:
+    """A hash of all Python files that a run may load, so that uncommitted changes count and git is not needed."""
+    digest = hashlib.sha256()
+    files = (file for package in ("models", "parallel", "recipes") for file in (root / package).rglob("*.py"))
+    for file in sorted([root / "train.py", *files]):
+        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def _git(root: Path, *words: str) -> str | None:

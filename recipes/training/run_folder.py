@@ -18,6 +18,7 @@ from recipes.files.layout import (
     FLOAT8_SHARES,
     LOG_FILE,
     METRICS,
+    PROOF,
     QUARANTINE,
     RECIPE,
     checkpoint_step,
@@ -49,8 +50,8 @@ def check_output_folder(recipe: Recipe) -> None:
             what = "may not be written to" if above.is_dir() else "is no folder"
             raise UserError(f"run.output = {toml(recipe.run.output)}: {above} {what}; write another run.output")
         return
-    # Empty, or left by a killed start.
-    names = [name for name in names_in(folder) if name != LOCK and not name.startswith((PART, SILLY))]
+    # Empty, or left by a killed start or by a proof before the first one.
+    names = [name for name in names_in(folder) if name not in (LOCK, PROOF) and not name.startswith((PART, SILLY))]
     _require_writable(folder, names)
     if not names:
         return

@@ -17,7 +17,8 @@ from parallel.dist import start, stop
 from parallel.float8 import precompute_scales
 from parallel.fsdp import materialize, without_idle_resharding
 from parallel.mesh import build_mesh
-from tests.build import NO_FLOAT8, build_model
+from parallel.passes import Passes
+from tests.build import NO_FLOAT8, build_model, cpu_mesh
 from tests.meshes import mesh_config, on_each_mesh
 from tests.processes import run_processes
 from tests.whole import whole
@@ -56,18 +57,11 @@ def micro_batches(count: int, *, seed: int = 0) -> list[Tensor]:
     return [torch.randint(DEBUG.vocabulary, (1, TOKENS), generator=generator) for _ in range(count)]
 
 
-def train(model: Any, batch: list[Tensor], *, zero2: bool) -> list[Tensor]:
-    """The losses of the micro-batches, accumulated as in train_step(). Leaves the gradients of their sum."""
-    losses = []
-    for index, tokens in enumerate(batch):
-        last = index == len(batch) - 1
-        model.set_requires_gradient_sync(last)
-        if zero2:
-            model.set_reshard_after_backward(last)
-        loss = model(tokens, tokens)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
+def train(model: Any, batch: list[Tensor], *, zero2: bool) -> Tensor:
+    """The summed loss of the micro-batches, whose gradients are added up as in a run."""
+    passes = Passes(model, cpu_mesh(), reshards=not zero2, has_z_loss=False)
+    micro_batches = [(tokens, tokens, None) for tokens in batch]
+    return passes.run(micro_batches, torch.tensor(1.0), step=1, progressed=lambda: None)
 
 
 def written(batch: list[Tensor], *, zero2: bool, dtype: str, float8: Float8Config = NO_FLOAT8) -> dict[str, int]:
@@ -186,7 +180,7 @@ def test_one_process_repeats_a_loop_without_fsdp_to_the_bit(dtype: str, zero2: b
     model, _ = build_model(DEBUG, fsdp=FSDPConfig(param_dtype=dtype, reshard_after_forward=not zero2))  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     for losses, expected in two_plain_steps(batch, getattr(torch, dtype)):
-        assert train(model, batch, zero2=zero2) == losses
+        assert train(model, batch, zero2=zero2) == sum(losses)
         found = gradients(model)
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():

@@ -73,7 +73,7 @@ def test_a_preempted_job_resumes_by_itself_and_a_cancelled_one_does_not_but_no_s
     cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
 ) -> None:
     """First the signal before the time limit, then SLURM takes the nodes, then the job is cancelled."""
-    job = Job(cluster, folder, corpus, "preempted")
+    job = Job(cluster, folder, corpus, "preempted", "--run.prove_first", "true")
     job.reach(SEEN)
     cluster.do("scancel", "--signal=USR1", job.number)
     wait_for("the first requeue", lambda: job.restarts == "1")
@@ -94,6 +94,7 @@ def test_a_preempted_job_resumes_by_itself_and_a_cancelled_one_does_not_but_no_s
     assert f"attempt 2 on node[0-1], from step {first}\n" in job.log
     assert f"attempt 3 on node[0-1], from step {second}\n" in job.log and "attempt 4" not in job.log
     assert job.restarts == "2"
+    assert job.log.count("launch: run.prove_first: ") == job.log.count("PROVED in ") == 1
     assert job.losses == whole[:third]
 
 

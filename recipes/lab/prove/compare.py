@@ -1,63 +1,83 @@
 """Compares trainings of a twin: with the reference within limits, and with each other to the bit."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from parallel.config import MeshDegrees
+from parallel.dist import World
+from recipes.lab.prove.diagnosis import diagnosis
 from recipes.lab.prove.reference import Record
-from recipes.lab.prove.twin import STEPS, Twin
+from recipes.lab.prove.twin import Twin
 
-INITIAL, TOKENS, ROUTERS, RATE, SKIPPED, LOSS, Z_LOSS, GRADIENT, NORM, WEIGHTS, VALIDATION, GUARD, LOGITS = KINDS = (
+KINDS = (
     *("initial weights", "tokens of experts", "losses of routers", "learning rate", "skipped", "loss", "z-loss"),
-    *("gradients", "gradient norm", "weights", "validation loss", "what judges losses", "logits"),
+    *("gradient", "gradient norm", "weights", "validation loss", "guard", "logits"),
 )
 """What is compared, in the order in which one follows from the others."""
-EQUAL = dict.fromkeys(KINDS, 0.0)
-# Relative. Measured on 60 recipes: 2e-7 of a loss, 4e-7 of a norm, 2e-6 of a gradient, 3e-5 of weights' way.
-FLOAT32 = EQUAL | {ROUTERS: 2e-6, RATE: 1e-12, LOSS: 2e-6, Z_LOSS: 4e-6, VALIDATION: 2e-6, GUARD: 2e-6}
-FLOAT32 |= {GRADIENT: 2e-5, NORM: 4e-6, WEIGHTS: 4e-4, LOGITS: 1e-4}
-# Sums in another order are rounded to other numbers. Measured: 6e-4, 9e-3, 9e-3. Some tokens choose other experts.
-BFLOAT16 = FLOAT32 | {TOKENS: 0.1, ROUTERS: 2e-2, LOSS: 2e-3, Z_LOSS: 4e-3, VALIDATION: 2e-3, GUARD: 2e-3}
-BFLOAT16 |= {GRADIENT: 3e-2, NORM: 2e-2, WEIGHTS: 0.3}
-# Numbers between two of float8 are rounded the other way. Measured: 2e-3, 1e-2, 3e-2.
-FLOAT8 = BFLOAT16 | {LOSS: 5e-3, VALIDATION: 5e-3, GUARD: 5e-3, GRADIENT: 6e-2, NORM: 4e-2, WEIGHTS: 0.5}
 Limits = Mapping[str, float]
+EQUAL: Limits = dict.fromkeys(KINDS, 0.0)
+LOSSES = "loss", "z-loss", "losses of routers", "validation loss", "guard"
+# Relative. Measured: 2e-7 of a loss, 4e-7 of a norm, 2e-6 of a gradient, 3e-5 of the way of weights.
+FLOAT32: Limits = {**EQUAL, "learning rate": 1e-12, **dict.fromkeys(LOSSES, 2e-6), "gradient norm": 4e-6}
+FLOAT32 = {**FLOAT32, "gradient": 2e-5, "weights": 4e-4, "logits": 1e-4}
+# Sums in another order are rounded to other numbers. Some tokens choose other experts.
+BFLOAT16: Limits = {**FLOAT32, **dict.fromkeys(LOSSES, 2e-3), "gradient norm": 2e-2, "gradient": 3e-2, "weights": 0.3}
+BFLOAT16 = {**BFLOAT16, "losses of routers": 2e-2, "tokens of experts": 0.1}
+# Numbers between two of float8 are rounded the other way.
+FLOAT8: Limits = {**BFLOAT16, **dict.fromkeys(LOSSES, 5e-3), "gradient norm": 4e-2, "gradient": 6e-2, "weights": 0.5}
+
+CAPS = {
+    "learning rate": 0.0,
+    "skipped": 0.0,
+    "initial weights": 0.0,
+    "gradient": 0.45,
+    "gradient norm": 0.2,
+    "weights": 0.9,
+}
+"""What is never allowed: twice a gradient is 1.0 off."""
 
 
-def limits_of(twin: Twin) -> Limits:
-    """How far a twin on a mesh may be from one process."""
-    if twin.recipe.float8.recipe != "none":
-        return FLOAT8
-    return BFLOAT16 if twin.rounds else FLOAT32
+def limits_of(twin: Twin, rounded: Record, whole: Record | None, *, on_cpu: bool) -> Limits:
+    """How far a twin on a mesh may be from one process in the same precision.
 
-
-class Key(NamedTuple):
-    """A number, or tensor, of a training. They sort as they follow from each other."""
-
-    step: int
-    kind: int
-    """Index in KINDS."""
-    name: str
-
-    def __str__(self) -> str:
-        words = f"{KINDS[self.kind]} of {self.name}" if self.name else KINDS[self.kind]
-        return words if KINDS[self.kind] == INITIAL else f"{words} in step {self.step}"
+    Rounding enlarges differences as it does those of one process from float32 (whole), of which twice as much is
+    allowed; but where all processes compute whole rows with whole matrices, they round as one does.
+    """
+    degrees, recipe = twin.degrees, twin.recipe
+    alike = degrees.tensor == degrees.context == 1 and not (degrees.pipeline > 1 and recipe.model.tied_embeddings)
+    alike = alike and not recipe.compile.enabled and recipe.fsdp.reduce_dtype == "float32"
+    if whole is None or (on_cpu and alike):
+        return FLOAT32
+    away = {one.kind: 2 * one.error for one in worst_of(differences(rounded, whole, EQUAL)).values()}
+    away |= dict.fromkeys(LOSSES, max(away[kind] for kind in LOSSES if kind in away))
+    fixed = BFLOAT16 if recipe.float8.recipe == "none" else FLOAT8
+    return {kind: max(limit, min(away.get(kind, 0.0), CAPS.get(kind, 1.0))) for kind, limit in fixed.items()}
 
 
 class Difference(NamedTuple):
-    """Of one number, or tensor, on one process."""
+    """Of one number or tensor from the expected one, on one process. They sort as they follow from each other."""
 
-    key: Key
+    step: int
+    order: int
+    """Index in KINDS."""
+    name: str
+    """Of a parameter or layer, or "" for what there is one of."""
     error: float
     limit: float
     """0.0: equal to the bit."""
     ratio: float
-    """What the found one is a multiple of the expected one by, most nearly."""
+    """The found one is most nearly this multiple of the expected one."""
     square: float
-    """Of a gradient, its expected share of the squared norm."""
+    """The expected sum of squares."""
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.order]
 
     @property
     def is_wrong(self) -> bool:
@@ -65,72 +85,124 @@ class Difference(NamedTuple):
 
     @property
     def excess(self) -> float:
-        return math.inf if math.isnan(self.error) else self.error / self.limit if self.limit else self.error
+        return math.inf if math.isnan(self.error) else self.error / (self.limit or 1e-30)
+
+    def __str__(self) -> str:
+        return f"{self.kind}{f' of {self.name}' if self.name else ''}{f', step {self.step}' if self.step else ''}"
 
 
-def numbers_of(record: Record) -> dict[Key, Tensor]:
-    """All that a training has found."""
+@dataclass(frozen=True)
+class Comparison:
+    """One comparison of a twin, over all processes."""
 
-    def of(kind: str, step: int, values: Mapping[object, object]) -> Iterator[tuple[Key, Tensor]]:
-        for name, value in values.items():
-            yield Key(step, KINDS.index(kind), str(name)), torch.as_tensor(value, dtype=torch.float64)
+    what: str
+    worst: dict[str, Difference]
+    """Of each kind."""
+    first: Difference | None = None
+    """What differs first; None if all is within its limits."""
+    why: str = ""
+    """What the numbers point to, or what ended a run."""
 
-    found = dict(of(INITIAL, 0, record.initial)) | dict(of(GRADIENT, 1, record.gradients))
-    found |= dict(of(TOKENS, 1, record.loads)) | dict(of(ROUTERS, 1, record.router_losses))
-    by_step = {
-        RATE: record.rates,
-        LOSS: record.losses,
-        NORM: record.norms,
-        VALIDATION: record.validation,
-        GUARD: record.guard,
-    }
-    by_step |= {Z_LOSS: record.z_losses, SKIPPED: {step: step in record.skipped for step in record.rates}}
-    for kind, values in by_step.items():
-        for step, value in values.items():
-            found |= dict(of(kind, step, {"": value}))
-    for step, state in record.state.items():
-        found |= dict(of(WEIGHTS, step, state))
-    return found
+    @property
+    def is_wrong(self) -> bool:
+        return self.first is not None or bool(self.why)
+
+
+def compared(
+    what: str, found: Record, expected: Record, limits: Limits, world: World, degrees: MeshDegrees, *, since: int = 0
+) -> Comparison:
+    """Compare what each process found with what it expects, from step `since` on. All processes call it together."""
+    here = differences(found, expected, limits, since=since)
+    moved = expected.state[last := max(expected.state)]
+    now, before = found.state.get(last, {}), expected.initial
+    still = {name for name in now if since == 0 and torch.equal(now[name], before[name])}
+    still = {name for name in still if not torch.equal(moved[name], before[name])}
+    lacking = moved.keys() - now.keys() if not found.ended else set[str]()
+    gradients = [one for one in here if one.kind == "gradient"]
+    ended = f"rank {world.rank}: {found.ended}" if found.ended else ""
+    by_itself = str(expected.losses) if expected.is_reference else ""
+    mine = (
+        worst_of(here),
+        min((one for one in here if one.is_wrong), default=None),
+        gradients,
+        still,
+        lacking,
+        ended,
+        by_itself,
+    )
+    worst, firsts, gradients_of, stills, lackings, ends, references = zip(*world.messages.from_all(mine), strict=True)
+    first = min(filter(None, firsts), default=None)
+    why = next(filter(None, ends), "")
+    if len({*references}) > 1:
+        why = why or "processes compute different numbers, each by itself: is a device faulty?"
+    if nowhere := sorted(set.intersection(*lackings)):
+        why = why or f"no process has {', '.join(nowhere[:3])}"
+    if first is not None and not why:
+        of_all = {one.name: one for some in gradients_of for one in sorted(some, key=lambda one: one.excess)}
+        why = diagnosis(first, [*of_all.values()], sorted(set.union(*stills)), degrees)
+    return Comparison(what, worst_of(one for of_one in worst for one in of_one.values()), first, why)
 
 
 def differences(found: Record, expected: Record, limits: Limits, *, since: int = 0) -> list[Difference]:
-    """What two trainings differ in, number by number, as far as both know it. since: leave out what comes before."""
-    one, other = numbers_of(found), numbers_of(expected)
+    """What two trainings differ in, number by number, as far as both know it, from step `since` on."""
+    one, other = _numbers(found), _numbers(expected)
+    known = [key for key in one if key in other and (not since or key[0] > since - (key[1] in ALSO))]
     total = math.sqrt(sum(float(gradient.square().sum()) for gradient in expected.gradients.values()))
-    return [
-        _difference(key, one[key], other[key], limits[KINDS[key.kind]], expected, total)
-        for key in sorted(one.keys() & other.keys())
-        if key.step > since or (key.step == since and (since == 0 or KINDS[key.kind] in (WEIGHTS, GUARD)))
-    ]
+    return [_difference(key, one[key], other[key], limits[KINDS[key[1]]], expected.initial, total) for key in known]
 
 
-def _difference(key: Key, found: Tensor, expected: Tensor, limit: float, record: Record, total: float) -> Difference:
-    kind, square = KINDS[key.kind], float(expected.square().sum())
+ALSO = KINDS.index("weights"), KINDS.index("guard")
+"""What is compared of the step that a run resumes from."""
+
+
+def _numbers(record: Record) -> dict[tuple[int, int, str], Tensor]:
+    """(step, index in KINDS, name) -> what a training has found."""
+    by_step: dict[str, dict[int, Any]] = {
+        "initial weights": {0: record.initial},
+        "tokens of experts": {1: record.loads},
+        "losses of routers": {1: record.router_losses},
+        "learning rate": record.rates,
+        "skipped": {step: step in record.skipped for step in record.rates},
+        "loss": record.losses,
+        "z-loss": record.z_losses,
+        "gradient": {1: record.gradients},
+        "gradient norm": record.norms,
+        "weights": record.state,
+        "validation loss": record.validation,
+        "guard": record.guard,
+    }
+    return {
+        (step, KINDS.index(kind), str(name)): torch.as_tensor(value, dtype=torch.float64)
+        for kind, steps in by_step.items()
+        for step, values in steps.items()
+        for name, value in (values.items() if isinstance(values, dict) else [("", values)])
+    }
+
+
+def _difference(
+    key: tuple[int, int, str],
+    found: Tensor,
+    expected: Tensor,
+    limit: float,
+    initial: Mapping[str, Tensor],
+    total: float,
+) -> Difference:
+    square = float(expected.square().sum())
     if torch.equal(found, expected) or (found.isnan().all() and expected.isnan().all()):
-        return Difference(key, 0.0, limit, 1.0, square)
-    scale = math.sqrt(square)
-    if kind == WEIGHTS and key.name in record.initial:
-        moved = expected - record.initial[key.name].double()
-        scale = max(float(moved.norm()), 1e-6 * scale)
-        found, expected = found - record.initial[key.name].double(), moved
-    if kind == GRADIENT:
-        scale = max(scale, 1e-4 * total)  # what is no more than rounding
-    error = float((found - expected).norm()) / scale if scale else math.inf
+        return Difference(*key, 0.0, limit, 1.0, square)
+    if found.shape != expected.shape:
+        return Difference(*key, math.inf, limit, math.nan, square)
+    scale, kind = math.sqrt(square), KINDS[key[1]]
+    if kind == "weights":  # relative to the way that they have gone
+        before = initial[key[2]].double()
+        found, expected = found - before, expected - before
+        scale = max(float(expected.norm()), 1e-6 * scale)
+    if kind == "gradient":
+        scale = max(scale, 1e-4 * total)  # not to what is no more than rounding
     ratio = float((found * expected).sum() / expected.square().sum()) if expected.any() else math.nan
-    return Difference(key, error, limit, ratio, square)
+    return Difference(*key, float((found - expected).norm()) / (scale or 1e-30), limit, ratio, square)
 
 
-def worst(some: Iterable[Difference]) -> dict[str, Difference]:
+def worst_of(some: Iterable[Difference]) -> dict[str, Difference]:
     """Kind -> the difference that is furthest beyond its limit, or nearest to it."""
-    found: dict[str, Difference] = {}
-    for one in some:
-        kind = KINDS[one.key.kind]
-        if kind not in found or one.excess > found[kind].excess:
-            found[kind] = one
-    return found
-
-
-def unstepped(record: Record, expected: Record) -> set[str]:
-    """The parameters that no step has changed, though the reference has moved them."""
-    now, then, moved = record.state[STEPS], expected.initial, expected.state[STEPS]
-    return {name for name in now if torch.equal(now[name], then[name]) and not torch.equal(moved[name], then[name])}
+    return {one.kind: one for one in sorted(some, key=lambda one: one.excess)}

@@ -1,85 +1,72 @@
 """What the numbers of a wrong twin point to. Imports no torch."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 from parallel.axes import NAMES
 from parallel.config import MeshDegrees
-from recipes.lab.prove.compare import GRADIENT, KINDS, LOSS, NORM, Difference
+
+if TYPE_CHECKING:
+    from recipes.lab.prove.compare import Difference
 
 NEAR = 1e-3
 
 
 def diagnosis(
-    first: Difference, wrong: Sequence[Difference], right: Collection[Difference], degrees: MeshDegrees
+    first: "Difference", gradients: "Sequence[Difference]", still: Sequence[str], degrees: MeshDegrees
 ) -> str:
-    """One sentence, or "" where the numbers say nothing.
+    """A sentence, or "" where the numbers say nothing.
 
     Args:
         first: what differs first.
-        wrong, right: all gradients of the first step that differ, and those that do not.
+        gradients: all of the first step; none where it was not compared.
+        still: parameters that no step has changed, though they should have moved.
         degrees: of the mesh.
     """
-    kind = KINDS[first.key.kind]
-    if kind == GRADIENT:
-        return _of_gradients(wrong, right, degrees)
-    if kind == NORM and first.key.step == 1:
-        return _of_norm(first, right)
+    wrong = [one for one in gradients if one.is_wrong]
+    if first.kind == "gradient":
+        ratios, names = [one.ratio for one in wrong], ", ".join(one.name for one in wrong[:3])
+        who = f"{len(wrong)} of {len(gradients)} gradients ({names}{', ...' if len(wrong) > 3 else ''})"
+        if max(ratios) - min(ratios) < NEAR and (factor := _factor(ratios[0], degrees)):
+            return f"{who} are {factor}"
+        return f"{who} have another direction, though the loss is right: look at the backward pass"
+    if first.kind == "gradient norm" and gradients and first.step == 1:
+        return f"though all gradients are right: {_group(first, gradients)}"
+    if first.kind == "weights" and still:
+        return f"no step changes {', '.join(still[:3])}: does the optimizer have it?"
+    if first.kind == "skipped":
+        return (
+            "processes are to skip a step that is NaN, infinite or a spike on any of them, all together, and no other"
+        )
     if factor := _factor(first.ratio, degrees):
-        return factor
-    if kind == LOSS and first.key.step > 1:
-        return "the step before has other weights, or this one other data"
+        return f"it is {factor}"
     return ""
-
-
-def _of_gradients(wrong: Sequence[Difference], right: Collection[Difference], degrees: MeshDegrees) -> str:
-    names = _named([one.key.name for one in wrong])
-    who = "every gradient" if not right else f"{len(wrong)} of {len(wrong) + len(right)} gradients ({names})"
-    ratios = sorted(one.ratio for one in wrong)
-    middle = ratios[len(ratios) // 2]
-    alike = (
-        all(abs(one.ratio / middle - 1) < NEAR and one.error < abs(middle - 1) * 1.01 for one in wrong)
-        if middle
-        else False
-    )
-    if all(abs(ratio) < NEAR for ratio in ratios):
-        return f"{who}: zero"
-    if alike and (factor := _factor(middle, degrees)):
-        return f"{who}: {factor}"
-    return f"{who}: in another direction, though the loss is right: look at the backward pass"
 
 
 def _factor(ratio: float, degrees: MeshDegrees) -> str:
     """What a number that is this multiple of one process's points to."""
-    for count in (1, 2, 3):
-        for axes in combinations(degrees.wide(NAMES), count):
+    if abs(ratio) < NEAR:
+        return "zero"
+    for count in range(1, len(NAMES)):
+        for axes in combinations(degrees.wide((*NAMES, "expert")), count):
             size = degrees.size(axes)
-            for power, words in ((1, "summed"), (-1, "averaged, or not summed,")):
-                if abs(ratio / size**power - 1) < NEAR:
-                    shown = f"{size}" if power == 1 else f"1/{size}"
-                    return f"{shown} times that of one process: {words} once too often over {' x '.join(axes)}?"
-    if abs(ratio - 1) > 10 * NEAR and abs(ratio - round(ratio)) < NEAR and round(ratio) > 1:
-        return f"{round(ratio)} times that of one process"
-    return ""
+            for times, words in ((size, "summed once too often"), (1 / size, "averaged, or not summed,")):
+                if abs(ratio / times - 1) < NEAR:
+                    return f"{times:g} times those of one process: {words} over {' x '.join(axes)}?"
+    whole = round(ratio) if ratio > 1 else 1 / round(1 / ratio) if 0 < ratio < 0.9 else 1
+    return f"{whole:g} times those of one process" if whole != 1 and abs(ratio / whole - 1) < NEAR else ""
 
 
-def _of_norm(first: Difference, gradients: Collection[Difference]) -> str:
-    """Which group of parameters a norm lacks, or counts twice, though all gradients are right."""
+def _group(norm: "Difference", gradients: "Sequence[Difference]") -> str:
+    """Which parameters a norm lacks, or counts twice."""
     total = sum(one.square for one in gradients)
-    excess = (first.ratio**2 - 1) * total
     groups: dict[str, float] = {}
     for one in gradients:
-        for group in {one.key.name, one.key.name.rpartition(".")[0].rpartition(".")[2], _stack(one.key.name)}:
+        for group in {one.name, one.name.rpartition(".")[0].rpartition(".")[2], one.name.partition(".")[0]}:
             groups[group] = groups.get(group, 0.0) + one.square
+    excess = (norm.ratio**2 - 1) * total
     for group, square in sorted(groups.items(), key=lambda item: -item[1]):
-        if square > 1e-6 * total and abs(abs(excess) / square - 1) < 0.02:
-            return f"though all gradients are right: it {'lacks' if excess < 0 else 'counts twice'} {group}"
-    return "though all gradients are right: a sum over processes lacks a group, or has one twice"
-
-
-def _stack(name: str) -> str:
-    return "the blocks" if name.startswith("blocks.") else name.partition(".")[0]
-
-
-def _named(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        if square and abs(abs(excess) / square - 1) < 10 * NEAR:
+            return f"the norm {'lacks' if excess < 0 else 'counts twice'} {group}"
+    return "a sum over processes lacks some, or counts some twice"

@@ -1,16 +1,17 @@
 """`train.py RECIPE --prove`: do these processes compute what one process computes?"""
 
+import json
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,31 +24,87 @@ from recipes.files.layout import CHECKPOINTS, EXPORT, step_folder
 from recipes.files.layout import SAVED as NEWEST
 from recipes.files.reading import user_path
 from recipes.files.screen import say
-from recipes.lab.prove.compare import EQUAL, limits_of
-from recipes.lab.prove.reference import Alone
-from recipes.lab.prove.runs import GRADIENT_BAD, LOSS_BAD, SPIKE, Watched, read_all, run_twin
+from recipes.lab.prove.compare import EQUAL, FLOAT32, KINDS, Comparison, Difference, Limits, compared, limits_of
+from recipes.lab.prove.reference import Alone, Record
+from recipes.lab.prove.runs import GRADIENT_BAD, LOSS_BAD, SPIKE, read_all, run_twin
 from recipes.lab.prove.text import WORDS, write_words
 from recipes.lab.prove.twin import SAVED, STEPS, Twin, elsewhere, twins_of
-from recipes.lab.prove.verdict import Comparison, Verdict, alike, compared
 from recipes.recipe.load import LoadedRecipe
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of
 
 PATIENCE = timedelta(minutes=20)
 """How long a process waits for another one, which may compile."""
-ENDS_AFTER = 10.0
-"""Seconds in which rank 0 says for all what is wrong with a recipe, before the others end."""
+ATTEMPTS = 5
+"""Seeds until no token of a twin has two experts that are equally good but for rounding."""
+NOT_COMPARED = (
+    *("kernels of full size", "links under load", "your text and tokenizer"),
+    "what is wrong alike on every mesh, unless transformers has the model",
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a proof has found."""
+
+    recipe: Recipe
+    processes: int
+    twins: Sequence[Twin]
+    comparisons: Sequence[Comparison]
+
+    @property
+    def is_proved(self) -> bool:
+        return not any(comparison.is_wrong for comparison in self.comparisons)
+
+    @property
+    def not_compared(self) -> list[str]:
+        return list(dict.fromkeys([*(line for twin in self.twins for line in twin.changed), *NOT_COMPARED]))
+
+    def line(self, seconds: float) -> str:
+        """The verdict alone."""
+        who = "1 process computes" if self.processes == 1 else f"{self.processes} processes compute"
+        if self.is_proved:
+            return f"PROVED in {seconds:.0f} s: {who} what one process computes alone"
+        last = self.comparisons[-1]
+        what = f"{last.first} is {last.first.error:.1e} off, limit {last.first.limit:.0e}" if last.first else ""
+        return f"WRONG after {seconds:.0f} s, {last.what}: {'; '.join(filter(None, [what, last.why]))}"
+
+    def text(self, seconds: float) -> str:
+        """One screen for people."""
+        lines = [f"{self.recipe.run.name} on {twin.degrees}: {twin.about}" for twin in self.twins]
+        for comparison in self.comparisons:
+            lines.append(f"{comparison.what}:")
+            for kind in (kind for kind in KINDS if kind in comparison.worst):
+                worst = comparison.worst[kind]
+                off = f"{worst.error:.0e} off, limit {worst.limit:.0e} ({worst})" if worst.error else "equal"
+                lines.append(f"  {kind:<18} {off}")
+        return "\n".join([*lines, f"not compared: {'; '.join(self.not_compared)}", self.line(seconds)])
+
+    def json(self, seconds: float) -> str:
+        """The same for programs."""
+        rows = [
+            {
+                "what": one.what,
+                "worst": {k: {"error": d.error, "limit": d.limit, "of": str(d)} for k, d in one.worst.items()},
+                "first": str(one.first or ""),
+                "diagnosis": one.why,
+            }
+            for one in self.comparisons
+        ]
+        verdict: dict[str, Any] = {"verdict": "proved" if self.is_proved else "wrong", "line": self.line(seconds)}
+        verdict |= {"seconds": round(seconds, 1), "processes": self.processes, "not_compared": self.not_compared}
+        return json.dumps(verdict | {"meshes": [str(twin.degrees) for twin in self.twins], "comparisons": rows})
 
 
 def prove(loaded: LoadedRecipe, *, as_json: bool, began: float) -> int:
     """Prove a recipe on the processes that the launcher started, and print the verdict. Returns the exit code."""
-    recipe = loaded.recipe
-    run = recipe.run
-    world = start(run.device, seed=run.seed, deterministic=run.deterministic, timeout=PATIENCE)
+    run = loaded.recipe.run
+    device = "auto" if run.device == "cuda" else run.device  # a laptop proves the logic of a recipe for GPUs
+    world = start(device, seed=run.seed, deterministic=run.deterministic, timeout=PATIENCE)
     try:
-        verdict = verdict_on(recipe, world)
+        verdict = verdict_on(loaded.recipe, world)
     except UserError:
-        time.sleep(0 if world.is_main else ENDS_AFTER)
+        time.sleep(0 if world.is_main else 10)  # rank 0 most likely says it for all
         raise
     if world.is_main:
         seconds = time.monotonic() - began
@@ -57,22 +114,21 @@ def prove(loaded: LoadedRecipe, *, as_json: bool, began: float) -> int:
 
 
 def verdict_on(recipe: Recipe, world: World) -> Verdict:
-    """The verdict on a recipe, the same on all processes. Raises UserError for what cannot be proved."""
+    """The verdict on a recipe, the same on all processes. Raises UserError for what cannot be built."""
 
     def make() -> str:
-        output = user_path(recipe.run.output)
+        output = user_path(recipe.run.output).resolve()
         output.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".prove-", dir=output.resolve()))
-        write_words(folder)
-        return str(folder)
+        folder = tempfile.mkdtemp(prefix=".prove-", dir=output)  # all nodes see it
+        write_words(Path(folder))
+        return folder
 
     if world.device.type == "cpu":
         torch.set_num_threads(1)  # tiny matrices wait for other threads
-    folder = Path(on_main(world, make))
-    twins, comparisons = [], list[Comparison]()
+    folder, twins, comparisons = Path(on_main(world, make)), list[Twin](), list[Comparison]()
     try:
-        nodes = len(world.nodes)
-        for twin in twins_of(recipe, folder, processes=world.size, nodes=nodes, device_type=world.device.type):
+        sizes, on_gpu = {"processes": world.size, "nodes": len(world.nodes)}, world.device.type == "cuda"
+        for twin in twins_of(recipe, folder, on_gpu=on_gpu, **sizes):
             twins.append(twin)
             comparisons += _proof_of(twin, world)
             if comparisons[-1].is_wrong:
@@ -80,49 +136,34 @@ def verdict_on(recipe: Recipe, world: World) -> Verdict:
     finally:
         if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)
-    return Verdict(recipe, world.size, tuple(twins), tuple(comparisons))
+    return Verdict(recipe, world.size, twins, comparisons)
 
 
 def _proof_of(twin: Twin, world: World) -> Iterator[Comparison]:
-    """The comparisons of a twin, up to the first that is wrong: all of them in float32 and eagerly, and if the recipe
-    rounds or compiles those with the reference, and to the bit over a resume, as it is."""
-    variants = [twin.exact, twin] if twin.rounds or twin.recipe.compile.enabled else [twin.exact]
-    for variant in variants:
-        for comparison in _comparisons(variant, world, is_exact=variant is variants[0]):
+    """The comparisons of a twin, up to the first that is wrong: all in float32 and eagerly; if the recipe rounds or
+    compiles, those with one process and over a resume as it is, too."""
+    for variant in [twin.exact, twin] if twin.rounds or twin.recipe.compile.enabled else [twin.exact]:
+        for comparison in _comparisons(variant, world, is_exact=variant is not twin):
             yield comparison
             if comparison.is_wrong:
                 return
 
 
 def _comparisons(twin: Twin, world: World, *, is_exact: bool) -> Iterator[Comparison]:
-    bits = EQUAL if world.device.type == "cpu" or twin.recipe.run.deterministic else limits_of(twin)
-    proof = against_one_process(twin, world)
-    twin, first, alone = proof.twin, proof.run, proof.alone
-    yield proof.comparison
-    recipe = twin.recipe
+    twin, first, alone, limits, comparison = against_one_process(twin, world)
+    yield comparison
+    recipe, degrees = twin.recipe, twin.degrees
+    bits = EQUAL if world.device.type == "cpu" or recipe.run.deterministic else limits
     if is_exact and (parity := _parity(twin, alone, world)):
         yield parity
     if is_exact:
-        quiet = replace(recipe.run, name=f"{recipe.run.name}-quiet")
-        silent = replace(
-            recipe,
-            run=quiet,
-            validation=replace(recipe.validation, every=0, average=0),
-            checkpoint=replace(recipe.checkpoint, every=0),
-        )
-        again = run_twin(silent, world)
-        yield compared(
-            f"{twin.precision}: without validation and saving", again, first.record, bits, world, twin.degrees
-        )
-    _forget_last(recipe, world)
-    resumed = run_twin(recipe, world)
-    yield compared(f"{twin.precision}: resumed", resumed, first.record, bits, world, twin.degrees, since=SAVED)
-    other = elsewhere(twin) if is_exact else None
-    if other is not None:
-        _forget_last(recipe, world)
-        there = run_twin(other.recipe, world)
-        what = f"{twin.precision}: resumed on {other.degrees}"
-        yield compared(what, there, alone.record, limits_of(twin), world, other.degrees, since=SAVED)
+        again = run_twin(twin.quiet.recipe, world)
+        yield compared("without validation and saving", again, first, bits, world, degrees)
+    resumed = _resume(recipe, world)
+    yield compared(f"{twin.precision}, resumed", resumed, first, bits, world, degrees, since=SAVED)
+    if is_exact and (other := elsewhere(twin)) is not None:
+        there = _resume(other.recipe, world)
+        yield compared(f"resumed on {other.degrees}", there, alone.record, limits, world, other.degrees, since=SAVED)
 
 
 class Proof(NamedTuple):
@@ -130,45 +171,50 @@ class Proof(NamedTuple):
 
     twin: Twin
     """With a limit of gradient norms that clips some of its steps."""
-    run: Watched
+    run: Record
     alone: Alone
+    limits: Limits
     comparison: Comparison
 
 
 def against_one_process(twin: Twin, world: World) -> Proof:
     """Train a twin from its first step to its last, and compare that with what this process computes for itself."""
-    data = read_all(twin, world)
-    if twin.recipe.optimizer.grad_clip:
-        norms = _reference(twin.clipped(0.0), world, *data).record.norms.values()
-        twin = twin.clipped(world.messages.from_main(float(f"{median(norms):.3g}")))
-    run, alone = run_twin(twin.recipe, world), _reference(twin, world, *data)
-    what = f"{twin.precision}: one process"
-    comparison = compared(what, run, alone.record, limits_of(twin), world, twin.degrees, is_reference=True)
-    return Proof(twin, run, alone, comparison)
+    limit, seed = twin.recipe.optimizer.grad_clip, twin.recipe.run.seed
+    for attempt in range(ATTEMPTS):
+        twin = twin.with_values("", **{"run.seed": (seed + attempt) % 2**32}).clipped(0.0)
+        data = read_all(twin, world)
+        alone = _train_alone(twin, world, *data)
+        if not world.messages.from_main(alone.is_tied):
+            break
+    if limit:
+        twin = twin.clipped(world.messages.from_main(float(f"{median(alone.record.norms.values()):.3g}")))
+        alone = _train_alone(twin, world, *data)
+    whole = _train_alone(twin.exact, world, *data).record if twin.rounds else None
+    limits = limits_of(twin, alone.record, whole, on_cpu=world.device.type == "cpu")
+    run, what = run_twin(twin.recipe, world), f"{twin.precision}, one process"
+    return Proof(twin, run, alone, limits, compared(what, run, alone.record, limits, world, twin.degrees))
 
 
-def _reference(
-    twin: Twin, world: World, batches: Sequence[Sequence[MicroBatch]], held_out: Sequence[MicroBatch]
+def _train_alone(
+    twin: Twin, world: World, steps: Sequence[Sequence[MicroBatch]], held_out: Sequence[MicroBatch]
 ) -> Alone:
-    recipe = twin.recipe
-    alone, judges = Alone(recipe, world.device, tokens_in_parts=twin.degrees.context), recipe.run.loss_spike_z > 0
-    skipped = {GRADIENT_BAD, LOSS_BAD, *([SPIKE] if judges else [])}
-    for step, micro_batches in enumerate(batches, start=1):
+    recipe, alone, judges = twin.recipe, Alone(twin, world.device), twin.recipe.run.loss_spike_z > 0
+    for step, micro_batches in enumerate(steps, start=1):
         rate = stage_of(recipe, step - 1).learning_rate(step - 1)
-        if step in skipped:
+        if step in (GRADIENT_BAD, LOSS_BAD) or (judges and step == SPIKE):
             alone.skip(step, rate=rate)
-            continue
-        alone.step(step, micro_batches, rate=rate)
-        if step in (1, STEPS):
+        else:
+            alone.step(step, micro_batches, rate=rate)
+        if step in (1, recipe.run.steps):
             alone.validate(step, held_out)
-    judged = [loss for step, loss in sorted(alone.record.losses.items()) if judges and step > SPIKE]
+    judged = [loss for step, loss in alone.record.losses.items() if judges and step > SPIKE]
     alone.record.guard = {SAVED: [1.0], STEPS: judged}
     return alone
 
 
 def _parity(twin: Twin, alone: Alone, world: World) -> Comparison | None:
-    """The same weights in transformers, which has code of its own; None without it or the model's family."""
-    model = twin.recipe.model
+    """The same weights in transformers, which has code of its own; None without it, or without the model in it."""
+    run, model = twin.recipe.run.folder, twin.recipe.model
     if model.by_transformers or beyond_hf(model) or find_spec("transformers") is None:
         return None
 
@@ -176,19 +222,19 @@ def _parity(twin: Twin, alone: Alone, world: World) -> Comparison | None:
         from models.transformers import read_folder
         from recipes.weights.convert import export_checkpoint
 
-        folder = twin.recipe.run.folder / EXPORT
-        export_checkpoint(step_folder(twin.recipe.run.folder / CHECKPOINTS, STEPS), folder)
-        theirs = read_folder(folder, dtype=torch.float32, device=world.device).eval()
+        export_checkpoint(step_folder(run / CHECKPOINTS, STEPS), run / EXPORT)
+        theirs = read_folder(run / EXPORT, dtype=torch.float32, device=world.device)
         tokens = torch.arange(twin.recipe.batch.sequence_length, device=world.device)[None] * 7 % WORDS
         with torch.no_grad():
             logits = theirs(tokens).logits
         return float((alone.logits(tokens) - logits).norm() / logits.norm())
 
-    return alike("the same weights in transformers", on_main(world, look))
+    logits = Difference(STEPS, KINDS.index("logits"), "", on_main(world, look), FLOAT32["logits"], 1.0, 1.0)
+    return Comparison("the same weights in transformers", {"logits": logits}, logits if logits.is_wrong else None)
 
 
-def _forget_last(recipe: Recipe, world: World) -> None:
-    """Leave a run as it was after its first checkpoint, so that it resumes from there."""
+def _resume(recipe: Recipe, world: World) -> Record:
+    """Train a run on from its first checkpoint, as if it had ended there."""
 
     def remove() -> None:
         shutil.rmtree(step_folder(recipe.run.folder / CHECKPOINTS, STEPS))
@@ -196,3 +242,4 @@ def _forget_last(recipe: Recipe, world: World) -> None:
             (recipe.run.folder / NEWEST).unlink()
 
     on_main(world, remove)
+    return run_twin(recipe, world)

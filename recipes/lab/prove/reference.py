@@ -8,7 +8,7 @@ is never interrupted and skips nothing: it is told which steps do not count.
 import copy
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -19,95 +19,107 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW, Optimizer
 
+from models.experts import Experts
 from models.interface import blocks_of, interface_of
 from models.loss import IGNORED
 from recipes.data.batches import MicroBatch
-from recipes.lab.prove.twin import SAVED, STEPS
+from recipes.lab.prove.twin import SAVED, Twin
 from recipes.optimization.config import OptimizerConfig
-from recipes.recipe.schema import Recipe
 from recipes.training.build import plain_model
+
+Tensors = dict[str, Tensor]
+TIE = 5e-6
 
 
 @dataclass
 class Record:
-    """What a training found, by step where there are several. Tensors are whole, and on the host."""
+    """What a training found, mostly by step. Tensors are whole, and on the host."""
 
-    initial: dict[str, Tensor] = field(default_factory=dict)
+    is_reference: bool = False
+    initial: Tensors = field(default_factory=dict)
     """Parameters and buffers before the first step."""
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients of the first step."""
+    gradients: Tensors = field(default_factory=dict)
+    """Those of the first step."""
     losses: dict[int, float] = field(default_factory=dict)
     z_losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
+    """Steps that changed nothing."""
     validation: dict[int, float] = field(default_factory=dict)
-    """Losses on held-out rows after a step."""
     loads: dict[int, Tensor] = field(default_factory=dict)
     """Layer -> how many tokens of the first step each expert has, (E,)."""
     router_losses: dict[int, Tensor] = field(default_factory=dict)
     """Layer -> balance loss and router z-loss of the first step, summed over tokens, (2,)."""
-    state: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    state: dict[int, Tensors] = field(default_factory=dict)
     """Parameters and buffers after a step."""
     guard: dict[int, list[float]] = field(default_factory=dict)
     """After the save, how many steps in a row were skipped; after the last step, the losses that one is judged by."""
-    skipped: set[int] = field(default_factory=set)
-    """Steps that changed nothing."""
+    ended: str = ""
+    """Why the run gave up, if it did."""
 
 
 class Alone:
     """A plain model, its optimizer, and a record of its steps."""
 
-    def __init__(self, recipe: Recipe, device: torch.device, *, tokens_in_parts: int = 1) -> None:
-        """tokens_in_parts: float8 scales as many parts of each row, as the processes of a context group do."""
-        self._recipe, self._device = recipe, device
-        self._model = _filled(recipe, device)
-        self._dtype = getattr(torch, recipe.fsdp.param_dtype)
-        if recipe.float8.recipe != "none" and tokens_in_parts > 1:
-            length = recipe.batch.sequence_length
-            _scale_in_parts(self._model, tokens_in_parts, length=length, by=recipe.mesh.context_by)
-        self._optimizer = _optimizer(self._model, recipe)
-        self.record = Record(initial=copied(self._model))
+    def __init__(self, twin: Twin, device: torch.device) -> None:
+        self._recipe, self._device, self._model = twin.recipe, device, _filled(twin, device)
+        self._dtype, self._optimizer = getattr(torch, twin.recipe.fsdp.param_dtype), _optimizer(self._model, twin)
+        routers = interface_of(self._model).routers
+        self._routers: Any = self._model.get_submodule(routers) if routers else None
+        self._in_float32 = f"{routers}."
+        self.record = Record(is_reference=True, initial=self._state())
+        self.is_tied = False
+        """Whether the scores of a token's last expert and the next one were so near that rounding decides."""
+        for block in self._model.modules():
+            if isinstance(getattr(block, "experts", None), Experts):
+                vars(block)["_best"] = partial(self._look_for_ties, cast(Any, block)._best)
+
+    def _look_for_ties(self, best: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
+        ordered, chosen = scores.sort(dim=-1, descending=True).values, self._recipe.model.experts_per_token
+        self.is_tied |= chosen < ordered.shape[-1] and bool((ordered[:, chosen - 1] - ordered[:, chosen]).min() < TIE)
+        return best(scores)
 
     def step(self, number: int, micro_batches: Sequence[MicroBatch], *, rate: float) -> None:
         """Take a step of the whole global batch."""
-        record, clip, model = self.record, self._recipe.optimizer.grad_clip, self._model
+        record, config = self.record, self._recipe.optimizer
         self._add_up(number, micro_batches)
-        gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        named = {name: one for name, one in self._model.named_parameters()}
+        gradients = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in named.items()}
         norm = math.sqrt(sum(one.double().square().sum().item() for one in gradients.values()))
         record.norms[number], record.rates[number] = norm, rate
         if number == 1:
-            record.gradients = {
-                name: torch.zeros_like(one, device="cpu") if one.grad is None else one.grad.cpu().clone()
-                for name, one in model.named_parameters()
-            }
-        if clip:
+            record.gradients = {name: one.cpu().clone() for name, one in gradients.items()}
+        if config.grad_clip:
             for gradient in gradients.values():
-                gradient *= min(1.0, clip / (norm + 1e-6))
+                gradient *= min(1.0, config.grad_clip / (norm + 1e-6))
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group.get("lr_share", 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         for state in self._optimizer.state.values():
             for name, moment in state.items():
-                if name != "step" and self._recipe.optimizer.state_dtype == "bfloat16":
+                if name != "step" and config.state_dtype == "bfloat16":
                     moment.copy_(moment.bfloat16())
-        self._move_biases()
-        if number in (SAVED, STEPS):
-            record.state[number] = copied(model)
+        if self._routers is not None and self._recipe.experts.balance == "bias":
+            for layer, index in self._routers.places.items():
+                loads = self._routers.found[index, :-2].double()
+                self._routers.bias_of(layer).add_((loads.mean() - loads).sign() * self._recipe.experts.bias_rate)
+        if number in (SAVED, self._recipe.run.steps):
+            record.state[number] = self._state()
 
     def skip(self, number: int, *, rate: float) -> None:
         """Record a step that changes nothing."""
         self.record.rates[number] = rate
         self.record.skipped.add(number)
+        self.record.state[number] = self._state()
 
+    @torch.no_grad()
     def validate(self, number: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Record the mean loss of a copy of the model."""
-        model, loss, count = copy.deepcopy(self._model), 0.0, 0
-        with torch.no_grad():
-            for micro_batch in micro_batches:
-                loss += self._losses(micro_batch, model).item()
-                count += int((micro_batch[1] != IGNORED).sum())
-        self.record.validation[number] = loss / count
+        model = copy.deepcopy(self._model)
+        loss = sum(self._losses(one, model).item() for one in micro_batches)
+        self.record.validation[number] = loss / sum(int((targets != IGNORED).sum()) for _, targets, _ in micro_batches)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -115,72 +127,54 @@ class Alone:
         logits: Tensor = self._model(tokens)
         return logits
 
+    def _state(self) -> Tensors:
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return {name: one.detach().cpu().clone() for name, one in named}
+
     def _add_up(self, number: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Add up the gradients of a step, and record its losses."""
-        targets = [targets for _, targets, _ in micro_batches]
-        count = sum(int((of_one != IGNORED).sum()) for of_one in targets)
-        routers = self._routers
-        if routers is not None:
-            experts = self._recipe.experts
-            routers.balance_weight = experts.loss_weight if experts.balance == "loss" else 0.0
-            routers.z_weight = experts.z_loss
-            routers.begin(torch.tensor(float(sum(of_one.numel() for of_one in targets)), device=self._device))
+        record, experts, targets = self.record, self._recipe.experts, [targets for _, targets, _ in micro_batches]
+        count = sum(int((some != IGNORED).sum()) for some in targets)
+        if self._routers is not None:
+            self._routers.balance_weight = experts.loss_weight if experts.balance == "loss" else 0.0
+            self._routers.z_weight = experts.z_loss
+            self._routers.begin(torch.tensor(float(sum(some.numel() for some in targets)), device=self._device))
         sums = torch.zeros(2, dtype=torch.float64)
         for micro_batch in micro_batches:
             losses = self._losses(micro_batch, self._model) / count
             losses.sum().backward()
             sums[: losses.numel()] += losses.detach().double().cpu().view(-1)
-        self.record.losses[number], self.record.z_losses[number] = sums.tolist()
-        if routers is not None and number == 1:
-            for layer, index in routers.places.items():
-                self.record.loads[layer] = routers.found[index, :-2].cpu()
-                self.record.router_losses[layer] = routers.found[index, -2:].cpu()
+        record.losses[number], record.z_losses[number] = sums.tolist()
+        if self._routers is not None and number == 1:
+            for layer, index in self._routers.places.items():
+                counted = self._routers.found[index].cpu()
+                record.loads[layer], record.router_losses[layer] = counted[:-2], counted[-2:]
 
     def _losses(self, micro_batch: MicroBatch, model: nn.Module) -> Tensor:
         inputs, targets, documents = micro_batch
-        given = (inputs.to(self._device), targets.to(self._device))
-        options = {"documents": None if documents is None else documents.to(self._device)}
-        in_float32 = f"{interface_of(model).routers}."
+        documents = None if documents is None else documents.to(self._device)
         weights = {
-            name: one if name.startswith(in_float32) else one.to(self._dtype) for name, one in model.named_parameters()
+            name: one if name.startswith(self._in_float32) else one.to(self._dtype)
+            for name, one in model.named_parameters()
         }
-        kernel: AbstractContextManager[Any] = nullcontext()
-        if self._dtype == torch.float32:
-            kernel = sdpa_kernel(SDPBackend.MATH)
-        with kernel:
-            losses: Tensor = functional_call(model, weights, given, options)
+        with sdpa_kernel(SDPBackend.MATH) if self._dtype == torch.float32 else nullcontext():
+            given = inputs.to(self._device), targets.to(self._device)
+            losses: Tensor = functional_call(model, weights, given, {"documents": documents})
         return losses
 
-    @property
-    def _routers(self) -> Any:
-        name = interface_of(self._model).routers
-        return self._model.get_submodule(name) if name else None
 
-    @torch.no_grad()
-    def _move_biases(self) -> None:
-        if self._routers is None or self._recipe.experts.balance != "bias":
-            return
-        for layer, index in self._routers.places.items():
-            loads = self._routers.found[index, :-2].double()
-            self._routers.bias_of(layer).add_((loads.mean() - loads).sign() * self._recipe.experts.bias_rate)
-
-
-def copied(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a plain model, by name, on the host."""
-    return {name: one.detach().cpu().clone() for name, one in [*model.named_parameters(), *model.named_buffers()]}
-
-
-def _filled(recipe: Recipe, device: torch.device) -> nn.Module:
-    whole = replace(recipe, batch=replace(recipe.batch, loss_chunks=1))
-    model = plain_model(whole, device_type=device.type)
+def _filled(twin: Twin, device: torch.device) -> nn.Module:
+    recipe = twin.recipe
+    model = plain_model(replace(recipe, batch=replace(recipe.batch, loss_chunks=1)), device_type=device.type)
     if recipe.float8.recipe != "none":
         from parallel.float8 import convert_linears
 
-        convert_linears(
-            model, replace(recipe.float8, all_gather=False, gather_activations=False), device_type=device.type
-        )
+        by_itself = replace(recipe.float8, all_gather=False, gather_activations=False)
+        convert_linears(model, by_itself, device_type=device.type)
+        if twin.degrees.context > 1:
+            _scale_in_parts(model, twin)
     model.to_empty(device=device)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
     shapes = {name: one.shape for name, one in tensors.items()}
     draw = cast(Callable[..., Any], model.initial_values)
     with torch.no_grad():
@@ -189,10 +183,11 @@ def _filled(recipe: Recipe, device: torch.device) -> nn.Module:
     return model
 
 
-def _scale_in_parts(model: nn.Module, parts: int, *, length: int, by: str) -> None:
-    """Let every float8 linear scale each part of the tokens by itself."""
-    order = torch.arange(length).view(2 * parts, -1)
-    if by == "gather":  # a part is one chunk from either end
+def _scale_in_parts(model: nn.Module, twin: Twin) -> None:
+    """Let every float8 linear scale parts of the tokens by themselves, as the processes of a context group do."""
+    parts = twin.degrees.context
+    order = torch.arange(twin.recipe.batch.sequence_length).view(2 * parts, -1)
+    if twin.recipe.mesh.context_by == "gather":  # a part is one chunk from either end
         order = order[[chunk for part in range(parts) for chunk in (part, 2 * parts - 1 - part)]]
     order = order.flatten()
 
@@ -204,25 +199,24 @@ def _scale_in_parts(model: nn.Module, parts: int, *, length: int, by: str) -> No
             module.forward = partial(in_parts, module.forward)
 
 
-def _optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
+def _optimizer(model: nn.Module, twin: Twin) -> Optimizer:
     """torch's own AdamW, without fused kernels; beside it a plain Muon. Another one is built as the run builds it."""
-    config = recipe.optimizer
+    config = twin.recipe.optimizer
     if config.name not in ("adamw", "muon"):
         from recipes.optimization.optimizer import build_optimizer
 
         return build_optimizer(model, config)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    inside = {one for block in blocks_of(model) for one in block.parameters()}
-    of_muon, decayed, others = [], [], []
-    for parameter in model.parameters():
-        is_matrix, is_embedding = parameter.dim() > 1, parameter in embeddings
-        if is_matrix and not is_embedding and parameter in inside and config.name == "muon":
-            of_muon.append(parameter)
+    inside = {one for block in blocks_of(model) for one in block.parameters()} if config.name == "muon" else set()
+    of_muon, decayed, others = list[nn.Parameter](), list[nn.Parameter](), list[nn.Parameter]()
+    for one in model.parameters():
+        if one.dim() > 1 and one in inside and one not in embeddings:
+            of_muon.append(one)
         else:
-            (decayed if is_matrix and (config.decay_embeddings or not is_embedding) else others).append(parameter)
+            (decayed if one.dim() > 1 and (config.decay_embeddings or one not in embeddings) else others).append(one)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     adamw = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False, fused=False)
-    return _Muon(of_muon, config, adamw, getattr(torch, recipe.fsdp.param_dtype)) if of_muon else adamw
+    return _Muon(of_muon, config, adamw, getattr(torch, twin.recipe.fsdp.param_dtype)) if of_muon else adamw
 
 
 class _Muon(Optimizer):
@@ -238,21 +232,17 @@ class _Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self._rest.step()
-        group, config = self.param_groups[0], self._config
-        for parameter in group["params"]:
-            state = self.state[parameter]
-            momentum = state.setdefault("momentum", torch.zeros_like(parameter))
-            mixed = config.momentum * momentum + (1 - config.momentum) * parameter.grad
-            momentum.copy_(mixed)
-            if config.nesterov:
-                mixed = config.momentum * mixed + (1 - config.momentum) * parameter.grad
+        config, rate, decay = self._config, self.param_groups[0]["lr"], self._config.momentum
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+            momentum.mul_(decay).add_((1 - decay) * parameter.grad)
+            mixed = decay * momentum + (1 - decay) * parameter.grad if config.nesterov else momentum
             rows, columns = parameter.shape[-2:]
-            scale = math.sqrt(max(1, rows / columns))
-            if config.lr_adjust == "match_rms_adamw":
-                scale = 0.2 * math.sqrt(max(rows, columns))
+            matched = config.lr_adjust == "match_rms_adamw"
+            scale = 0.2 * math.sqrt(max(rows, columns)) if matched else math.sqrt(max(1, rows / columns))
             whole = [_orthogonal(one.to(self._dtype), config.ns_steps) for one in mixed.view(-1, rows, columns)]
-            parameter.mul_(1 - group["lr"] * config.weight_decay)
-            parameter.sub_(group["lr"] * scale * torch.stack(whole).view_as(parameter).float())
+            parameter.mul_(1 - rate * config.weight_decay)
+            parameter.sub_(rate * scale * torch.stack(whole).view_as(parameter).float())
 
 
 def _orthogonal(matrix: Tensor, steps: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The launcher of one process, which needs no torchrun."""
 
+import json
 import platform
 import signal
 import subprocess
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from recipes.files.end import read_end
-from recipes.files.exit_codes import PREEMPTED, ended_by
+from recipes.files.exit_codes import PREEMPTED, WRONG, ended_by
 from recipes.lab.curves.listing import listing
-from tests.commands import run_command
-from tests.scripts.nodes import arguments, environment
+from tests.commands import Command, run_command
+from tests.processes import free_ports
+from tests.scripts.nodes import arguments, environment, losses
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +31,15 @@ WORKER = """if True:
     if what == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(int(what))
+"""
+PROVER = """if True:
+    import os, runpy, sys
+    train, *words = sys.argv[1:]
+    if words[-1] == "--prove":
+        open("proofs", "a").write(os.environ["RANK"])
+        sys.exit(int(open("code").read()))
+    sys.argv[:] = [train, *words]
+    runpy.run_path(train, run_name="__main__")
 """
 
 
@@ -97,3 +108,41 @@ def test_what_killed_a_run_is_said_by_name(fault: str, code: int, said: str, tmp
     assert f" {listing(folder)[1][1]} ".startswith(f" rank 1 on {platform.node()}{said[:20]}")
     log = (folder / "log.txt").read_text()
     assert "SIGTERM ended the run" not in log and (said in log or said.removeprefix(": ") in log)
+
+
+@pytest.mark.parametrize(
+    "place", [["--nproc-per-node=1"], ["--nproc-per-node=2"], ["--nnodes=2", "--nproc-per-node=1"]]
+)
+def test_a_recipe_is_proved_before_the_first_step_and_once_for_the_same_recipe(
+    place: list[str], tmp_path: Path, corpus: Path
+) -> None:
+    nodes, [port] = len(place), free_ports(1)
+    network = ["--master-addr=127.0.0.1", f"--master-port={port}"] if nodes > 1 else ["--standalone"]
+    recipe, *words = arguments(tmp_path, corpus, "run", "--run.steps", "4", "--run.prove_first", "true")
+    (tmp_path / "prover.py").write_text(PROVER)
+
+    def start(code: int, *more: str) -> tuple[set[int], str, str]:
+        """With this exit code of the proof: those of the launchers, their screen, and the ranks that proved."""
+        (tmp_path / "proofs").write_text("")
+        (tmp_path / "code").write_text(str(code))
+        train = [str(tmp_path / "prover.py"), str(LAUNCH.parents[1] / "train.py"), str(LAUNCH.parents[1] / recipe)]
+        numbers = [[f"--node-rank={node}"] if nodes > 1 else [] for node in range(nodes)]
+        command = [[*network, *place, *number, *train, *words, *more] for number in numbers]
+        started = [Command(str(LAUNCH), *one, cwd=tmp_path, env=environment()) for one in command]
+        said = "".join("".join(one.communicate()) for one in started)
+        return {one.wait() for one in started}, said, "".join(sorted((tmp_path / "proofs").read_text()))
+
+    everyone = "0" if place == ["--nproc-per-node=1"] else "01"
+    assert start(WRONG)[::2] == ({WRONG}, everyone)
+    assert not (tmp_path / "runs").exists()
+    codes, said, ranks = start(0)
+    assert (codes, ranks) == ({0}, everyone), said
+    assert said.count("launch: run.prove_first: the processes prove the recipe, and train if they can") == nodes
+    assert len(losses(tmp_path, "run")) == 4
+    [proved] = json.loads((tmp_path / "runs/run/proof.json").read_text()).values()
+    assert proved["nodes"] == [platform.node()] * nodes
+    codes, said, ranks = start(WRONG)
+    assert (codes, ranks) == ({0}, ""), said
+    assert "this run has its 4 steps already" in said
+    assert start(WRONG, "--run.steps", "5")[::2] == ({WRONG}, everyone)
+    assert len(losses(tmp_path, "run")) == 4

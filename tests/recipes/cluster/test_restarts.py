@@ -148,7 +148,9 @@ def test_damaged_attempts_are_reported_and_counted_anew(text: str, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("codes", "starts"), [((1, 69, 71, 77, 79, 137), 2), ((0, 2, 74, 75, 76, 78, 143), 1)], ids=["restarts", "does not"]
+    ("codes", "starts"),
+    [((1, 69, 71, 77, 79, 137), 2), ((0, 2, 74, 75, 76, 78, 80, 143), 1)],
+    ids=["restarts", "does not"],
 )
 def test_a_run_restarts_after_the_codes_that_the_page_marks_and_after_no_other(
     codes: tuple[int, ...], starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -160,11 +160,22 @@ def test_named_validation_losses_have_rows_and_their_texts_may_change(
     assert "validation_loss" in rows(other)[-1]
 
 
+BIASES = {
+    "model": {"experts": 4, "experts_per_token": 2, "expert_width": 32, "router_bias": True},
+    "experts": {"balance": "bias", "bias_rate": 0.01},
+}
+
+
 @pytest.mark.slow
-def test_run_without_validation_trains_as_the_same_run_with_it(small: Recipe, text: Path, alone: World) -> None:
+@pytest.mark.parametrize("sections", [{}, BIASES], ids=["dense", "biases of experts"])
+def test_run_without_validation_trains_as_the_same_run_with_it(
+    sections: dict[str, Any], small: Recipe, text: Path, alone: World
+) -> None:
+    """Of more steps than batches are read ahead."""
     without = change(
         small,
-        run={"name": "without", "steps": 2, "output": str(text.parent)},
+        **sections,
+        run={"name": "without", "steps": 8, "output": str(text.parent)},
         data={"source": str(text), "tokenizer": "train:300", "validation_fraction": 0.0},
         checkpoint={"every": 0},
     )

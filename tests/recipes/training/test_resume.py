@@ -4,6 +4,7 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,10 @@ pytestmark = pytest.mark.slow
 HALF, STEPS = 4, 8
 RESHARDING_TOLERANCE = 1e-6
 """Relative, in float32: sums over another number of processes are rounded differently."""
+GATHERED_FLOAT8: dict[str, Any] = {
+    "float8": {"recipe": "tensorwise", "emulate": True, "all_gather": True},
+    "fsdp": {"param_dtype": "bfloat16"},
+}
 
 
 def folder_of(recipe: Recipe, name: str) -> Path:
@@ -136,10 +141,10 @@ def test_training_survives_a_full_disk_and_a_damaged_checkpoint(small: Recipe) -
     assert names == ["damaged-step-00000006", "step-00000006", "step-00000008"]
 
 
-def interrupt_every_step(recipe: Recipe) -> dict[str, str]:
+def interrupt_every_step(recipe: Recipe) -> dict[str, list[str]]:
     """A whole run, and one that stops inside the gradient accumulation of every step and resumes from disk each time.
 
-    Returns the checksum of the newest checkpoint's shard, by run.
+    Returns the checksum of the newest checkpoint's shards, by run.
     """
     import xxhash
 
@@ -150,7 +155,7 @@ def interrupt_every_step(recipe: Recipe) -> dict[str, str]:
 
     def interrupt(*_: object, countdown: list[int]) -> None:
         countdown[0] -= 1
-        if countdown[0] == 0:  # the third micro-batch of eight
+        if countdown[0] == 0:  # the third micro-batch of a step
             raise Interrupted
 
     world = start("cpu", seed=0)
@@ -160,22 +165,25 @@ def interrupt_every_step(recipe: Recipe) -> dict[str, str]:
         with training(interrupted, world) as trainer:
             assert trainer.step == max(0, step - 2)  # the step before is repeated and saved; then the run stops
             trainer.built.model.register_forward_pre_hook(
-                partial(interrupt, countdown=[8 * (step - 1 - trainer.step) + 3])
+                partial(interrupt, countdown=[8 // world.size * (step - 1 - trainer.step) + 3])
             )
             with pytest.raises(Interrupted):
                 trainer.run()
             trainer.checkpoints.finish()
     assert train(interrupted, world) == 0
     stop()
-    last = f"checkpoints/step-{recipe.run.steps:08d}/shard-00000-of-00001.safetensors"
-    return {
-        name: xxhash.xxh3_128_hexdigest((folder_of(recipe, name) / last).read_bytes())
-        for name in ("uninterrupted", "interrupted")
-    }
+    last = f"checkpoints/step-{recipe.run.steps:08d}/shard-*"
+    shards = {name: sorted(folder_of(recipe, name).glob(last)) for name in ("uninterrupted", "interrupted")}
+    assert {len(files) for files in shards.values()} == {world.size}
+    return {name: [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files] for name, files in shards.items()}
 
 
-def test_a_run_interrupted_in_every_step_is_bit_equal(small: Recipe) -> None:
-    recipe = change(small, run={"steps": 4}, checkpoint={"every": 1, "keep": 2})
-    [found] = run_processes(1, interrupt_every_step, recipe)
+@pytest.mark.parametrize(("processes", "sections"), [(1, {}), (2, GATHERED_FLOAT8)], ids=["one", "gathered float8"])
+def test_a_run_interrupted_in_every_step_is_bit_equal(
+    processes: int, sections: dict[str, Any], small: Recipe, tmp_path: Path
+) -> None:
+    recipe = change(small, run={"steps": 4, "output": str(tmp_path)}, checkpoint={"every": 1, "keep": 2})
+    recipe = change(recipe, schedule={"kind": "cosine"}, **sections)
+    found, *_ = run_processes(processes, interrupt_every_step, recipe)
     assert found["uninterrupted"] == found["interrupted"]
     assert curve(change(recipe, run={"name": "uninterrupted"})) == curve(change(recipe, run={"name": "interrupted"}))
