@@ -377,8 +377,8 @@ OF_EXPERTS = (
         "the balance loss is divided by the tokens of this process",
         "Megatron-LM #3672",
         PASSES,
-        "self._routers.begin(sum_over_group(tokens, self.mesh.data_group))",
-        "self._routers.begin(tokens)",
+        "self.routers.begin(sum_over_group(tokens, self.mesh.data_group))",
+        "self.routers.begin(tokens)",
         "1.2.1.1.1.1:balance",
     ),
     Mutant(
@@ -437,12 +437,12 @@ OF_EXPERTS = (
         "1.1.1.1.1.1:sigmoid",
     ),
     Mutant(
-        "tokens are counted once more where a block is computed again",
-        "torchtitan #1593",
+        "biases move twice in a step",
+        "own",
         BALANCE,
-        "counted = self._routers.found.to(torch.float64)\n",
-        "self._routers.found *= 2\n        counted = self._routers.found.to(torch.float64)\n",
-        "1.1.1.1.1.1:sigmoid,full",
+        ".sign() * self._config.bias_rate * kept",
+        ".sign() * 2 * self._config.bias_rate * kept",
+        "1.1.1.1.1.1:sigmoid",
     ),
     Mutant(
         "biases follow the loads of the first process",
