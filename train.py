@@ -17,18 +17,16 @@ from recipes.files.interpreter import ShowVersion, explain_wrong_interpreter  # 
 explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.files.exit_codes import FINISHED, exit_code, leave_after  # noqa: E402
+from recipes.files.exit_codes import exit_code, leave_after  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
 USAGE = """\
 usage: train.py RECIPE [--section.field value ...]    (recipes are in configs/)
   train.py RECIPE                       train; scripts/run.sh uses all devices
-  train.py RECIPE --optimizer.lr 1e-3   override any field
   train.py RECIPE --check [--processes N [--nodes M]]   print it resolved
   train.py RECIPE --prove [--json]      compare these processes with one
   train.py RECIPE --plan [--help]       predict memory, time and cost on GPUs
-  train.py [RECIPE] --help [SECTION]    list all fields, or those of a section
-  train.py --version                    print the version"""
+  train.py [RECIPE] --help [SECTION]    list all fields, or those of a section; --version"""
 
 
 def main(arguments: list[str]) -> int:
@@ -38,8 +36,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", nargs=0, action=ShowVersion)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--prove", action="store_true")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--processes", type=int)
     parser.add_argument("--nodes", type=int)
     try:
@@ -47,6 +43,10 @@ def main(arguments: list[str]) -> int:
             from recipes.lab.plan.command import answer
 
             return answer(arguments)
+        if "--prove" in arguments:
+            from recipes.lab.prove.prove import answer as prove
+
+            return prove(arguments)
         return run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))
     except UserError as error:
         tell(str(error))
@@ -62,20 +62,14 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if any(count is not None and (count < 1 or not options.check) for count in (options.processes, options.nodes)):
         raise UserError("--processes N and --nodes M, at least 1, need --check; to train on N: NPROC=N scripts/run.sh")
     if options.help:
-        print_help(arguments, usage=USAGE)
-        return FINISHED
+        return print_help(arguments, usage=USAGE)
     if not arguments:
         raise UserError(f"no recipe given, as in train.py configs/smollm3_debug.toml --check\n\n{USAGE}")
     if options.check:
         from recipes.training.check import check
 
-        check(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
-        return FINISHED
+        return check(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
     loaded = load_run(arguments[0], arguments[1:])
-    if options.prove:
-        from recipes.lab.prove.prove import prove
-
-        return prove(loaded, as_json=options.json, began=options.began)
     from recipes.training.run import train  # torch, from here on
 
     return train(loaded, began=options.began)

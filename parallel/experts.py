@@ -8,6 +8,7 @@ R degree, E experts, D model width, P rows: one for each token and expert of it.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from parallel.mesh import ExpertMesh, Mesh, device_mesh, group_of
 messages = torch.ops._c10d_functional  # which take names of groups, as our operators must for torch.compile
 
 
+@lru_cache(maxsize=16)
 def with_experts(mesh: Mesh) -> Mesh:
     """The mesh, with the groups of processes that a model with experts needs."""
     degrees, devices = mesh.degrees, mesh.devices

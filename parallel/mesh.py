@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -61,7 +62,12 @@ class Mesh:
 
 
 def build_mesh(degrees: MeshDegrees, *, device_type: str) -> Mesh:
-    """The mesh of these degrees over all processes."""
+    """The mesh of these degrees over all processes; the same one, with its groups, for as long as these are joined."""
+    return _built(dist.group.WORLD, degrees, device_type)
+
+
+@lru_cache(maxsize=16)
+def _built(world: ProcessGroup, degrees: MeshDegrees, device_type: str) -> Mesh:
     return replace(mesh_over(device_mesh(degrees.dimensions, device_type=device_type)), degrees=degrees)
 
 

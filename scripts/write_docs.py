@@ -292,8 +292,7 @@ def _cell(feature: str, column: str, cases: list[str]) -> str:
         of_others = needed <= combinations.OF_STAGES and column not in combinations.STAGED
         of_others |= needed <= combinations.OF_EXPERTS and column not in combinations.EXPERT
         return "" if of_others else "-"
-    best = min(combinations.limits_of(case) for case in matching)
-    return "exact" if best == combinations.FLOAT32 else f"{best.gradient:.0%}"
+    return min(map(combinations.precision_of, matching), key=combinations.PRECISIONS.index)
 
 
 if __name__ == "__main__":

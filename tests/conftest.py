@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.quick import only_quick_work
+from tests.quick import may_be_slow, only_quick_work
 
 if TYPE_CHECKING:
     from parallel.dist import World
@@ -139,13 +139,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    with nullcontext() if item.get_closest_marker("slow") else only_quick_work():
+    with nullcontext() if may_be_slow(item) else only_quick_work():
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    with nullcontext() if item.get_closest_marker("slow") else only_quick_work():
+    with nullcontext() if may_be_slow(item) else only_quick_work():
         return (yield)
 
 

@@ -695,11 +695,12 @@ OF_CHECKPOINTS = (
         "1.1.1.1:",
     ),
     Mutant(
-        "a process loads the first of the shards that it needs",
+        "moments in the shards of other processes than the first are not loaded",
         "sglang #36438",
         STORAGE,
-        "for number in sorted(wanted):",
-        "for number in sorted(wanted)[:1]:",
+        "            wanted.setdefault(shard, []).append(part)\n",
+        '            if shard == 0 or not name.startswith("optimizer."):\n'
+        "                wanted.setdefault(shard, []).append(part)\n",
         "1.2.1.1:",
     ),
     Mutant(

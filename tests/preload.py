@@ -14,6 +14,7 @@ import parallel.order  # noqa: F401
 import recipes.checkpoint.checkpoints
 import recipes.cluster.stragglers
 import recipes.data.open_data
+import recipes.lab.prove.prove
 import recipes.recipe.command_line
 import recipes.training.build_run
 import recipes.training.run

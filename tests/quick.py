@@ -1,5 +1,5 @@
 """What a test without the mark `slow` may not do: start a process, compile or train a run. The small process that runs
-a chat template is allowed."""
+a chat template is allowed, and so are the four proofs of one file, which are marked `proof`."""
 
 import multiprocessing.process
 import os
@@ -13,6 +13,14 @@ from unittest import mock
 import pytest
 
 from recipes.data.text.chat import SERVE
+
+PROOFS = "tests/recipes/lab/test_prove_axes.py"
+
+
+def may_be_slow(test: pytest.Item) -> bool:
+    """Whether a test may do slow work."""
+    is_proof = test.get_closest_marker("proof") is not None and test.nodeid.partition("::")[0] == PROOFS
+    return is_proof or test.get_closest_marker("slow") is not None
 
 
 @contextmanager

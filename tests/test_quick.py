@@ -71,6 +71,11 @@ def test_thread():
     thread.join()
 
 
+@pytest.mark.proof
+def test_proof_of_another_file():
+    os.fork()
+
+
 @pytest.mark.slow
 def test_marked():
     subprocess.run([sys.executable, "-c", ""], check=True)
@@ -84,7 +89,7 @@ def test_quick():
 @pytest.mark.slow
 def test_tests_that_do_slow_work_without_the_mark_fail_with_the_sentence(tmp_path: Path) -> None:
     (tmp_path / "test_unmarked.py").write_text(UNMARKED)
-    options = [*("-p", "tests.conftest"), *("-p", "no:cacheprovider"), *("-o", "addopts="), *("-o", "markers=slow: x")]
+    options = [*("-p", "tests.conftest"), *("-p", "no:cacheprovider"), *("-o", "addopts="), *("-o", "markers=slow: x\nproof: x")]
     subprocess.run(
         [sys.executable, "-m", "pytest", *options, "--rootdir=.", "--junit-xml=found.xml", "."],
         cwd=tmp_path,
@@ -97,6 +102,7 @@ def test_tests_that_do_slow_work_without_the_mark_fail_with_the_sentence(tmp_pat
         found[case.attrib["name"]] = re.sub(r".*(mark this test slow: it [\w ]+).*", r"\1", said)
     process, compiles = "mark this test slow: it starts a process", "mark this test slow: it compiles"
     starting = ["test_popen", "test_fork_server", "test_fork", "test_fixture", "test_swallowed", "test_thread"]
+    starting += ["test_proof_of_another_file"]
     assert found == {
         **dict.fromkeys(starting, process),
         **dict.fromkeys(["test_compile", "test_compile_of_a_module"], compiles),

@@ -12,6 +12,7 @@ import tomli
 from models.config import CUSTOM, FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
+from recipes.files.exit_codes import FINISHED
 from recipes.files.reading import SHOWN, fault, read_whole, toml_table, user_path
 from recipes.recipe.fields import (
     COMMAND_LINE,
@@ -124,13 +125,15 @@ def load_run(
     return LoadedRecipe(recipe, weights.find() if weights and needs_weights else None, run.origins)
 
 
-def print_help(arguments: list[str], *, usage: str) -> None:
-    """Print what --help shows beside these arguments: a recipe with its overrides, a section, both or neither."""
+def print_help(arguments: list[str], *, usage: str) -> int:
+    """Print what --help shows beside these arguments: a recipe with its overrides, a section, both or neither. Returns
+    the exit code."""
     from recipes.recipe import command_line
 
     arguments, section = command_line.split_section(arguments)
     recipe = load(arguments[0], arguments[1:], rules=False) if arguments else None
     command_line.print_help(recipe, usage=usage, section=section)
+    return FINISHED
 
 
 def _initial_weights(values: Mapping[str, Any]) -> "InitialWeights | None":

@@ -120,9 +120,7 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
         wait_for_small_files(checkpoint, world)
     weights = _weights_for(loaded, checkpoint)
     starts_from = weights if recipe.model.weights and checkpoint is None else None
-    degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
-    mesh = process.mesh if process.mesh and process.mesh.degrees == degrees else None
-    built = build(recipe, world, weights=starts_from, mesh=mesh)
+    built = build(recipe, world, weights=starts_from)
     throughput = _throughput(recipe, process)
     _log_header(stage, process, built, throughput, starts_from)
     loader = open_loader(recipe, process, built.mesh, weights, checkpoint, several=at_several_lengths(loaded.recipe))

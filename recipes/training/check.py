@@ -14,6 +14,7 @@ from parallel.float8_limits import advice
 from recipes.data.text.pair_format import PairFormat
 from recipes.data.text.rows import first_problem
 from recipes.data.text.sources import is_hub, is_prepared
+from recipes.files.exit_codes import FINISHED
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 from recipes.files.reading import is_remote
 from recipes.files.screen import say
@@ -39,8 +40,8 @@ LARGEST_DEVICE = 192e9
 """Bytes; no device that the recipes name has more."""
 
 
-def check(path: str, arguments: Sequence[str], *, processes: int | None, nodes: int | None) -> None:
-    """Print the summary, the recipe and the verdict; all of standard output is TOML.
+def check(path: str, arguments: Sequence[str], *, processes: int | None, nodes: int | None) -> int:
+    """Print the summary, the recipe and the verdict; all of standard output is TOML. Returns the exit code.
 
     Raises UserError, whose last line is the verdict, for everything wrong with the recipe, if the run's folder cannot
     be used, if a first row cannot be read and, in a job's check, if the recipe is predicted not to fit the GPUs.
@@ -55,6 +56,7 @@ def check(path: str, arguments: Sequence[str], *, processes: int | None, nodes: 
         count = re.match("[0-9,]+ problems? in .*", str(error))
         raise UserError(f"{error}\nrefused: {count[0] if count else '1 problem'}") from None
     say(f"# {verdict}")
+    return FINISHED
 
 
 def look_at_first_rows(loaded: LoadedRecipe) -> str:

@@ -38,7 +38,7 @@ class Process:
     """Traces steps of this start, if the recipe asks for that."""
     # None until its first stage is built:
     mesh: Mesh | None = None
-    """Used again by a stage of the same degrees."""
+    """Its groups of processes."""
     metrics: MetricsWriter | None = None
     goodput: Goodput | None = None
     # What its results are counted from:

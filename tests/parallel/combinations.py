@@ -1,24 +1,21 @@
-"""The combinations that test_combinations.py, test_pipeline.py and test_experts.py train, as data.
+"""The combinations that test_combinations.py, test_pipeline.py and test_experts.py prove, as data.
 
-A case is "replicate.shard.context.tensor:option,option". With five numbers, the first is the pipeline degree, and every
-micro-batch is one row, also on one process. With six, the last is the expert degree of a model with experts.
+A case is "replicate.shard.context.tensor:option,option". With five numbers, the first is the pipeline degree. With six,
+the last is the expert degree of a model with experts. Most sizes are those of the case's twin
+(recipes/lab/prove/twin.py), which also has several micro-batches, in which targets are ignored unevenly.
 docs/parallelism.md shows the same. Imports no torch.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from recipes.recipe.rules_experts import older_than
 
-ROWS, LENGTH, VOCABULARY = 4, 48, 96
-PIPELINE_ROWS, PIPELINE_BLOCKS = 8, 4
-MODEL = {"layers": 2, "width": 48, "feed_forward_width": 96, "heads": 4, "key_value_heads": 2, "head_width": 12}
-MODEL |= {"vocabulary": VOCABULARY, "no_rope_every": 2}
+MODEL = {"layers": 2, "heads": 4, "key_value_heads": 2, "tied_embeddings": True, "no_rope_every": 2}
+PIPELINE_BLOCKS = 4
 MODELS: dict[str, dict[str, Any]] = {
     "untied": {"tied_embeddings": False},
-    "llama3": {"tied_embeddings": False, "no_rope_every": 0, "rope_scaling": "llama3", "rope_original_length": 16},
-    "nine": {"heads": 9, "key_value_heads": 3, "head_width": 4},
-    "eight": {"heads": 8, "key_value_heads": 4, "head_width": 6},
+    "llama3": {"tied_embeddings": False, "no_rope_every": 0, "rope_scaling": "llama3"},
     "rope": {"no_rope_every": 0},
     "six": {"layers": 6},
     "gemma": {
@@ -28,25 +25,18 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "olmo": {
         **{"no_rope_every": 0, "tied_embeddings": False, "qk_norm": "all", "norms": "after"},
-        **{"window": 7, "full_attention_every": 2, "rope_original_length": 16},
-        **{"rope_scaling": "yarn", "rope_scaled_layers": "full"},
+        **{"window": 7, "full_attention_every": 2, "rope_scaling": "yarn", "rope_scaled_layers": "full"},
     },
     "eight_blocks": {"layers": 8},
     "sigmoid": {"router": "sigmoid", "router_bias": True, "router_scale": 2.5, "shared_experts": 1, "dense_layers": 1},
-    "groups": {"expert_groups": 4, "groups_per_token": 2, "experts_per_token": 3},
+    "groups": {"expert_groups": 4, "groups_per_token": 2},
     "six_experts": {"experts": 6},
 }
-"""Option -> fields of the model. Nine heads are for 3 processes, eight for tensor 4 and for context 4 with tensor 2;
-RoPE in all layers makes one graph of both blocks, which halves what is compiled."""
-EXPERTS_MODEL = {"experts": 8, "experts_per_token": 2, "expert_width": 32}
+"""Option -> fields of the model. RoPE in all layers makes one graph of both blocks, which halves what is compiled."""
+EXPERTS_MODEL = {"experts": 8, "experts_per_token": 2}
 FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-FLOAT8_MODEL = {"width": 64, "feed_forward_width": 128, "head_width": 16}
-"""Halves of its matrices are multiples of 16."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zbv", "interleaved_zero_bubble")
-CHANGES_NUMBERS = {*MODELS, *FLOAT8, "documents", "masked", "last", "bf16", "muon", "z", "varied", "balance"}
-CHANGES_NUMBERS |= {"matrix_lr", "moments16"}
-"""Options with which one process trains to other numbers, too."""
-OF_STAGES = {*SCHEDULES, "varied", "split", "three"}
+OF_STAGES = {*SCHEDULES, "split", "three"}
 """Options that are for pipelines alone."""
 OF_EXPERTS = {"balance", "sigmoid", "groups"}
 """Options that are for experts alone."""
@@ -55,7 +45,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "no option": ("plain",),
     "documents": ("documents",),
     "loss chunks that do not divide the tokens": ("chunks",),
-    "gradient accumulation": ("accumulate",),
     "ZeRO-2": ("zero2",),
     "selective checkpointing": ("selective",),
     "full checkpointing": ("full",),
@@ -68,8 +57,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "Llama 3 (untied, scaled RoPE in all layers)": ("llama3",),
     "Gemma 3 (windows, norms of heads and around parts)": ("gemma",),
     "OLMo 3 (windows, norms of all heads together and after parts)": ("olmo",),
-    "a part of the tokens without targets": ("masked",),
-    "targets in one part of the vocabulary": ("last",),
     "z-loss": ("z",),
     "Muon": ("muon",),
     "bfloat16": ("bf16",),
@@ -80,7 +67,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "float8 tensorwise, activations gathered in float8": ("tensorwise", "gather_activations"),
     "float8 rowwise": ("rowwise",),
     "float8 rowwise, weight gradients in high precision": ("rowwise_with_gw_hp",),
-    "another number and length of micro-batches": ("varied",),
     "stages of a given, unequal split": ("split",),
     "three stages on each process": ("three",),
     **{f'schedule "{schedule}"': (schedule,) for schedule in SCHEDULES},
@@ -96,66 +82,47 @@ COLUMNS = ("tensor", "context by heads", "context by gather", "tensor x context"
 STAGED = ("pipeline", "pipeline with shard or replicate", "pipeline with tensor or context")
 EXPERT = ("expert", "expert with tensor or context", "expert with pipeline")
 """Columns of the page's table; those of pipelines and experts come last."""
-
-
-class Limits(NamedTuple):
-    """How far a mesh may be from one process."""
-
-    loss: float
-    """Of each of the losses, absolute."""
-    norm: float
-    """Of each of the gradient norms, relative."""
-    gradient: float
-    """Of each parameter's gradient in the first step: the norm of the difference, relative."""
-    half: float
-    """Of the better half of these gradients."""
-
-
-FLOAT32 = Limits(1e-5, 1e-4, 1e-4, 1e-4)
-# Measured: 6e-4, 9e-3, 9e-3. One process in bfloat16 is as far (9e-4, 6e-3, 9e-3) from itself in float32.
-BFLOAT16 = Limits(2e-3, 2e-2, 2e-2, 2e-2)
-# Measured: 2e-3, 1e-2, 3e-2, 3e-3; gradients are mostly within 1e-6. Sums in another order round a number that lies
-# between two float8 numbers the other way, and others after it. Scales of a part instead of the whole are 9e-2 off.
-FLOAT8_LIMITS = Limits(5e-3, 3e-2, 5e-2, 1e-2)
+PRECISIONS = ("exact", "bf16", "float8")
+"""From the most exact on."""
 
 _CASES = """
-1.1.1.2  plain untied,documents,chunks accumulate,zero2,full selective,half,untied offload,masked,llama3 last bf16
+1.1.1.2  plain untied,documents,chunks zero2,full selective,half,untied offload,llama3 bf16
 1.1.1.2  bf16,reduce16,prefetch,chunks tensorwise tensorwise,full,half,untied rowwise rowwise_with_gw_hp
 1.1.1.2  tensorwise,gather_activations
 1.1.1.2  compile,rope,selective,documents compile,rope,full,half,untied compile,rope,tensorwise
 1.1.1.2  gemma,documents gemma,compile,selective gemma,tensorwise,gather_activations,full
 1.1.1.2  olmo,full olmo,compile,documents olmo,rowwise,documents olmo,bf16,chunks
 1.1.2.1  gemma gemma,gather,documents gemma,compile,gather,full olmo,documents olmo,gather,selective
-1.1.2.1  plain untied,documents,chunks accumulate,zero2,offload full,half selective,documents masked,llama3,documents
-1.1.2.1  last bf16 tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp rowwise,accumulate,documents
-1.1.2.1  gather gather,documents gather,untied,full,offload gather,masked,accumulate,zero2 gather,bf16,selective
+1.1.2.1  plain untied,documents,chunks zero2,offload full,half selective,documents llama3,documents bf16
+1.1.2.1  tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp rowwise,documents
+1.1.2.1  gather gather,documents gather,untied,full,offload gather,zero2 gather,bf16,selective
 1.1.2.1  gather,rowwise_with_gw_hp gather,tensorwise compile,rope,bf16 compile,rope,gather,documents
-1.1.1.3  nine,documents
-1.1.3.1  nine,documents nine,gather
-1.2.1.2  plain full,prefetch untied,zero2,accumulate,documents,offload bf16,reduce16 tensorwise
+1.1.1.3  documents
+1.1.3.1  documents gather
+1.2.1.2  plain full,prefetch untied,zero2,documents,offload bf16,reduce16 tensorwise
 2.1.1.2  plain documents,full rowwise,documents
 1.2.2.1  plain untied,zero2,offload,prefetch gather,chunks bf16,prefetch tensorwise,all_gather compile,rope,documents
 2.1.2.1  plain documents,selective bf16,reduce16
-1.1.2.2  plain untied,documents,zero2,accumulate gather,documents,chunks masked,selective,chunks last,offload,untied
+1.1.2.2  plain untied,documents,zero2 gather,documents,chunks selective,chunks offload,untied
 1.1.2.2  llama3,documents,full,prefetch bf16 rowwise rowwise_with_gw_hp tensorwise,gather_activations,documents
 1.1.2.2  compile,rope,documents
 1.1.4.1  documents gather,untied,documents tensorwise
-1.1.1.4  eight,documents,chunks,untied
-1.2.1.2  olmo,documents gemma,zero2,accumulate
+1.1.1.4  documents,chunks,untied
+1.2.1.2  olmo,documents gemma,zero2
 1.1.2.2  gemma,documents olmo,gather,full
 1.2.2.2  gather,documents
 2.1.2.2  untied,chunks,offload
 2.2.2.1  documents,zero2
-2.2.1.2  accumulate,selective
-1.1.2.4  eight,documents
-1.1.4.2  eight,untied
+2.2.1.2  selective
+1.1.2.4  documents
+1.1.4.2  untied
 """
 
 _PIPELINES = """
-2.1.1.1.1  plain gpipe,untied,documents documents,chunks,z interleaved,documents,masked interleaved,untied,z,chunks
-2.1.1.1.1  interleaved_zero_bubble,zero2,untied,documents zbv,zero2,documents,last zbv,zero2,full,untied
+2.1.1.1.1  plain gpipe,untied,documents documents,chunks,z interleaved,documents interleaved,untied,z,chunks
+2.1.1.1.1  interleaved_zero_bubble,zero2,untied,documents zbv,zero2,documents zbv,zero2,full,untied
 2.1.1.1.1  interleaved_zero_bubble,zero2,full,half,z full,half,documents selective,untied offload,llama3,documents
-2.1.1.1.1  interleaved,three,six,selective,half split,untied,prefetch varied,documents muon,untied zbv,zero2,varied
+2.1.1.1.1  interleaved,three,six,selective,half split,untied,prefetch muon,untied
 2.1.1.1.1  bf16,documents bf16,reduce16,interleaved bf16,untied,zbv,zero2 bf16,untied,interleaved_zero_bubble,zero2
 2.1.1.1.1  tensorwise,documents rowwise,interleaved,documents tensorwise,zbv,zero2
 2.1.1.1.1  gemma,documents olmo,interleaved,full
@@ -163,7 +130,7 @@ _PIPELINES = """
 4.1.1.1.1  plain gpipe,documents,untied interleaved,eight_blocks,documents,untied zbv,zero2,eight_blocks bf16
 4.1.1.1.1  split,six,z interleaved_zero_bubble,zero2,eight_blocks,untied
 2.1.2.1.1  plain zbv,zero2,documents interleaved,untied,full interleaved,muon offload,documents tensorwise,all_gather
-2.1.2.1.1  interleaved,prefetch,bf16,reduce16 interleaved_zero_bubble,zero2,z gpipe,zero2,masked zbv,zero2,offload,muon
+2.1.2.1.1  interleaved,prefetch,bf16,reduce16 interleaved_zero_bubble,zero2,z gpipe,zero2 zbv,zero2,muon
 2.2.1.1.1  plain interleaved,documents zbv,zero2,untied rowwise
 2.1.1.1.2  plain zbv,zero2,untied,documents interleaved,selective,z bf16,gpipe compile,rope,full,half,untied
 2.1.1.1.2  tensorwise,gather_activations,documents olmo,documents
@@ -180,10 +147,10 @@ _PIPELINES = """
 _EXPERTS = """
 1.1.2.1.1.1  plain balance,documents sigmoid,muon
 1.1.2.1.1.2  plain sigmoid,documents sigmoid,groups,balance,untied balance,full,documents selective,sigmoid,half
-1.1.2.1.1.2  zero2,chunks,balance offload,untied z,masked muon,sigmoid bf16,balance prefetch,llama3 rowwise,sigmoid
+1.1.2.1.1.2  zero2,chunks,balance offload,untied z muon,sigmoid bf16,balance prefetch,llama3 rowwise,sigmoid
 1.1.2.1.1.2  compile,rope,documents,balance compile,rope,sigmoid,selective compile,rope,full tensorwise,balance
 1.1.1.1.2.1  plain balance,documents sigmoid,untied
-1.1.1.1.2.2  plain balance,sigmoid,untied documents,chunks selective,balance full,half,sigmoid muon bf16 last
+1.1.1.1.2.2  plain balance,sigmoid,untied documents,chunks selective,balance full,half,sigmoid muon bf16
 1.1.1.1.2.2  compile,rope,balance tensorwise,gather_activations rowwise,sigmoid,documents
 1.1.1.2.1.1  balance
 1.1.1.2.1.2  balance,documents gather,sigmoid,groups gather,balance,untied bf16,sigmoid compile,rope,balance
@@ -221,11 +188,9 @@ def options_of(case: str) -> set[str]:
 def features_of(case: str) -> set[str]:
     """The options by which a case counts in FEATURES."""
     options = options_of(case)
-    if len(degrees_of(case)) > 4:
-        options |= {"accumulate"}
     if len(degrees_of(case)) == 5:
         options |= {schedule_of(case)}
-    return options | ({"plain"} if options <= {"eight", "gather", "accumulate", "1f1b"} else set())
+    return options | ({"plain"} if options <= {"gather", "1f1b"} else set())
 
 
 def columns_of(case: str) -> set[str]:
@@ -258,33 +223,10 @@ def processes_of(case: str) -> int:
     return math.prod(degrees_of(case)[:5])
 
 
-def same_numbers(case: str) -> str:
-    """The case of one process with the same numbers.
-
-    A process scales its own rows and tokens to float8 by themselves, so the one process must scale as many parts.
-    """
-    *_, replicate, shard, context, _ = degrees_of(case)[:5]
-    count = len(degrees_of(case))
-    options = options_of(case) & CHANGES_NUMBERS
-    if options & {*FLOAT8}:
-        rows = ROWS if count > 4 or "accumulate" in options_of(case) else replicate * shard
-        options |= {f"parts{rows}x{context}"} | options_of(case) & {"gather"}
-    return ".".join("1" * count) + ":" + ",".join(sorted(options))
-
-
-def parts_of_scales(case: str) -> tuple[int, int]:
-    """In how many parts of the rows and of the tokens a case of one process scales float8."""
-    for option in options_of(case):
-        if option.startswith("parts"):
-            rows, _, tokens = option.removeprefix("parts").partition("x")
-            return int(rows), int(tokens)
-    return 1, 1
-
-
-def limits_of(case: str) -> Limits:
-    """What a case is held to."""
+def precision_of(case: str) -> str:
+    """What a case computes in, as the page's table calls it: one of PRECISIONS."""
     options = options_of(case)
-    return FLOAT8_LIMITS if options & {*FLOAT8} else BFLOAT16 if "bf16" in options else FLOAT32
+    return PRECISIONS[2 if options & {*FLOAT8} else 1 if "bf16" in options else 0]
 
 
 def refusal_of(case: str) -> str:
@@ -300,8 +242,7 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
     float8 = next((kind for kind in FLOAT8 if kind in options), "none")
     pipeline = degrees_of(case)[0] if len(degrees_of(case)) > 4 else 0
     is_sparse = len(degrees_of(case)) == 6
-    model = MODEL | {"tied_embeddings": True} | (FLOAT8_MODEL if float8 != "none" else {})
-    model |= {"layers": PIPELINE_BLOCKS} if pipeline else {}
+    model = MODEL | ({"layers": PIPELINE_BLOCKS} if pipeline else {})
     model |= EXPERTS_MODEL if is_sparse else {}
     for option in sorted(options & MODELS.keys()):
         model |= MODELS[option]

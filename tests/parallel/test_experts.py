@@ -6,8 +6,8 @@ tests/models/test_experts_hf.py.
 """
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import grouped_mm
 
 from models import experts as of_models
@@ -24,45 +24,35 @@ from models.interface import blocks_of
 from models.loss import IGNORED, SummedLoss
 from parallel import experts as of_parallel
 from parallel import fsdp
-from parallel.dist import start, stop
+from parallel.dist import stop
 from parallel.experts import AllToAll
-from parallel.mesh import build_mesh
-from recipes.metrics.clock import RunClock
-from recipes.optimization.skip_steps import StepGuard
-from recipes.recipe.schema import Recipe
-from recipes.training.build import Built, build
-from recipes.training.step import train_step
-from tests.meshes import mesh_degrees
-from tests.parallel.combinations import EXPERTS, degrees_of, processes_of, same_numbers, sections_of
-from tests.parallel.test_combinations import (
-    Trained,
-    batch_of,
-    require_same_numbers,
-    skip_refused,
-    train_cases,
-    trained_on,
-)
+from tests.parallel.combinations import EXPERTS, processes_of
 from tests.processes import run_processes
-from tests.training import change
+from tests.twins import (
+    Compared,
+    batch_of,
+    built_for,
+    compare_all,
+    compare_cases,
+    require_proved,
+    skip_refused,
+    take_step,
+)
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def trained(small: Recipe) -> Trained:
-    return trained_on(EXPERTS, small)
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    return compare_all(EXPERTS, tmp_path_factory.mktemp("twins"))
 
 
 @pytest.mark.parametrize("case", [case for cases in EXPERTS.values() for case in cases])
-def test_experts_train_to_the_numbers_of_one_process(case: str, trained: Trained) -> None:
-    require_same_numbers(case, trained[case], trained[same_numbers(case)])
+def test_experts_train_to_the_numbers_of_one_process(case: str, compared: Compared) -> None:
+    require_proved(compared[case])
 
 
-# Traps that a combination notices
-
-
-def averaged(unit: FSDPModule, factor: float) -> None:
-    """set_gradient_divide_factor() that is not called."""
+# Traps that end a proof
 
 
 def experts_inside(model: nn.Module, mesh: Any) -> None:
@@ -71,65 +61,30 @@ def experts_inside(model: nn.Module, mesh: Any) -> None:
         fully_shard(block.get_submodule("feed_forward.experts"), mesh=mesh.experts.fsdp)
 
 
-NUMBERS = "Not equal to tolerance|^assert|Lists differ"
-TRAPS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str]] = {
-    "21: gradients averaged where one mesh of FSDP has one process": (
-        "1.1.1.1.2.1:",
-        lambda: mock.patch.object(FSDPModule, "set_gradient_divide_factor", averaged),
-        NUMBERS,
-    ),
-    "22: the balance loss of parts of rows": (
-        "1.1.1.2.1.2:balance",
-        lambda: mock.patch.object(of_parallel.Sum, "forward", lambda _, hits: hits),
-        NUMBERS,
-    ),
-    "26: experts as a unit inside of a block that recomputes": (
-        "1.1.2.1.1.2:selective",
-        lambda: mock.patch.object(of_parallel, "shards_of_experts", experts_inside),
-        "of 2 failed",
-    ),
-}
+def units_inside_blocks() -> AbstractContextManager[Any]:
+    return mock.patch.object(of_parallel, "shards_of_experts", experts_inside)
+
+
+def products_of_torch() -> AbstractContextManager[Any]:
+    return mock.patch.object(of_models, "by_experts", lambda rows, m, ends: grouped_mm(rows, m.mT, offs=ends))
+
+
+TRAPS = {"26: experts as a unit inside of a block that recomputes": ("1.1.2.1.1.2:selective", units_inside_blocks)}
 if torch.__version__ < "2.15":  # since then, torch's grouped product is compiled in any dtype
-    TRAPS["27: torch's grouped product in a compiled block"] = (
-        "1.1.2.1.1.2:compile,rope",
-        lambda: mock.patch.object(of_models, "by_experts", lambda rows, m, ends: grouped_mm(rows, m.mT, offs=ends)),
-        "of 2 failed",
-    )
-"""What is put back -> the case that notices it, how it is put back, and what is said then."""
-
-
-def train_in_a_trap(trap: str, recipe: Recipe) -> list[dict[str, Any]]:
-    case, put_back, _ = TRAPS[trap]
-    with put_back():
-        return train_cases([case], recipe)
+    TRAPS["27: torch's grouped product in a compiled block"] = ("1.1.2.1.1.2:compile,rope", products_of_torch)
+"""What is put back -> the case that notices it, and how it is put back. 21 and a part of 22, which train wrongly, are
+among the silent faults of tests/mutants_training.py."""
 
 
 @pytest.mark.parametrize("trap", TRAPS)
-def test_a_trap_that_is_put_back_is_noticed(trap: str, small: Recipe) -> None:
-    case, _, said = TRAPS[trap]
+def test_a_trap_that_is_put_back_is_noticed(trap: str, tmp_path: Path) -> None:
+    case, fault = TRAPS[trap]
     skip_refused(case)
-    [alone] = run_processes(1, train_cases, [same_numbers(case)], small)
-    with pytest.raises(AssertionError, match=said):
-        found = run_processes(processes_of(case), train_in_a_trap, trap, small)
-        require_same_numbers(case, [one for [one] in found], alone)
+    with pytest.raises(AssertionError, match="of 2 failed"):
+        run_processes(processes_of(case), compare_cases, [case], tmp_path, (), fault)
 
 
 # Traps that need a look of their own
-
-
-def built_for(case: str, recipe: Recipe) -> Built:
-    world = start("cpu", seed=0)
-    mesh = build_mesh(mesh_degrees(degrees_of(case)), device_type="cpu")
-    return build(change(recipe, **sections_of(case)), world, mesh=mesh)
-
-
-def take_step(built: Built, step: int, *, rows: int = 1) -> float:
-    """The gradient norm of a step on this process's rows, so many of them in a micro-batch."""
-    mesh = built.mesh
-    inputs, targets = (part[mesh.data_rank :: mesh.data_ranks] for part in batch_of(step, set()))
-    micro_batches = [(inputs[n : n + rows], targets[n : n + rows], None) for n in range(0, len(inputs), rows)]
-    guard, clock = StepGuard(mesh, device=torch.device("cpu"), max_skipped_steps=3), RunClock(torch.device("cpu"))
-    return train_step(built, micro_batches, step=step, learning_rate=1e-3, guard=guard, clock=clock).norm.item()
 
 
 class PaddedAllToAll(AllToAll):
@@ -141,7 +96,7 @@ class PaddedAllToAll(AllToAll):
         return super().forward(rows, counts, lambda some, of: compute(torch.cat([some, padding]), of)[: len(some)])
 
 
-def rows_without_an_expert(case: str, recipe: Recipe, padded: bool) -> int:
+def rows_without_an_expert(case: str, padded: bool) -> int:
     """How many rows the products of a step had that belong to no expert."""
     found, original = [0], Experts.forward
 
@@ -151,17 +106,17 @@ def rows_without_an_expert(case: str, recipe: Recipe, padded: bool) -> int:
 
     put_back = mock.patch.object(of_parallel, "AllToAll", PaddedAllToAll) if padded else nullcontext()
     with put_back, mock.patch.object(Experts, "forward", forward):
-        take_step(built_for(case, recipe), 1)
+        take_step(built_for(case), 1, batch_of(1))
     stop()
     return found[0]
 
 
 @pytest.mark.parametrize("case", ["1.1.2.1.1.2:", "1.1.1.1.2.2:sigmoid,full"])
-def test_every_row_that_is_multiplied_belongs_to_an_expert(case: str, small: Recipe) -> None:
+def test_every_row_that_is_multiplied_belongs_to_an_expert(case: str) -> None:
     """Trap 20: what products make of other rows is never written, and is whatever was in that memory."""
     skip_refused(case)
-    assert run_processes(2, rows_without_an_expert, case, small, False) == [0, 0]
-    assert all(run_processes(2, rows_without_an_expert, case, small, True))
+    assert run_processes(2, rows_without_an_expert, case, False) == [0, 0]
+    assert all(run_processes(2, rows_without_an_expert, case, True))
 
 
 def of_all_tokens(self: Routers, layer: int, x: Tensor, routed: Any, original: Any = Routers.noted) -> Tensor:
@@ -170,26 +125,26 @@ def of_all_tokens(self: Routers, layer: int, x: Tensor, routed: Any, original: A
     return original(self, layer, x, (hits.sum(0, keepdim=True), probabilities.sum(0, keepdim=True), squares))
 
 
-def losses_of_balance(recipe: Recipe, rows: int, together: bool) -> tuple[float, list[float]]:
+def losses_of_balance(rows: int, together: bool) -> tuple[float, list[float]]:
     """(gradient norm, balance loss of each layer) of a step."""
-    built = built_for("1.1.1.1.1.1:balance", recipe)
+    built = built_for("1.1.1.1.1.1:balance")
     with mock.patch.object(Routers, "noted", of_all_tokens) if together else nullcontext():
-        norm = take_step(built, 1, rows=rows)
+        norm = take_step(built, 1, batch_of(1), rows=rows)
     routers: Any = built.model.routers
     stop()
     return norm, routers.found[:, -2].tolist()
 
 
-def test_the_balance_loss_is_the_same_with_any_number_of_micro_batches(small: Recipe) -> None:
+def test_the_balance_loss_is_the_same_with_any_number_of_micro_batches() -> None:
     """Trap 22."""
-    (one, few), (other, many) = (run_processes(1, losses_of_balance, small, rows, False)[0] for rows in (4, 1))
+    (one, few), (other, many) = (run_processes(1, losses_of_balance, rows, False)[0] for rows in (4, 1))
     np.testing.assert_allclose(few, many, rtol=1e-6)
     assert one == pytest.approx(other, rel=1e-6)
-    (one, few), (other, many) = (run_processes(1, losses_of_balance, small, rows, True)[0] for rows in (4, 1))
+    (one, few), (other, many) = (run_processes(1, losses_of_balance, rows, True)[0] for rows in (4, 1))
     assert np.abs(np.array(few) / np.array(many) - 1).min() > 1e-3
 
 
-def loads_and_calls(recipe: Recipe, mode: str) -> tuple[list[list[float]], int, float]:
+def loads_and_calls(mode: str) -> tuple[list[list[float]], int, float]:
     """(loads that a step counted, how often feed-forwards ran in it, loads that a validation added)."""
     calls, original = [0], SparseFeedForward.forward
 
@@ -197,27 +152,27 @@ def loads_and_calls(recipe: Recipe, mode: str) -> tuple[list[list[float]], int, 
         calls[0] += 1
         return original(self, *arguments)
 
-    built = built_for(f"1.1.1.1.1.1:{mode}", recipe)
+    built = built_for(f"1.1.1.1.1.1:{mode}")
     routers: Any = built.model.routers
     with mock.patch.object(SparseFeedForward, "forward", forward):
-        take_step(built, 1)
+        take_step(built, 1, batch_of(1))
     loads = routers.found[:, :-2].clone()
     with torch.no_grad():
-        built.model(*batch_of(2, set()))
+        built.model(*batch_of(2))
     stop()
     return loads.tolist(), calls[0], float((routers.found[:, :-2] - loads).sum())
 
 
-def test_blocks_that_compute_again_and_validations_count_no_token_twice(small: Recipe) -> None:
+def test_blocks_that_compute_again_and_validations_count_no_token_twice() -> None:
     """Trap 23: what a block counted itself would be counted as often as it runs."""
     (plain, once, added), (full, twice, added_too) = (
-        run_processes(1, loads_and_calls, small, mode)[0] for mode in ("untied", "untied,full")
+        run_processes(1, loads_and_calls, mode)[0] for mode in ("untied", "untied,full")
     )
     assert twice == 2 * once and full == plain and added == added_too == 0
     assert all(sum(loads) == 4 * 48 * 2 for loads in plain)
 
 
-def weights_of_routers(recipe: Recipe, rounded: bool) -> bool:
+def weights_of_routers(rounded: bool) -> bool:
     """Whether the routers of a bfloat16 model have the values of their parameters."""
     seen: dict[str, Tensor] = {}
     original = Routers.forward
@@ -233,30 +188,30 @@ def weights_of_routers(recipe: Recipe, rounded: bool) -> bool:
         return policy if "param_dtype" in changes else dataclasses.replace(policy, **changes)
 
     with mock.patch.object(fsdp, "replace", as_it_is) if rounded else nullcontext():
-        built = built_for("1.1.2.1.1.2:bf16", recipe)
+        built = built_for("1.1.2.1.1.2:bf16")
     before = {
         name: whole.full_tensor().clone() for name, whole in built.model.named_parameters() if name[:7] == "routers"
     }
     with mock.patch.object(Routers, "forward", forward):
-        take_step(built, 1)
+        take_step(built, 1, batch_of(1))
     stop()
     return all(torch.equal(seen[name], whole) for name, whole in before.items())
 
 
-def test_routers_of_a_bfloat16_model_are_not_rounded(small: Recipe) -> None:
+def test_routers_of_a_bfloat16_model_are_not_rounded() -> None:
     """Trap 25: of a rounded one, 0.3% of the tokens go to other experts."""
     skip_refused("1.1.2.1.1.2:bf16")
-    assert run_processes(2, weights_of_routers, small, False) == [True, True]
+    assert run_processes(2, weights_of_routers, False) == [True, True]
     with pytest.raises(AssertionError, match="same dtype"):
-        run_processes(2, weights_of_routers, small, True)
+        run_processes(2, weights_of_routers, True)
 
 
-def graphs_of_steps(case: str, recipe: Recipe) -> list[int]:
+def graphs_of_steps(case: str) -> list[int]:
     """Number of graphs that were compiled after each of ten steps with other loads, and different loads."""
-    built, found, loads = built_for(case, recipe), [], set()
+    built, found, loads = built_for(case), [], set()
     routers: Any = built.model.routers
     for step in range(1, 11):
-        take_step(built, step)
+        take_step(built, step, batch_of(step))
         found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         loads.add(tuple(routers.found[0, :-2].tolist()))
     stop()
@@ -265,17 +220,17 @@ def graphs_of_steps(case: str, recipe: Recipe) -> list[int]:
 
 
 @pytest.mark.parametrize("case", ["1.1.2.1.1.2:compile,rope", "1.1.1.1.1.1:compile,rope,sigmoid"])
-def test_other_loads_compile_nothing_anew(case: str, small: Recipe) -> None:
+def test_other_loads_compile_nothing_anew(case: str) -> None:
     """Trap 27: sizes follow from routing. A block is one graph (fullgraph=True), and stays it."""
     skip_refused(case)
-    for found in run_processes(processes_of(case), graphs_of_steps, case, small):
+    for found in run_processes(processes_of(case), graphs_of_steps, case):
         assert found[0] > 0 and len(set(found)) == 1, found
 
 
-def gradients_of_routers(recipe: Recipe, masked: bool) -> list[list[float]]:
+def gradients_of_routers(masked: bool) -> list[list[float]]:
     """Of the balance loss and the z-loss alone, in a step of which most tokens may have no target."""
-    built = built_for("1.1.1.1.1.1:balance", recipe)
-    inputs, targets = batch_of(1, set())
+    built = built_for("1.1.1.1.1.1:balance")
+    inputs, targets = batch_of(1)
     if masked:
         targets[:, 3:] = IGNORED
     built.passes._begin([(inputs, targets, None)], device=inputs.device)
@@ -286,8 +241,8 @@ def gradients_of_routers(recipe: Recipe, masked: bool) -> list[list[float]]:
     return found
 
 
-def test_losses_of_routers_are_means_over_all_tokens_however_many_have_targets(small: Recipe) -> None:
+def test_losses_of_routers_are_means_over_all_tokens_however_many_have_targets() -> None:
     """Prompts are routed, too: divided by the answers' tokens, the losses would weigh many times as much."""
-    [few], [all_of_them] = (run_processes(1, gradients_of_routers, small, masked) for masked in (True, False))
+    [few], [all_of_them] = (run_processes(1, gradients_of_routers, masked) for masked in (True, False))
     assert any(any(gradient) for gradient in few)
     np.testing.assert_allclose(few, all_of_them, rtol=1e-6)

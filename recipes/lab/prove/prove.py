@@ -19,21 +19,21 @@ from models.hf import beyond_hf
 from parallel.dist import World, on_main, start, stop
 from parallel.errors import UserError
 from recipes.data.batches import MicroBatch
-from recipes.files.exit_codes import FINISHED, WRONG
+from recipes.files.exit_codes import FINISHED, WRONG, ended_by
 from recipes.files.layout import CHECKPOINTS, EXPORT, step_folder
 from recipes.files.layout import SAVED as NEWEST
 from recipes.files.reading import user_path
 from recipes.files.screen import say
 from recipes.lab.prove.compare import EQUAL, FLOAT32, KINDS, Comparison, Difference, Limits, compared, limits_of
 from recipes.lab.prove.reference import Alone, Record
-from recipes.lab.prove.runs import GRADIENT_BAD, LOSS_BAD, SPIKE, read_all, run_twin
+from recipes.lab.prove.runs import GRADIENT_BAD, LOSS_BAD, SPIKE, Stopped, read_all, run_twin
 from recipes.lab.prove.text import WORDS, write_words
 from recipes.lab.prove.twin import SAVED, STEPS, Twin, elsewhere, twins_of
-from recipes.recipe.load import LoadedRecipe
+from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of
 
-PATIENCE = timedelta(minutes=20)
+PATIENCE = timedelta(minutes=5)
 """How long a process waits for another one, which may compile."""
 ATTEMPTS = 5
 """Seeds until no token of a twin has two experts that are equally good but for rounding."""
@@ -96,19 +96,27 @@ class Verdict:
         return json.dumps(verdict | {"meshes": [str(twin.degrees) for twin in self.twins], "comparisons": rows})
 
 
-def prove(loaded: LoadedRecipe, *, as_json: bool, began: float) -> int:
-    """Prove a recipe on the processes that the launcher started, and print the verdict. Returns the exit code."""
-    run = loaded.recipe.run
-    device = "auto" if run.device == "cuda" else run.device  # a laptop proves the logic of a recipe for GPUs
-    world = start(device, seed=run.seed, deterministic=run.deterministic, timeout=PATIENCE)
+def answer(arguments: Sequence[str]) -> int:
+    """Prove the recipe on the processes that the launcher started, and print the verdict. Returns the exit code.
+
+    arguments: those of train.py. Raises UserError for a recipe that cannot be trained.
+    """
+    began, left = time.monotonic(), [word for word in arguments if word not in ("--prove", "--json")]
+    if not left or left[0].startswith("-"):
+        raise UserError("the recipe must come first: train.py RECIPE --prove [--json] [--section.field value ...]")
+    recipe = load(left[0], left[1:], elsewhere=True)
+    device = "auto" if recipe.run.device == "cuda" else recipe.run.device  # a laptop proves recipes for GPUs, too
+    world = start(device, seed=recipe.run.seed, deterministic=recipe.run.deterministic, timeout=PATIENCE)
     try:
-        verdict = verdict_on(loaded.recipe, world)
+        verdict = verdict_on(recipe, world)
     except UserError:
         time.sleep(0 if world.is_main else 10)  # rank 0 most likely says it for all
         raise
+    except Stopped as stopped:
+        return ended_by(*stopped.args)
     if world.is_main:
-        seconds = time.monotonic() - began
-        say(verdict.json(seconds) if as_json else verdict.text(seconds))
+        shown = verdict.json if "--json" in arguments else verdict.text
+        say(shown(time.monotonic() - began))
     stop()
     return FINISHED if verdict.is_proved else WRONG
 
@@ -183,12 +191,12 @@ def against_one_process(twin: Twin, world: World) -> Proof:
     for attempt in range(ATTEMPTS):
         twin = twin.with_values("", **{"run.seed": (seed + attempt) % 2**32}).clipped(0.0)
         data = read_all(twin, world)
-        alone = _train_alone(twin, world, *data)
+        alone = _train_alone(twin, world, data[0], () if limit else data[1])
+        if limit:
+            twin = twin.clipped(world.messages.from_main(float(f"{median(alone.record.norms.values()):.3g}")))
+            alone = _train_alone(twin, world, *data)
         if not world.messages.from_main(alone.is_tied):
             break
-    if limit:
-        twin = twin.clipped(world.messages.from_main(float(f"{median(alone.record.norms.values()):.3g}")))
-        alone = _train_alone(twin, world, *data)
     whole = _train_alone(twin.exact, world, *data).record if twin.rounds else None
     limits = limits_of(twin, alone.record, whole, on_cpu=world.device.type == "cpu")
     run, what = run_twin(twin.recipe, world), f"{twin.precision}, one process"
@@ -205,7 +213,7 @@ def _train_alone(
             alone.skip(step, rate=rate)
         else:
             alone.step(step, micro_batches, rate=rate)
-        if step in (1, recipe.run.steps):
+        if held_out and step in (recipe.validation.every, recipe.run.steps):
             alone.validate(step, held_out)
     judged = [loss for step, loss in alone.record.losses.items() if judges and step > SPIKE]
     alone.record.guard = {SAVED: [1.0], STEPS: judged}

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW, Optimizer
 
-from models.experts import Experts
+from models.experts import SparseFeedForward
 from models.interface import blocks_of, interface_of
 from models.loss import IGNORED
 from recipes.data.batches import MicroBatch
@@ -29,6 +29,7 @@ from recipes.training.build import plain_model
 
 Tensors = dict[str, Tensor]
 TIE = 5e-6
+"""Scores that differ by this share may be in another order on a mesh, after some steps of float32."""
 
 
 @dataclass
@@ -70,15 +71,24 @@ class Alone:
         self._in_float32 = f"{routers}."
         self.record = Record(is_reference=True, initial=self._state())
         self.is_tied = False
-        """Whether the scores of a token's last expert and the next one were so near that rounding decides."""
-        for block in self._model.modules():
-            if isinstance(getattr(block, "experts", None), Experts):
-                vars(block)["_best"] = partial(self._look_for_ties, cast(Any, block)._best)
+        """Whether a token chose experts, or groups of them, whose scores were so near that rounding decides."""
+        for layer in self._model.modules():
+            if isinstance(layer, SparseFeedForward):
+                self._look_for_ties(layer)
 
-    def _look_for_ties(self, best: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
-        ordered, chosen = scores.sort(dim=-1, descending=True).values, self._recipe.model.experts_per_token
-        self.is_tied |= chosen < ordered.shape[-1] and bool((ordered[:, chosen - 1] - ordered[:, chosen]).min() < TIE)
-        return best(scores)
+    def _look_for_ties(self, layer: SparseFeedForward) -> None:
+        """Let a layer note whether it would choose others if, of any two experts, one scored more and one less."""
+        best = layer._best
+
+        def noting(scores: Tensor) -> Tensor:
+            chosen, numbers = best(scores), torch.arange(scores.shape[-1], device=scores.device)
+            for bit in range(len(numbers).bit_length()):
+                for share in (-TIE, TIE):
+                    moved = best(scores * (1 + share * (1 - 2 * (numbers >> bit & 1))))
+                    self.is_tied |= not torch.equal(moved.sort().values, chosen.sort().values)
+            return chosen
+
+        vars(layer)["_best"] = noting  # a function, which copies of the model share
 
     def step(self, number: int, micro_batches: Sequence[MicroBatch], *, rate: float) -> None:
         """Take a step of the whole global batch."""

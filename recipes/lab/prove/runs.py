@@ -16,7 +16,7 @@ from models.documents import Documents
 from models.interface import interface_of
 from models.loss import IGNORED
 from parallel.dist import World
-from parallel.fsdp import plain_name, without_wrapper
+from parallel.fsdp import plain_name, reshard, without_wrapper
 from parallel.mesh import build_mesh
 from parallel.passes import sum_over_group
 from recipes.data.batches import MicroBatch
@@ -41,7 +41,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 def thinned(micro_batches: Iterable[MicroBatch], first: int, share: int, size: int) -> Iterator[MicroBatch]:
-    """Ignore targets of text unevenly: of every fourth row of a global batch none, of others the first half, most, all.
+    """Ignore targets of text unevenly: of the outermost rows of a global batch none, of others all, half, most.
 
     first: the row that each batch begins with here; share, size: how many rows it has here, and in all.
     """
@@ -49,13 +49,19 @@ def thinned(micro_batches: Iterable[MicroBatch], first: int, share: int, size: i
     for inputs, targets, documents in micro_batches:
         count, length = targets.shape
         rows = first + (done + torch.arange(count, device=targets.device)) % share
-        begins = torch.tensor([0, length // 2, length - 5, length], device=targets.device)[(size - 1 - rows) % 4]
+        begins = torch.tensor([0, length, length // 2, length - 5], device=targets.device)[
+            torch.minimum(rows, size - 1 - rows) % 4
+        ]
         yield (
             inputs,
             targets.masked_fill(torch.arange(length, device=targets.device) < begins[:, None], IGNORED),
             documents,
         )
         done += count
+
+
+class Stopped(Exception):
+    """A signal, its number, has ended a proof."""
 
 
 class Watched(Trainer):
@@ -130,10 +136,10 @@ class Watched(Trainer):
         return losses
 
     def _spoil_loss(self) -> Any:
-        """Let the loss of the last of the processes with one be infinite, though all gradients are finite."""
+        """Let the loss of the first of the processes with one be infinite, though all gradients are finite."""
         mesh, model = self.built.mesh.devices, self.built.model
         coordinates = zip(mesh.mesh_dim_names or (), mesh.shape, mesh.get_coordinate() or (), strict=True)
-        if any(here != size - 1 for name, size, here in coordinates if name != "pipeline"):
+        if any(here for name, _, here in coordinates if name != "pipeline"):
             return None
         loss = model.get_submodule(interface_of(model).loss)
         return loss.register_forward_hook(lambda module, arguments, output: output + math.inf)
@@ -147,6 +153,7 @@ class Watched(Trainer):
             self.record.loads[layer], self.record.router_losses[layer] = counted[index, :-2], counted[index, -2:]
 
     def _whole(self) -> Tensors:
+        reshard(self.built.model)  # what a validation has gathered is rounded
         return self._on_host([*self.built.model.named_parameters(), *self.built.model.named_buffers()])
 
     def _on_host(self, named: Any) -> Tensors:
@@ -170,7 +177,10 @@ def run_twin(recipe: Recipe, world: World) -> Record:
     with Console(silent=True) as console:
         trainer = Watched(build_run(LoadedRecipe(recipe), Process(world, console, RunClock(world.device))))
         first, record = trainer.step, trainer.record
-        if code := trainer.run():
+        code = trainer.run()
+        if number := trainer.interruption.noted:
+            raise Stopped(number)
+        if code:
             record.ended = record.ended or f"the run ended with exit code {code}"
         if trainer.checkpoints:
             trainer.checkpoints.finish_copies()

@@ -77,7 +77,8 @@ class Twin:
     def short(self) -> "Twin":
         """Two steps of the same, all of which count."""
         few = {"run.steps": 2, "run.loss_spike_z": 0.0, "checkpoint.every": 0}
-        return self.with_values("-short", **few, **{"validation.average": 0, "validation.every": 1})
+        few |= {"validation.every": 2, "validation.batches": 1, "validation.average": 0}
+        return self.with_values("-short", **few)
 
     def clipped(self, norm: float) -> "Twin":
         """The same with this limit of gradient norms."""
@@ -198,7 +199,7 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         "compile.autotune": False,
         "compile.cache": "",
         "optimizer.lr": RATE,
-        "optimizer.matrix_lr": RATE * optimizer.matrix_share if optimizer.matrix_lr else 0.0,
+        "optimizer.matrix_lr": RATE * min(optimizer.matrix_share, 4.0) if optimizer.matrix_lr else 0.0,
         "optimizer.eps": max(optimizer.eps, 1e-5),  # else the smallest gradients become updates of full size
         "schedule.warmup_steps": 6 if kind == "constant" else 2,  # the rate changes after a resume
         "schedule.decay_steps": 3 if kind == "wsd" else 0,
@@ -248,7 +249,7 @@ def _decoder(recipe: Recipe, degrees: MeshDegrees, _: Path) -> ModelConfig:
     # Keys of a tensor rank are enough for a context group, or are copied.
     keys_there, ratio = max(1, model.key_value_heads // mesh.tensor), model.heads // model.key_value_heads
     context = degrees.context if mesh.context_by == "heads" else 1
-    keys = context * (1 + (keys_there > mesh.context)) if keys_there % mesh.context == 0 else 1
+    keys = context * (1 + (keys_there > mesh.context)) if keys_there % mesh.context == 0 else min(keys_there, 2)
     ratio = next(n for n in range(min(ratio, 2), 2 * context + 2) if keys * n % context == 0)
     has_scale = model.attention_scale_width not in (0, model.head_width)
     experts = _experts(recipe, degrees) if model.experts else {}
