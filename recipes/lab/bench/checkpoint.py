@@ -81,20 +81,10 @@ def _work(rank: int, processes: int, folder: Path, options: argparse.Namespace) 
     dist.destroy_process_group()
 
 
-class Block(nn.Module):
+def block(width: int) -> nn.Sequential:
     """The parameters of a transformer block; what it computes is meaningless."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(width)
-        self.linears = nn.ModuleList(
-            nn.Linear(a, b, bias=False)
-            for a, b in ((width, 2 * width), (width, width), (width, 3 * width), (3 * width, width))
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = self.linears[2](self.linears[1](self.norm(x)))
-        return self.linears[3](wide) + self.linears[0](x)[..., : x.shape[-1]]
+    shapes = ((width, width), (width, 3 * width), (3 * width, width), (width, 2 * width))
+    return nn.Sequential(nn.RMSNorm(width), *(nn.Linear(*shape, bias=False) for shape in shapes), nn.GLU())
 
 
 class Bench:
@@ -103,9 +93,9 @@ class Bench:
     def __init__(self, folder: Path, width: int) -> None:
         self.folder = folder
         mesh = build_mesh(MeshConfig().fit(dist.get_world_size()), device_type="cpu")
-        self.model = nn.Sequential(*(Block(width) for _ in range(12)))
-        for block in self.model:
-            fully_shard(block, mesh=mesh.fsdp)
+        self.model = nn.Sequential(*(block(width) for _ in range(12)))
+        for part in self.model:
+            fully_shard(part, mesh=mesh.fsdp)
         fully_shard(self.model, mesh=mesh.fsdp)
         self.optimizer = build_optimizer(self.model, OptimizerConfig())
         self.model(torch.randn(2, width)).sum().backward()
