@@ -32,7 +32,7 @@ from recipes.files.screen import Screen, open_missing, tell  # noqa: E402
 from recipes.files.units import counted  # noqa: E402
 
 if TYPE_CHECKING:
-    from recipes.data.text.pair_format import PairFields
+    from recipes.data.text.row import Fields
     from recipes.data.text.tokenizer import Tokenizer
     from recipes.data.tokens.shards import Index
     from recipes.data.tokens.workspace import Preparation
@@ -191,7 +191,7 @@ def _require_valid(options: argparse.Namespace) -> None:
         raise UserError(f"--text-documents {options.text_documents} {problem}")
 
 
-def _finish(folder: Path, fields: "PairFields", options: argparse.Namespace) -> None:
+def _finish(folder: Path, fields: "Fields", options: argparse.Namespace) -> None:
     """Write what stands beside the shards once all are there, and print what they hold."""
     from recipes.data.tokens.shards import bad_rows, open_index
 
@@ -203,7 +203,7 @@ def _finish(folder: Path, fields: "PairFields", options: argparse.Namespace) -> 
     _print_contents(folder, index)
 
 
-def _fields(options: argparse.Namespace) -> "PairFields":
+def _fields(options: argparse.Namespace) -> "Fields":
     """What is read of a row. Raises UserError for options that do not fit together."""
     from recipes.data.config import ONLY_OF_PAIRS, DataConfig
     from recipes.data.pair_rules import pair_problems
@@ -226,7 +226,7 @@ def _fields(options: argparse.Namespace) -> "PairFields":
     return pair_format(data, {}, encoder_decoder=options.encoder_decoder)
 
 
-def _say_ends(fields: "PairFields", tokenizer: "Tokenizer") -> None:
+def _say_ends(fields: "Fields", tokenizer: "Tokenizer") -> None:
     """Say what is wrong with the ends of the answers of chats."""
     if not isinstance(fields, str) and fields.template:
         from recipes.data.text.chat import ends_of_answers
@@ -236,7 +236,7 @@ def _say_ends(fields: "PairFields", tokenizer: "Tokenizer") -> None:
             say(f"--messages-field: {note}")
 
 
-def _keep_template(folder: Path, fields: "PairFields") -> None:
+def _keep_template(folder: Path, fields: "Fields") -> None:
     """Put a chat template beside the tokenizer, where recipes look for it."""
     if not isinstance(fields, str) and fields.template:
         from recipes.data.text.chat import chat_files
