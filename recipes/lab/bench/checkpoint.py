@@ -37,23 +37,17 @@ Row = dict[str, float]
 
 
 def main(arguments: list[str]) -> int:
-    """Prints medians and ratios, and writes all measurements as JSON to the file of --out."""
+    """Prints medians and ratios. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="bench.py --suite checkpoint", description=__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--width", type=int, default=768, help="width of the twelve blocks")
     parser.add_argument("--repeats", type=int, default=7, help="measured rounds, after one for warm-up")
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
-    parser.add_argument("--out", type=Path, help="JSON file for all measurements")
     options = parser.parse_args(arguments)
-    results: dict[int, list[Row]] = {}
     for processes in options.processes:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        with tempfile.TemporaryDirectory() as folder:
             multiprocessing.spawn(_work, (processes, Path(folder), options), nprocs=processes)
-            results[processes] = json.loads((Path(folder) / ROWS).read_text())
-        _print(processes, results[processes])
+            _print(processes, json.loads((Path(folder) / ROWS).read_text()))
     say(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores")
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1))
     return 0
 
 

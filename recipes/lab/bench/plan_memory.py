@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from textwrap import wrap
+from typing import Any
 
 from models.sizes import SIZES
 from parallel.config import (
@@ -109,10 +110,11 @@ def _row(published: Published) -> Row:
         global_batch_size=int(row["micro_batch"]) * int(row["accum"]) * degrees.data_parallel,
     )
     second = row["ac"] == "selective_op2"
+    numbers: dict[str, Any] = {field: int(row[column]) for field, column in NUMBERS.items()}
     recipe = Recipe(
         model=replace(
             SIZES["llama3_8b"],
-            **{field: int(row[column]) for field, column in NUMBERS.items()},
+            **numbers,
             head_width=int(row["hidden"]) // int(row["heads"]),
             tied_embeddings=row["tied"] == "1",
         ),
