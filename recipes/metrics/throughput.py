@@ -154,15 +154,8 @@ def extremes(rows: Tensor) -> Tensor:
 
 def extreme_columns(column: str, ends: Sequence[float]) -> dict[str, float]:
     """The columns that say which process has most and least. ends: of extremes()."""
-    if not ends:
-        return {}
-    most, most_rank, least, least_rank = ends
-    return {
-        f"{column}_most": most,
-        f"{column}_most_rank": int(most_rank),
-        f"{column}_least": least,
-        f"{column}_least_rank": int(least_rank),
-    }
+    names = ("most", "most_rank", "least", "least_rank") if ends else ()
+    return {f"{column}_{name}": int(n) if "rank" in name else n for name, n in zip(names, ends, strict=True)}
 
 
 def peak_memory_gib() -> float:
