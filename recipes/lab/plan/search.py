@@ -248,11 +248,9 @@ def what_would_fit(whole: Search) -> Iterator[str]:
     if peak(offloaded, least.degrees) <= whole.limit and not least.recipe.optimizer.facts.orthogonalizes:
         yield "fsdp.cpu_offload = true, which is slow: its time is not predicted"
     for times in MORE:
-        processes = times * space.world.processes
-        nodes = -(
-            -processes // (whole.gpu.per_node if space.world.nodes == 1 else space.world.processes // space.world.nodes)
-        )
-        larger = replace(space, world=replace(space.world, processes=processes, nodes=nodes))
+        world, processes = space.world, times * space.world.processes
+        nodes = -(-processes // (whole.gpu.per_node if world.nodes == 1 else world.processes // world.nodes))
+        larger = replace(space, world=replace(world, processes=processes, nodes=nodes))
         if processes % nodes == 0 and Search(larger).fits():
             yield f"{processes:,} GPUs on {nodes:,} {'node' if nodes == 1 else 'nodes'}"
             return

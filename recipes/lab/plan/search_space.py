@@ -240,11 +240,8 @@ class Space:
         given = self.recipe.mesh
         if degrees == self.own_degrees and mesh.context_by == given.context_by:
             return given
-        if (
-            {"mesh.replicate", "mesh.shard"} & self.fixed
-            or self.world.nodes == 1
-            or degrees.replicate != self.world.nodes
-        ):
+        nodes = self.world.nodes
+        if {"mesh.replicate", "mesh.shard"} & self.fixed or nodes == 1 or degrees.replicate != nodes:
             return mesh
         return replace(mesh, replicate=1, shard="node")
 
