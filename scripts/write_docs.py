@@ -47,11 +47,6 @@ STAGE_NAME = "^[A-Za-z][A-Za-z0-9_]*$"
 
 
 def schema_text() -> str:
-    """The JSON schema of recipes."""
-    return json.dumps(recipe_schema(), indent=1) + "\n"
-
-
-def recipe_schema() -> dict[str, Any]:
     """The JSON schema of a recipe's file. What spans several fields it cannot say: `train.py RECIPE --check` does."""
     keys = field_types()
     of_stages = {key for key in keys if (key.partition(".")[0] in SECTIONS or key in FIELDS) and key not in REASONS}
@@ -66,11 +61,9 @@ def recipe_schema() -> dict[str, Any]:
     )
     stages = {"type": "array", "items": stage | {"required": ["name"]}, "description": "In the order of the run."}
     base = {"type": "string", "description": "File whose values this one overrides, relative to this one."}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Shardwright recipe",
-        **_object("One run.", {"base": base, **_schema_tables(set(keys)), "stages": stages}),
-    }
+    recipe = _object("One run.", {"base": base, **_schema_tables(set(keys)), "stages": stages})
+    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Shardwright recipe"}
+    return json.dumps(about | recipe, indent=1) + "\n"
 
 
 def _schema_tables(keys: set[str]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from recipes.data.tokens.shards import (
     Shards,
     array_path,
     shard_path,
+    shards_from,
 )
 from recipes.data.tokens.workspace import preparation
 from recipes.files.screen import say
@@ -114,12 +115,12 @@ def _random_shards(folder: Path, tokens: int) -> None:
     for number in range(tokens // size):
         values = generator.integers(1, 50_000, size, dtype=np.uint16)
         values[generator.integers(0, size, size // 800)] = END
-        arrays = {TRAIN: values, VALIDATION: values[:0], DOCUMENTS: np.zeros(0, dtype=DOCUMENT)}
+        arrays = {TRAIN: values, VALIDATION: values[: 4 * LENGTH], DOCUMENTS: np.array([(size, 0, 1)], dtype=DOCUMENT)}
         for kind in ARRAYS:
             np.save(array_path(folder, number, kind), arrays[kind])
         last = number == tokens // size - 1
-        shard = Shard(size, 0, 0, 0, 0, 0, 0.0, 1.0, None, last)
-        shard_path(folder, number).write_text(json.dumps(shard.__dict__))
+        shard = Shard(size, 4 * LENGTH, 1, 1, 0, 0, 0.0, 1.0, None, last, number=number)
+        shard_path(folder, number).write_text(json.dumps(shard.stored))
 
 
 def _resume(folder: Path, count: int) -> float:
@@ -128,18 +129,13 @@ def _resume(folder: Path, count: int) -> float:
     tokenizer = _tokenizer(folder, 300)
     section = DataConfig(source=str(shards), cache=str(folder / "cache"))
     if not shards.exists():
-        shards.mkdir()
-        generator = np.random.default_rng(0)
-        documents = np.array([(2**26, 0, 1)], dtype=DOCUMENT)
-        arrays = {TRAIN: generator.integers(1, 300, 2**26, dtype=np.uint16), DOCUMENTS: documents}
-        arrays[VALIDATION] = arrays[TRAIN][: 4 * LENGTH]
+        _random_shards(shards, 2**26)
         for kind in ARRAYS:
-            np.save(array_path(shards, 0, kind), arrays[kind])
             for number in range(1, count):
                 os.link(array_path(shards, 0, kind), array_path(shards, number, kind))
-        sums = {kind: xxhash.xxh3_64_hexdigest(arrays[kind].data) for kind in ARRAYS}
-        whole = Shard(2**26, 4 * LENGTH, 1, 1, 0, 0, 0.0, 1.0, None, last=False, checksums=sums)
-        entries = (*([whole] * (count - 1)), replace(whole, last=True))
+        sums = {kind: xxhash.xxh3_64_hexdigest(np.load(array_path(shards, 0, kind)).data) for kind in ARRAYS}
+        whole = replace(next(shards_from(shards, 0)), checksums=sums)
+        entries = (*([replace(whole, last=False)] * (count - 1)), whole)
         share = section.validation_fraction
         index = Index(FORMAT_VERSION, "", "source", tokenizer.fingerprint, share, ("",), entries)
         (shards / INDEX).write_text(index.json())

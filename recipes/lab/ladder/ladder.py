@@ -189,8 +189,7 @@ def _fits(points: Sequence[EndedRun]) -> Iterator[tuple[float, Fit]]:
     """The fit after each share; before the end only where losses fall with size and tokens already."""
     for share in SHARES:
         with suppress(UserError) if share < 1 else nullcontext():
-            curves = [(*zip(*point.curve, strict=True),) for point in points]  # shares, losses
-            there = [float(numpy.interp(share, *curve)) for curve in curves]
+            there = [float(numpy.interp(share, *numpy.array(point.curve).T)) for point in points]
             yield share, fit_law([replace(point, loss=loss) for point, loss in zip(points, there, strict=True)])
 
 
