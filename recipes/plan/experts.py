@@ -7,7 +7,6 @@ from functools import cached_property
 from models.activations import Kept, saved_per_token
 from parallel.axes import axis_of_experts
 from recipes.plan.sizes import Pieces, Sizes, Unit
-from recipes.plan.stages import Part
 
 
 @dataclass(frozen=True)
@@ -139,13 +138,3 @@ class SparseSizes(Sizes):
         of_experts = {"parameters": 4 * elements, "moments": moments}
         rest = {name: state[name] - size for name, size in of_experts.items()}
         return rest | {f"{name} of experts": size for name, size in of_experts.items()}
-
-
-@dataclass(frozen=True)
-class SparsePart(SparseSizes, Part):
-    """Sizes of one process of a pipeline."""
-
-    @cached_property
-    def returned(self) -> float:
-        model = self.recipe.model
-        return super().returned - 2 * self.widths.inner + self.rows * (2 * model.expert_width + model.width)

@@ -9,7 +9,8 @@ Imports no torch.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 from models.activations import norm_per_token
 from parallel.config import MeshDegrees, PipelineConfig
@@ -161,8 +162,21 @@ def parts(recipe: Recipe, degrees: MeshDegrees, *, imbalance: float = 1.0) -> It
         if recipe.model.experts:
             dense = sum(layer < recipe.model.dense_layers for layer in found.layers_of(rank))
             own = replace(own, dense_layers=dense)
-            from recipes.plan.experts import SparsePart  # most models have none
-
-            yield name, SparsePart(replace(recipe, model=own), *arguments, imbalance=imbalance)
+            yield name, _sparse_part()(replace(recipe, model=own), *arguments, imbalance=imbalance)
         else:
             yield name, Part(replace(recipe, model=own), *arguments)
+
+
+@cache
+def _sparse_part() -> Any:
+    """Part of a model with experts. Most have none."""
+    from recipes.plan.experts import SparseSizes
+
+    @dataclass(frozen=True)
+    class SparsePart(SparseSizes, Part):
+        @cached_property
+        def returned(self) -> float:
+            model = self.recipe.model
+            return super().returned - 2 * self.widths.inner + self.rows * (2 * model.expert_width + model.width)
+
+    return SparsePart
