@@ -33,7 +33,7 @@ from recipes.files.screen import Screen, open_missing, tell  # noqa: E402
 from recipes.files.units import counted  # noqa: E402
 
 if TYPE_CHECKING:
-    from recipes.data.text.row import Fields
+    from recipes.data.text.pair_format import PairFields
     from recipes.data.text.tokenizer import Tokenizer
     from recipes.data.tokens.shards import Index
     from recipes.data.tokens.workspace import Preparation
@@ -186,7 +186,7 @@ def _require_valid(options: argparse.Namespace) -> None:
         raise UserError(f"--text-documents {options.text_documents} {problem}")
 
 
-def _finish(folder: Path, fields: "Fields", options: argparse.Namespace) -> None:
+def _finish(folder: Path, fields: "PairFields", options: argparse.Namespace) -> None:
     """Write what stands beside the shards once all are there, and print what they hold."""
     from recipes.data.tokens.shards import bad_rows, open_index
 
@@ -198,7 +198,7 @@ def _finish(folder: Path, fields: "Fields", options: argparse.Namespace) -> None
     _print_contents(folder, index)
 
 
-def _fields(options: argparse.Namespace) -> "Fields":
+def _fields(options: argparse.Namespace) -> "PairFields":
     """What is read of a row. Raises UserError for options that do not fit together."""
     from recipes.data.config import DataConfig
     from recipes.data.pair_rules import pair_problems
@@ -214,7 +214,7 @@ def _fields(options: argparse.Namespace) -> "Fields":
     return pair_format(data, {}, encoder_decoder=options.encoder_decoder)
 
 
-def _say_ends(fields: "Fields", tokenizer: "Tokenizer") -> None:
+def _say_ends(fields: "PairFields", tokenizer: "Tokenizer") -> None:
     """Say what is wrong with the ends of the answers of chats."""
     if not isinstance(fields, str) and fields.template:
         from recipes.data.text.chat import ends_of_answers
@@ -224,7 +224,7 @@ def _say_ends(fields: "Fields", tokenizer: "Tokenizer") -> None:
             say(f"--messages-field: {note}")
 
 
-def _keep_template(folder: Path, fields: "Fields") -> None:
+def _keep_template(folder: Path, fields: "PairFields") -> None:
     """Put a chat template beside the tokenizer, where recipes look for it."""
     if not isinstance(fields, str) and fields.template:
         from recipes.data.text.chat import chat_files

@@ -31,7 +31,7 @@ from recipes.files.units import counted
 
 if TYPE_CHECKING:
     from recipes.data.pair_sequences import Pairing, PairSequences
-    from recipes.data.text.row import Fields
+    from recipes.data.text.pair_format import PairFields
     from recipes.data.tokens.background import Background
 
 
@@ -55,7 +55,7 @@ class DataSettings:
     """Names of the sources that the run reads at several sequence lengths."""
 
     @property
-    def fields(self) -> "Fields":
+    def fields(self) -> "PairFields":
         """What is read of a row."""
         return self.data.text_field if self.pairing is None else self.pairing.format
 

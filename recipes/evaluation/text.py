@@ -10,7 +10,7 @@ from parallel.errors import UserError
 from recipes.data.text.rows import open_rows
 
 if TYPE_CHECKING:
-    from recipes.data.text.row import Fields
+    from recipes.data.text.pair_format import PairFields
 
 # Bad rows are judged after so many rows, so that a bad source is refused early and one bad row of the first ten is not.
 JUDGED_ROWS = 10_000
@@ -23,7 +23,7 @@ class CountedDocuments:
     As in training, a row without usable text is skipped and counted; beyond the budget, the source is refused.
     """
 
-    def __init__(self, source: str, *, text_field: "Fields", limit: int = 0, budget: float = 0.01) -> None:
+    def __init__(self, source: str, *, text_field: "PairFields", limit: int = 0, budget: float = 0.01) -> None:
         """text_field: or the fields of a pair. limit: so many documents at most; 0 = all. budget: share of bad rows."""
         self._source, self._text_field, self._limit, self._budget = source, text_field, limit, budget
         self.rows = self.bad_rows = 0

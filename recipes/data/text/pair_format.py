@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -151,6 +151,10 @@ class PairFormat:
     def words_of(self, text: str) -> str:
         """What a person wrote in the JSON of a pair, to train a tokenizer on."""
         return "\n".join(part if isinstance(part, str) else str(part.get(CONTENT) or "") for part in json.loads(text))
+
+
+PairFields: TypeAlias = "str | PairFormat"
+"""What is read of a row: its text field, or those that make a pair."""
 
 
 def prepared_otherwise(prepared: str, expected: str) -> str:

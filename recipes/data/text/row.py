@@ -1,15 +1,14 @@
 """A row of a source: its text, its place, and what can be wrong with it. Imports no torch."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from recipes.files.border import PLAIN
 
 if TYPE_CHECKING:
-    from recipes.data.text.pair_format import PairFormat
     from recipes.files.remote import RemoteFile
 
 # What reading a broken file raises: the first three include pyarrow's errors, the next two are gzip's.
@@ -71,8 +70,22 @@ Rows = Iterator[tuple[Row, Place]]
 File: TypeAlias = "Path | RemoteFile"
 
 
-Fields: TypeAlias = "str | PairFormat"
-"""What is read of a row: its text field, or those that make a pair."""
+class RowFormat(Protocol):
+    """How several fields of a row become one text: PairFormat of pair_format.py."""
+
+    @property
+    def messages(self) -> str: ...
+    @property
+    def fields(self) -> tuple[str, ...]: ...
+    @property
+    def setting(self) -> str: ...
+    def text_of(self, row: Mapping[str, Any]) -> tuple[str, str]: ...
+    def require_rows(self, files: Sequence[str]) -> None: ...
+    def words_of(self, text: str) -> str: ...
+
+
+Fields: TypeAlias = "str | RowFormat"
+"""What is read of a row: its text field, or several."""
 
 
 class TextRule(NamedTuple):

@@ -41,7 +41,7 @@ from recipes.files.lock import LOCK, NoLocks, open_locked
 from recipes.files.reading import read_patiently
 
 if TYPE_CHECKING:
-    from recipes.data.text.row import Fields
+    from recipes.data.text.pair_format import PairFields
 
 NO_LINKS = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of file systems without hard links."""
@@ -81,7 +81,7 @@ class Preparation:
     """A source and how it becomes tokens. Equal fingerprints mean equal shards."""
 
     source: str
-    text_field: "Fields"
+    text_field: "PairFields"
     tokenizer: Tokenizer
     validation_fraction: float
     source_fingerprint: str
@@ -99,7 +99,7 @@ class Preparation:
 def preparation(
     source: str,
     *,
-    text_field: "Fields",
+    text_field: "PairFields",
     text_documents: str = "auto",
     tokenizer: Tokenizer,
     validation_fraction: float,
