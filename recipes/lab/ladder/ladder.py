@@ -50,9 +50,7 @@ def climb(
     planned = plan(rates=rates, factor=began or 1.0)
     groups = [list(group) for _, group in groupby(planned, lambda one: not one.tries and (one.rung.name, one.seed))]
     runs = runs_of(planned)
-    shared = (int(run.run.continue_from.rpartition("@")[2] or 0) for run in runs)  # steps of their trunks
-    flops = sum(_flops(run) * (1 - steps / run.run.steps) for run, steps in zip(runs, shared, strict=True))
-    large = _flops(recipe)
+    flops, large = sum(map(_flops, runs)), _flops(recipe)
     log(
         f"{recipe.run.name}: {len({run.rung.name for run in planned})} rungs, {len(runs)} runs in {len(groups)} groups,"
         f" NPROC={processes}, {flops:.2e} FLOPs in all, {flops / large:,.2%} of the recipe's; in {folder}"
@@ -194,7 +192,7 @@ def _fits(points: Sequence[EndedRun]) -> Iterator[tuple[float, Fit]]:
 
 
 def _flops(recipe: Recipe) -> float:
-    """Of a whole run."""
-    length = recipe.batch.sequence_length
-    tokens = recipe.run.steps * recipe.batch.global_batch_size * length
-    return float(tokens) * recipe.model.flops_per_token(length, "causal")
+    """Of a run, without those of its trunk."""
+    length, steps = recipe.batch.sequence_length, recipe.run.steps
+    steps -= int(recipe.run.continue_from.rpartition("@")[2] or 0)
+    return float(steps * recipe.batch.global_batch_size * length) * recipe.model.flops_per_token(length, "causal")
