@@ -70,7 +70,9 @@ class Throughput:
             self.peak = bf16_peak(self.device_name)
         self.model = model
         try:
-            self.flops = {kind: model.flops_per_token(sequence_length, kind) for kind in ATTENTION}
+            self.flops: dict[AttentionFlops, float] = {
+                kind: model.flops_per_token(sequence_length, kind) for kind in ATTENTION
+            }
         except ValueError as error:  # of a model of transformers
             raise UserError(f"model: {error}") from None
 
