@@ -105,6 +105,8 @@ def answer(arguments: Sequence[str]) -> int:
     began, left = time.monotonic(), [word for word in arguments if word not in ("--prove", "--json")]
     if not left or left[0].startswith("-"):
         raise UserError("the recipe must come first: train.py RECIPE --prove [--json] [--section.field value ...]")
+    if other := next((word for word in left if word in ("--check", "--plan", "--help", "-h")), None):
+        raise UserError(f"--prove and {other} are two commands; write one of them")
     recipe = load(left[0], left[1:], elsewhere=True)
     device = "auto" if recipe.run.device == "cuda" else recipe.run.device  # a laptop proves recipes for GPUs, too
     world = start(device, seed=recipe.run.seed, deterministic=recipe.run.deterministic, timeout=PATIENCE)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from models.documents import Documents
 from models.interface import interface_of
 from models.loss import IGNORED
+from parallel.axes import DATA_AXES, LAYER_AXES
 from parallel.dist import World
 from parallel.fsdp import plain_name, reshard, without_wrapper
 from parallel.mesh import build_mesh
@@ -133,8 +134,8 @@ class Watched(Trainer):
     def _spoil_loss(self) -> Any:
         """Let the loss of the first of the processes with one be infinite, though all gradients are finite."""
         mesh, model = self.built.mesh.devices, self.built.model
-        coordinates = zip(mesh.mesh_dim_names or (), mesh.shape, mesh.get_coordinate() or (), strict=True)
-        if any(here for name, _, here in coordinates if name != "pipeline"):
+        coordinates = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
+        if any(here for axis, here in coordinates if axis in (*DATA_AXES, *LAYER_AXES)):
             return None
         loss = model.get_submodule(interface_of(model).loss)
         return loss.register_forward_hook(lambda module, arguments, output: output + math.inf)

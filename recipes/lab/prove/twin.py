@@ -91,6 +91,19 @@ class Twin:
         return float8 != "none" or "bfloat16" in (fsdp.param_dtype, fsdp.reduce_dtype)
 
     @property
+    def rounds_alike(self) -> bool:
+        """Whether all processes compute whole rows with whole matrices, and round as one process does."""
+        degrees, recipe = self.degrees, self.recipe
+        is_tied = degrees.pipeline > 1 and recipe.model.tied_embeddings
+        eager = not recipe.compile.enabled and recipe.fsdp.reduce_dtype == "float32" and recipe.batch.loss_chunks == 1
+        return eager and not is_tied and degrees.tensor == degrees.context == degrees.expert == 1
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a context group cuts rows."""
+        return self.degrees.context
+
+    @property
     def precision(self) -> str:
         """What it computes in, and whether that is compiled."""
         float8, compiled = self.recipe.float8.recipe, self.recipe.compile.enabled
