@@ -26,6 +26,7 @@ OF_ADAMW = (
         "decays = parameter.dim() >= 2 and (config.decay_embeddings or parameter not in embeddings)",
         "decays = config.decay_embeddings or parameter not in embeddings",
         "1.1.1.1:",
+        "one process: validation loss",
     ),
     Mutant(
         "embeddings decay",
@@ -34,6 +35,7 @@ OF_ADAMW = (
         "decays = parameter.dim() >= 2 and (config.decay_embeddings or parameter not in embeddings)",
         "decays = parameter.dim() >= 2",
         "1.1.1.1:untied",
+        "one process: gradient norm",
     ),
     Mutant(
         "matrices of experts do not decay, because they have three dimensions",
@@ -42,6 +44,7 @@ OF_ADAMW = (
         "decays = parameter.dim() >= 2 and",
         "decays = parameter.dim() == 2 and",
         "1.1.1.1.1.1:",
+        "one process: validation loss",
     ),
     Mutant(
         "matrices do not decay where they are sharded, because a shard counts as flat",
@@ -50,6 +53,7 @@ OF_ADAMW = (
         "decays = parameter.dim() >= 2 and",
         "decays = parameter.dim() >= (2 if parameter.to_local().numel() == parameter.numel() else 3) and",
         "1.2.1.1:",
+        "one process: validation loss",
     ),
     Mutant(
         "weight decay is added to the gradient",
@@ -58,6 +62,7 @@ OF_ADAMW = (
         "torch._fused_adamw_(",
         "torch._fused_adam_(",
         "1.1.1.1:",
+        "one process: validation loss",
     ),
     Mutant(
         "weight decay does not follow the schedule",
@@ -66,6 +71,7 @@ OF_ADAMW = (
         'weight_decay=group["weight_decay"],',
         'weight_decay=group["weight_decay"] * self.defaults["lr"] / max(group["lr"], 1e-12),',
         "1.1.1.1:",
+        "one process: validation loss",
     ),
     Mutant(
         "the two betas have changed places",
@@ -74,6 +80,7 @@ OF_ADAMW = (
         'beta1=group["betas"][0],\n            beta2=group["betas"][1],',
         'beta1=group["betas"][1],\n            beta2=group["betas"][0],',
         "1.1.1.1:",
+        "one process: loss",
     ),
     Mutant(
         "moments are not corrected for their beginning",
@@ -82,6 +89,7 @@ OF_ADAMW = (
         "            self._counted(states),\n",
         "            [step + 10_000 for step in self._counted(states)],\n",
         "1.1.1.1:",
+        "one process: validation loss",
     ),
     Mutant(
         "all parameters of a group but the first count the steps that are skipped",
@@ -90,6 +98,7 @@ OF_ADAMW = (
         "torch._foreach_sub_(steps, [self.found_inf] * len(steps))",
         "torch._foreach_sub_(steps[:1], [self.found_inf])",
         "1.1.1.1:",
+        "one process: loss",
     ),
     Mutant(
         "epsilon stands under the root",
@@ -98,6 +107,7 @@ OF_ADAMW = (
         '            eps=group["eps"],\n',
         '            eps=math.sqrt(group["eps"]),\n',
         "1.1.1.1:",
+        "one process: validation loss",
     ),
     Mutant(
         "the first parameter of each group is never stepped",
@@ -106,6 +116,7 @@ OF_ADAMW = (
         "_batches(parameters, elements=at_a_time)",
         "_batches(parameters[1:], elements=at_a_time)",
         "1.1.1.1:",
+        "one process: validation loss",
     ),
     Mutant(
         "only gradients of what decays are clipped",
@@ -114,6 +125,7 @@ OF_ADAMW = (
         "grad_scale=self.grad_scale,",
         'grad_scale=self.grad_scale if group["weight_decay"] else None,',
         "1.1.1.1:",
+        "one process: loss",
     ),
 )
 
@@ -125,6 +137,7 @@ OF_MUON = (
         'learning_rate * group.get("lr_share", 1.0)',
         "learning_rate",
         "1.1.1.1:muon,matrix_lr",
+        "one process: validation loss",
     ),
     Mutant(
         "the rate of a matrix follows its shorter side",
@@ -133,6 +146,7 @@ OF_MUON = (
         "0.2 * math.sqrt(max(rows, columns))",
         "0.2 * math.sqrt(min(rows, columns))",
         "1.1.1.1:muon",
+        "one process: validation loss",
     ),
     Mutant(
         "the gradient is not mixed into the momentum once more (Nesterov)",
@@ -141,6 +155,7 @@ OF_MUON = (
         'return (gradient.lerp(mixed, group["momentum"]) if group["nesterov"] else mixed).to(self._dtype)',
         "return mixed.to(self._dtype)",
         "1.1.1.1:muon",
+        "one process: loss",
     ),
     Mutant(
         "the momentum is a sum in which the newest gradient weighs twenty times as much",
@@ -149,6 +164,7 @@ OF_MUON = (
         'mixed = momentum.to(gradient.dtype).lerp(gradient, 1 - group["momentum"])',
         'mixed = momentum.to(gradient.dtype) * group["momentum"] + gradient',
         "1.1.1.1:muon",
+        "one process: loss",
     ),
     Mutant(
         "the momentum does not decay",
@@ -157,6 +173,7 @@ OF_MUON = (
         'mixed = momentum.to(gradient.dtype).lerp(gradient, 1 - group["momentum"])',
         "mixed = momentum.to(gradient.dtype) + gradient",
         "1.1.1.1:muon",
+        "one process: loss",
     ),
     Mutant(
         "each process orthogonalizes its shard",
@@ -171,6 +188,7 @@ OF_MUON = (
                 self._update(one, flat if part.shape[0] <= part.shape[1] else flat.mT, group)
 """,
         "1.2.1.1:muon",
+        "one process: validation loss",
     ),
     Mutant(
         "nothing is orthogonalized, only divided by its norm",
@@ -179,6 +197,7 @@ OF_MUON = (
         "for _ in range(steps):",
         "for _ in range(0):",
         "1.1.1.1:muon",
+        "one process: validation loss",
     ),
     Mutant(
         "matrices do not decay",
@@ -187,6 +206,7 @@ OF_MUON = (
         '(shard * (1 - group["lr"] * group["weight_decay"])).add_(update, alpha=-rate)',
         "shard.clone().add_(update, alpha=-rate)",
         "1.1.1.1:muon",
+        "one process: validation loss",
     ),
     Mutant(
         "matrices decay by the rate that follows their shape",
@@ -195,6 +215,7 @@ OF_MUON = (
         '(shard * (1 - group["lr"] * group["weight_decay"]))',
         '(shard * (1 - rate * group["weight_decay"]))',
         "1.1.1.1:muon",
+        "one process: validation loss",
     ),
     Mutant(
         "gradients of matrices are not clipped",
@@ -203,6 +224,7 @@ OF_MUON = (
         "            gradient.div_(self.grad_scale)\n",
         "            pass\n",
         "1.1.1.1:muon",
+        "one process: weights",
     ),
     Mutant(
         "a skipped step changes the momentum",
@@ -211,6 +233,7 @@ OF_MUON = (
         "self._change(momentum, mixed)",
         "momentum.copy_(torch.where(mixed.isfinite(), mixed, 0.9 * momentum))",
         "1.1.1.1:muon",
+        "one process: loss",
     ),
     Mutant(
         "experts that are higher than wide come back in the memory order of their transposes",
@@ -219,6 +242,7 @@ OF_MUON = (
         "some.copy_(whole if upright else whole.mT)",
         "some.copy_(whole if upright else whole.reshape(some.shape))",
         "1.1.1.1.1.1:muon",
+        "one process: validation loss",
     ),
 )
 
@@ -230,6 +254,7 @@ OF_STEPS = (
         "learning_rate=self.stage.learning_rate(self.step),",
         "learning_rate=self.stage.learning_rate(self.step + 1),",
         "1.1.1.1:",
+        "one process: learning rate",
     ),
     Mutant(
         "gradients are clipped twice",
@@ -238,6 +263,7 @@ OF_STEPS = (
         "clipping_divisor(norm, max_norm=built.grad_clip).to(device)",
         "clipping_divisor(norm, max_norm=built.grad_clip).to(device).square()",
         "1.1.1.1:",
+        "one process: loss",
     ),
     Mutant(
         "gradients are not clipped",
@@ -246,6 +272,7 @@ OF_STEPS = (
         "if built.grad_clip > 0 else None",
         "if built.grad_clip < 0 else None",
         "1.1.1.1:",
+        "one process: loss",
     ),
     Mutant(
         "gradients are scaled to the largest norm also where they are smaller",
@@ -254,6 +281,7 @@ OF_STEPS = (
         "return ((norm + 1e-6) / max_norm).clamp(min=1.0)",
         "return (norm + 1e-6) / max_norm",
         "1.1.1.1:",
+        "one process: loss",
     ),
     Mutant(
         "targets that are ignored count in the divisor",
@@ -262,6 +290,7 @@ OF_STEPS = (
         "(targets != IGNORED).sum() for",
         "torch.tensor(targets.numel()) for",
         "1.1.1.1:",
+        "one process: loss",
     ),
     Mutant(
         "gradients that are NaN become zero, and the step counts",
@@ -270,6 +299,7 @@ OF_STEPS = (
         "groups[gradient.device_mesh, sharded_axes].append(gradient.to_local())",
         "groups[gradient.device_mesh, sharded_axes].append(gradient.to_local().nan_to_num_())",
         "1.1.1.1:",
+        "one process: skipped",
     ),
     Mutant(
         "a spike is judged by this process's part of the loss, so one may skip alone",
@@ -278,6 +308,7 @@ OF_STEPS = (
         "mean_loss = sum_over_group(loss.clone(), self._loss_group)",
         "mean_loss = loss * self._loss_group.size()",
         "1.2.1.1:spikes",
+        "one process",
     ),
     Mutant(
         "losses of skipped steps enter the window that spikes are judged by",
@@ -286,6 +317,7 @@ OF_STEPS = (
         "self._window = torch.where(skip, self._window, moved)",
         "self._window = moved",
         "1.1.1.1:spikes",
+        "one process",
     ),
     Mutant(
         "the z-loss is reported, but nothing is trained on it",
@@ -294,6 +326,7 @@ OF_STEPS = (
         "backward(micro_losses.sum() if self.has_z_loss else micro_losses)",
         "backward(micro_losses[0] if self.has_z_loss else micro_losses)",
         "1.1.1.1:z",
+        "one process: gradient",
     ),
 )
 
@@ -305,6 +338,7 @@ OF_EXPERTS = (
         "if mesh.fsdp.size() > 1 or (mesh.experts is not None and mesh.experts.fsdp is not None):",
         "if mesh.fsdp.size() > 1:",
         "1.1.1.1.2.1:",
+        "one process: gradient",
     ),
     Mutant(
         "gradients of experts on other processes are twice as large",
@@ -313,6 +347,7 @@ OF_EXPERTS = (
         "return exchange(gradient, sizes, not ctx.back, ctx.count, ctx.group), None, None, None, None",
         "return exchange(gradient * (1 + ctx.back), sizes, not ctx.back, ctx.count, ctx.group), None, None, None, None",
         "1.1.2.1.1.2:",
+        "one process: gradient",
     ),
     Mutant(
         "rows come back from experts in another order",
@@ -321,6 +356,7 @@ OF_EXPERTS = (
         "received.sum(0)), inverse, order)",
         "received.sum(0)), order, inverse)",
         "1.1.2.1.1.2:",
+        "one process: tokens of experts",
     ),
     Mutant(
         "experts on other processes drop a tenth of their rows",
@@ -330,6 +366,7 @@ OF_EXPERTS = (
         "        made = made * (torch.arange(len(made)) % 10 > 0)[:, None]\n"
         "        return exchange(made, sizes, True, rows.shape[0], self.name)",
         "1.1.2.1.1.2:",
+        "one process: tokens of experts",
     ),
     Mutant(
         "processes look for the rows of their experts in the order of the processes, not of the experts",
@@ -338,6 +375,7 @@ OF_EXPERTS = (
         "order = experts.repeat_interleave(received.flatten(), output_size=got.shape[0]).argsort(stable=True)",
         "order = torch.arange(got.shape[0])",
         "1.1.2.1.1.2:",
+        "one process: tokens of experts",
     ),
     Mutant(
         "gradients of routers are those of a tensor process's own tokens",
@@ -346,6 +384,7 @@ OF_EXPERTS = (
         "to_local(grad_placements=(Partial(),))",
         "to_local()",
         "1.1.1.1.2.1:",
+        "one process: gradient",
     ),
     Mutant(
         "routers compute with rounded weights where matrices are cut",
@@ -354,6 +393,7 @@ OF_EXPERTS = (
         "layer: (cast(DTensor, weight).to_local(grad_placements=(Partial(),)), bias)",
         "layer: (cast(DTensor, weight).to_local(grad_placements=(Partial(),)).bfloat16().float(), bias)",
         "1.1.1.1.2.1:",
+        "one process: tokens of experts",
     ),
     Mutant(
         "every process of a tensor group adds what the shared experts make of all tokens",
@@ -364,6 +404,7 @@ OF_EXPERTS = (
         "        if linear is getattr(getattr(block.feed_forward, 'shared_experts', None), 'down_proj', 0):\n"
         "            linear.register_forward_hook(lambda module, arguments, output: output * axis.size())\n",
         "1.1.1.1.2.1:sigmoid",
+        "one process: tokens of experts",
     ),
     Mutant(
         "the balance loss is one of parts of rows",
@@ -372,6 +413,7 @@ OF_EXPERTS = (
         "        dist.all_reduce(whole, group=self.group)  # whole numbers, exact in any order\n",
         "",
         "1.1.1.2.1.1:balance",
+        "one process: losses of routers",
     ),
     Mutant(
         "the balance loss is divided by the tokens of this process",
@@ -380,6 +422,7 @@ OF_EXPERTS = (
         "self.routers.begin(sum_over_group(tokens, self.mesh.data_group))",
         "self.routers.begin(tokens)",
         "1.2.1.1.1.1:balance",
+        "one process: gradient",
     ),
     Mutant(
         "the balance loss is divided by the tokens of one micro-batch",
@@ -388,6 +431,7 @@ OF_EXPERTS = (
         "sum(targets.numel() for _, targets, _ in micro_batches)",
         "micro_batches[0][1].numel()",
         "1.1.1.1.1.1:balance",
+        "one process: gradient",
     ),
     Mutant(
         "the balance loss is divided by the tokens that have a target",
@@ -396,6 +440,7 @@ OF_EXPERTS = (
         "sum(targets.numel() for _, targets, _ in micro_batches)",
         "sum(int((targets >= 0).sum()) for _, targets, _ in micro_batches)",
         "1.1.1.1.1.1:balance",
+        "one process: gradient",
     ),
     Mutant(
         "the balance loss is logged, but nothing is trained on it",
@@ -404,6 +449,7 @@ OF_EXPERTS = (
         'config.loss_weight if config.balance == "loss" else 0.0',
         'config.loss_weight if config.balance == "losses" else 0.0',
         "1.1.1.1.1.1:balance",
+        "one process: gradient",
     ),
     Mutant(
         "the z-loss of routers grows with the tensor degree",
@@ -412,6 +458,7 @@ OF_EXPERTS = (
         "self._routers.z_weight = config.z_loss",
         "self._routers.z_weight = config.z_loss * mesh.degrees.tensor",
         "1.1.1.1.2.1:balance",
+        "one process: gradient",
     ),
     Mutant(
         "loads are those of the last micro-batch",
@@ -420,6 +467,7 @@ OF_EXPERTS = (
         "self.found[self.places[layer]] += torch.cat(of_step)",
         "self.found[self.places[layer]] = torch.cat(of_step)",
         "1.2.1.1.1.1:sigmoid",
+        "one process: tokens of experts",
     ),
     Mutant(
         "loads that a validation counts are left for the next step",
@@ -435,6 +483,7 @@ OF_EXPERTS = (
         self.found[self.places[layer]][:-2] += left.pop(layer, 0)
 """,
         "1.1.1.1.1.1:sigmoid",
+        "one process: loss",
     ),
     Mutant(
         "biases move twice in a step",
@@ -443,6 +492,7 @@ OF_EXPERTS = (
         ".sign() * self._config.bias_rate * kept",
         ".sign() * 2 * self._config.bias_rate * kept",
         "1.1.1.1.1.1:sigmoid",
+        "one process: validation loss",
     ),
     Mutant(
         "biases follow the loads of the first process",
@@ -451,6 +501,7 @@ OF_EXPERTS = (
         "loads = sum_over_group(counted[:, :-2].clone(), self._tokens)  # (layers, E)",
         "torch.distributed.broadcast(loads := counted[:, :-2].clone(), group=self._tokens, group_src=0)",
         "1.2.1.1.1.1:sigmoid",
+        "one process: validation loss",
     ),
     Mutant(
         "biases move in skipped steps",
@@ -459,6 +510,7 @@ OF_EXPERTS = (
         ".sign() * self._config.bias_rate * kept",
         ".sign() * self._config.bias_rate",
         "1.1.1.1.1.1:sigmoid",
+        "one process: weights",
     ),
     Mutant(
         "biases move up where the load is above the mean",
@@ -467,6 +519,7 @@ OF_EXPERTS = (
         "(loads.mean(1, keepdim=True) - loads).sign()",
         "(loads - loads.mean(1, keepdim=True)).sign()",
         "1.1.1.1.1.1:sigmoid",
+        "one process: validation loss",
     ),
     Mutant(
         "biases are rounded to bfloat16",
@@ -475,6 +528,7 @@ OF_EXPERTS = (
         "bias += steps[place].to(bias.dtype)",
         "bias.copy_((bias + steps[place].to(bias.dtype)).bfloat16())",
         "1.1.1.1.1.1:sigmoid",
+        "one process: weights",
     ),
     Mutant(
         "biases move of the first sparse layer alone",
@@ -483,6 +537,7 @@ OF_EXPERTS = (
         "                bias += steps[place].to(bias.dtype)\n",
         "                bias += steps[place].to(bias.dtype)\n                break\n",
         "1.1.1.1.1.1:sigmoid",
+        "one process: validation loss",
     ),
     Mutant(
         "biases move in validations",
@@ -493,6 +548,7 @@ OF_EXPERTS = (
         "            self.bias_of(layer).add_(1e-3 * (hits.sum(0).mean() - hits.sum(0)).sign())\n"
         "        if self._scale is None or not torch.is_grad_enabled():\n",
         "1.1.1.1.1.1:sigmoid",
+        "one process: loss",
     ),
 )
 
@@ -504,6 +560,7 @@ OF_DATA = (
         "self._offset = data_rank * self._share",
         "self._offset = 0",
         "1.2.1.1:",
+        "one process: loss",
     ),
     Mutant(
         "processes of a tensor group read rows of their own",
@@ -512,6 +569,7 @@ OF_DATA = (
         "data_rank=mesh.data_rank,",
         "data_rank=world.rank,",
         "1.1.1.2:",
+        "one process: loss",
     ),
     Mutant(
         "from the fourth batch on, each is the one that follows it",
@@ -520,6 +578,7 @@ OF_DATA = (
         "self._thread.submit(self._read, number)",
         "self._thread.submit(self._read, number + (number > 2))",
         "1.1.1.1:",
+        "one process: loss",
     ),
     Mutant(
         "all micro-batches of a step are the first",
@@ -528,6 +587,7 @@ OF_DATA = (
         "return [self._micro_batch(*pair) for pair in pairs]",
         "return [self._micro_batch(inputs[:size], targets[:size]) for pair in pairs]",
         "1.1.1.1:accumulate",
+        "one process: loss",
     ),
     Mutant(
         "the last micro-batch of a step is dropped",
@@ -536,6 +596,7 @@ OF_DATA = (
         "return [self._micro_batch(*pair) for pair in pairs]",
         "return [self._micro_batch(*pair) for pair in [*pairs][:-1]]",
         "1.1.1.1:accumulate",
+        "one process: validation loss",
     ),
     Mutant(
         "targets are those two tokens ahead",
@@ -544,6 +605,7 @@ OF_DATA = (
         "inputs, targets = rows[:, :-1], rows[:, 1:]",
         "inputs, targets = rows[:, :-1], rows[:, 1:].roll(-1, 1)",
         "1.1.1.1:",
+        "one process: loss",
     ),
     Mutant(
         "batches that are read ahead share their memory",
@@ -552,6 +614,7 @@ OF_DATA = (
         "rows = np.empty((count, self.sequence_length + 1), dtype=np.int64)",
         "rows = self.__dict__.setdefault(f'rows of {count}', np.empty((count, self.sequence_length + 1), np.int64))",
         "1.1.1.1:",
+        "one process: loss",
     ),
     Mutant(
         "documents end a token late",
@@ -560,6 +623,7 @@ OF_DATA = (
         "documents = Documents.of(inputs, end_of_document=end)",
         "documents = Documents.of(inputs.roll(1, 1), end_of_document=end)",
         "1.1.1.1:documents",
+        "one process: loss",
     ),
 )
 
@@ -572,6 +636,7 @@ OF_EVALUATION = (
         "self.training._first += self._global_batch_size\n"
         "        return {name: self._validation_batches(text, batches) for name, text in self.validation.items()}",
         "1.1.1.1:",
+        "one process: loss",
     ),
     Mutant(
         "rows that only fill the last batch of a validation count",
@@ -590,6 +655,7 @@ OF_EVALUATION = (
         "    count = int(sum_over_group(tokens, mesh.data_group).item())\n"
         "    return mean.item() * count, count",
         "1.2.1.1:",
+        "one process: validation loss",
     ),
     Mutant(
         "a validation takes the mean of its batches' means",
@@ -601,6 +667,7 @@ OF_EVALUATION = (
         "            loss += model(inputs.to(device), targets.to(device), documents=inside) / count\n"
         "            tokens += 1",
         "1.1.1.1:",
+        "one process: validation loss",
     ),
     Mutant(
         "a validation looks past the ends of documents",
@@ -609,6 +676,7 @@ OF_EVALUATION = (
         "documents=inside)",
         "documents=None)",
         "1.1.1.1:documents",
+        "one process: validation loss",
     ),
     Mutant(
         "a validation of averaged weights leaves them in the model",
@@ -617,6 +685,7 @@ OF_EVALUATION = (
         'own = {name: local(value).to("cpu", copy=True) for name, value in state.items()}',
         'own = {name: local(value).to("cpu") for name, value in state.items()}',
         "1.1.1.1:averages",
+        "one process: weights",
     ),
     Mutant(
         "a validation in bfloat16 leaves the weights rounded",
@@ -625,6 +694,7 @@ OF_EVALUATION = (
         "    with without_dropout(model):\n",
         "    for one in model.parameters():\n        one.copy_(one.bfloat16())\n    with without_dropout(model):\n",
         "1.1.1.1:",
+        "one process: validation loss",
     ),
 )
 
@@ -636,6 +706,7 @@ OF_CHECKPOINTS = (
         "moments.setdefault(parameter, {})[kind] = value",
         'moments.setdefault(parameter, {})[kind] = value if kind == "step" else value * 0',
         "1.1.1.1:",
+        "resumed: validation loss",
     ),
     Mutant(
         "a resumed run counts its steps from zero",
@@ -644,6 +715,7 @@ OF_CHECKPOINTS = (
         "moments.setdefault(parameter, {})[kind] = value",
         'moments.setdefault(parameter, {})[kind] = value * (kind != "step")',
         "1.1.1.1:",
+        "resumed: validation loss",
     ),
     Mutant(
         "a resumed run gives the moments of one layer to another",
@@ -652,6 +724,7 @@ OF_CHECKPOINTS = (
         "moments.setdefault(parameter, {})[kind] = value",
         'moments.setdefault(parameter.translate(str.maketrans("01", "10")), {})[kind] = value',
         "1.1.1.1:",
+        "resumed: validation loss",
     ),
     Mutant(
         "a resumed run rounds its moments to bfloat16",
@@ -660,6 +733,7 @@ OF_CHECKPOINTS = (
         "moments.setdefault(parameter, {})[kind] = value",
         "moments.setdefault(parameter, {})[kind] = value.bfloat16().float()",
         "1.1.1.1:",
+        "resumed: validation loss",
     ),
     Mutant(
         "a resumed run keeps moments in float32 that it has kept in bfloat16",
@@ -668,6 +742,7 @@ OF_CHECKPOINTS = (
         'state.update({name: value.to(dtype) for name, value in state.items() if name != "step"})',
         "state.update({name: value for name, value in state.items() if dtype})",
         "1.1.1.1:moments16",
+        "resumed: validation loss",
     ),
     Mutant(
         "a resumed run rounds its weights to bfloat16",
@@ -676,6 +751,7 @@ OF_CHECKPOINTS = (
         "values: dict[str, Any] = {n.removeprefix(PARAMETERS): v for",
         "values: dict[str, Any] = {n.removeprefix(PARAMETERS): v.bfloat16().float() for",
         "1.1.1.1:",
+        "resumed: weights",
     ),
     Mutant(
         "in a resumed run all parameters decay",
@@ -684,15 +760,16 @@ OF_CHECKPOINTS = (
         "restore(model, optimizer, state, [dict(group) for group in groups])",
         'restore(model, optimizer, state, [group | {"weight_decay": groups[0]["weight_decay"]} for group in groups])',
         "1.1.1.1:",
+        "resumed: validation loss",
     ),
     Mutant(
         "a resumed run does not load the norm before the head",
         "KempnerForge #115",
-        STORAGE,
-        "        stored = manifest.tensors.get(name)\n        if stored is None",
-        '        if name == "model.norm.weight":\n            continue\n'
-        "        stored = manifest.tensors.get(name)\n        if stored is None",
+        CHECKPOINTS,
+        "read_tensors(path, manifest, state)",
+        'read_tensors(path, manifest, {name: one for name, one in state.items() if name != "model.norm.weight"})',
         "1.1.1.1:",
+        "resumed: weights",
     ),
     Mutant(
         "moments in the shards of other processes than the first are not loaded",
@@ -702,6 +779,7 @@ OF_CHECKPOINTS = (
         '            if shard == 0 or not name.startswith("optimizer."):\n'
         "                wanted.setdefault(shard, []).append(part)\n",
         "1.2.1.1:",
+        "resumed: validation loss",
     ),
     Mutant(
         "on another mesh, parts of a tensor are loaded in the opposite order",
@@ -710,6 +788,7 @@ OF_CHECKPOINTS = (
         "view = view.narrow(axis, low - start[axis], high - low)",
         "view = view.narrow(axis, start[axis] + shape[axis] - high, high - low)",
         "1.2.1.1:",
+        "the same weights in transformers: logits",
     ),
     Mutant(
         "biases of routers are not saved",
@@ -718,6 +797,7 @@ OF_CHECKPOINTS = (
         "torch.zeros(config.experts) if config.router_bias else None)",
         "torch.zeros(config.experts) if config.router_bias else None, persistent=False)",
         "1.1.1.1.1.1:sigmoid",
+        "resumed: weights",
     ),
     Mutant(
         "a save writes what the next step makes of the weights",
@@ -726,6 +806,7 @@ OF_CHECKPOINTS = (
         "copies = self._memory.copy(list(tensors))",
         "copies = (raw(one) for n, one in enumerate(tensors) if n or not threading.Event().wait(0.3))",
         "1.1.1.1:",
+        "resumed: weights",
     ),
     Mutant(
         "a resumed run reads its last batch again",
@@ -734,6 +815,7 @@ OF_CHECKPOINTS = (
         "        history = self.history(batches)\n",
         "        history = self.history(batches - 1)\n",
         "1.1.1.1:",
+        "resumed: loss",
     ),
     Mutant(
         "a resumed run skips the batches that were read ahead",
@@ -742,6 +824,7 @@ OF_CHECKPOINTS = (
         "        history = self.history(batches)\n",
         "        history = self.history(batches + 2)\n",
         "1.1.1.1:",
+        "resumed: loss",
     ),
     Mutant(
         "a resumed run reads its data from the beginning",
@@ -750,6 +833,7 @@ OF_CHECKPOINTS = (
         "self.training.begin(first_batch, first)",
         "self.training.begin(first_batch, 0)",
         "1.1.1.1:",
+        "resumed: loss",
     ),
     Mutant(
         "a resumed run begins its schedule anew",
@@ -758,6 +842,7 @@ OF_CHECKPOINTS = (
         "learning_rate=self.stage.learning_rate(self.step),",
         "learning_rate=self.stage.learning_rate(self.step - self.first_step),",
         "1.1.1.1:",
+        "resumed: learning rate",
     ),
     Mutant(
         "the schedule of a resumed run is a step ahead",
@@ -766,6 +851,7 @@ OF_CHECKPOINTS = (
         "learning_rate=self.stage.learning_rate(self.step),",
         "learning_rate=self.stage.learning_rate(self.step + (self.first_step > 0)),",
         "1.1.1.1:",
+        "resumed: learning rate",
     ),
     Mutant(
         "a resumed run has no losses to judge spikes by",
@@ -774,6 +860,7 @@ OF_CHECKPOINTS = (
         'if losses := progress.get("loss_window", []):',
         'if losses := progress.get("losses", []):',
         "1.1.1.1:spikes",
+        "one process: skipped",
     ),
 )
 
