@@ -217,10 +217,10 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         with_values(recipe, values),
         stages=(),
         model=model,
-        data=_words(recipe, folder),
+        data=_words(recipe, folder, values["batch.sequence_length"]),
         checkpoint=CheckpointConfig(every=SAVED, asynchronous=recipe.checkpoint.asynchronous),
         metrics=MetricsConfig(every=1, grad_norms=recipe.metrics.grad_norms, picture=False),
-        validation=ValidationConfig(every=SAVED if averages else 1, batches=2, average=2 * averages),
+        validation=ValidationConfig(every=SAVED if averages else 1, batches=4, average=2 * averages),
         profile=ProfileConfig(),
     )
     refused = [*violations(twin, None, processes=degrees.processes, elsewhere=True)]
@@ -228,13 +228,13 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
     return twin
 
 
-def _words(recipe: Recipe, folder: Path) -> DataConfig:
+def _words(recipe: Recipe, folder: Path, length: int) -> DataConfig:
     data = DataConfig(
         source=str(folder / TEXT),
         tokenizer=str(folder / TOKENIZER),
         cache=str(folder / "cache"),
         document_mask=recipe.data.document_mask,
-        validation_fraction=0.2,
+        validation_fraction=0.05 if length <= 4 * LENGTH else 0.2,  # few rows: the last batch is not full
     )
     if recipe.data.has_pairs:
         data = replace(data, prompt_field="prompt", answer_field="answer")
