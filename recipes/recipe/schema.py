@@ -55,7 +55,7 @@ class RunConfig:
     hardware: str = ""
     """GPUs that --check and --plan assume: "8xh100", or "48x8h100" for 48 nodes; "" = those in the recipe's name."""
     prove_first: bool = False
-    """Prove the recipe (docs/parallelism.md) before the first step, once for each code, recipe and set of nodes."""
+    """run.sh and slurm.sbatch first prove the recipe (docs/parallelism.md), once for each code, recipe and nodes."""
     max_skipped_steps: Annotated[int, Ge(1)] = 10
     """A step whose loss or gradient norm is NaN or infinite is skipped; this many in a row stop the run."""
     loss_spike_z: Annotated[float, Ge(0)] = 0.0

@@ -80,7 +80,7 @@ def compared(
     lacking = moved.keys() - now.keys() if not found.ended else set[str]()
     gradients = [one for one in here if one.kind == "gradient"]
     ended = f"rank {world.rank}: {found.ended}" if found.ended else ""
-    by_itself = str(expected.losses) if expected.is_reference else ""
+    by_itself = str(expected.losses) if expected.repeats else ""
     mine = (
         worst_of(here),
         min((one for one in here if one.is_wrong), default=None),

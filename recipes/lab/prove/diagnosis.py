@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import combinations
-from math import inf, isnan
+from math import inf, isfinite, isnan
 from typing import NamedTuple
 
 from parallel.axes import NAMES
@@ -41,6 +41,10 @@ class Difference(NamedTuple):
         return not self.error <= self.limit
 
     @property
+    def finite(self) -> float | None:
+        return self.error if isfinite(self.error) else None
+
+    @property
     def excess(self) -> float:
         return inf if isnan(self.error) else self.error / (self.limit or 1e-30)
 
@@ -63,6 +67,8 @@ def diagnosis(first: Difference, gradients: Sequence[Difference], still: Sequenc
         who = f"{len(wrong)} of {len(gradients)} gradients ({names}{', ...' if len(wrong) > 3 else ''})"
         if max(ratios) - min(ratios) < NEAR and (factor := _factor(ratios[0], degrees)):
             return f"{who} are {factor}"
+        if all(abs(ratio - 1) < NEAR for ratio in ratios):
+            return f"{who} differ as if they had been rounded, or added up, in fewer bits"
         return f"{who} have another direction, though the loss is right: look at the backward pass"
     if first.kind == "gradient norm" and gradients and first.step == 1:
         return f"though all gradients are right: {_group(first, gradients)}"
@@ -79,8 +85,8 @@ def diagnosis(first: Difference, gradients: Sequence[Difference], still: Sequenc
 
 def _factor(ratio: float, degrees: MeshDegrees) -> str:
     """What a number that is this multiple of one process's points to."""
-    if abs(ratio) < NEAR:
-        return "zero"
+    if not isfinite(ratio) or abs(ratio) < NEAR:
+        return "zero" if ratio == ratio and abs(ratio) < NEAR else ""
     for count in range(1, len(NAMES)):
         for axes in combinations(degrees.wide((*NAMES, "expert")), count):
             size = degrees.size(axes)

@@ -22,9 +22,9 @@ from recipes.data.batches import MicroBatch
 from recipes.files.exit_codes import FINISHED, WRONG, ended_by
 from recipes.files.layout import CHECKPOINTS, EXPORT, step_folder
 from recipes.files.layout import SAVED as NEWEST
-from recipes.files.reading import user_path
+from recipes.files.reading import fault, user_path
 from recipes.files.screen import say
-from recipes.lab.prove.compare import EQUAL, FLOAT32, Comparison, Limits, compared, limits_of
+from recipes.lab.prove.compare import EQUAL, FLOAT32, Comparison, Limits, compared, differences, limits_of, worst_of
 from recipes.lab.prove.diagnosis import KINDS, Difference
 from recipes.lab.prove.reference import Alone, Record
 from recipes.lab.prove.runs import GRADIENT_BAD, LOSS_BAD, SPIKE, Stopped, read_all, run_twin
@@ -39,9 +39,15 @@ PATIENCE = timedelta(minutes=5)
 ATTEMPTS = 5
 """Seeds until no token of a twin has two experts that are equally good but for rounding."""
 NOT_COMPARED = (
-    *("kernels of full size", "links under load", "your text and tokenizer"),
-    "what is wrong alike on every mesh, unless transformers has the model",
+    *(
+        "kernels of full size",
+        "links under load",
+        "your text, mixtures and tokenizer",
+        "weights that the run starts from",
+    ),
+    *("the change from a stage to the next", "tasks, exports and copies"),
 )
+PARITY = "the same weights in transformers"
 
 
 @dataclass(frozen=True)
@@ -59,13 +65,18 @@ class Verdict:
 
     @property
     def not_compared(self) -> list[str]:
-        return list(dict.fromkeys([*(line for twin in self.twins for line in twin.changed), *NOT_COMPARED]))
+        has_parity = any(comparison.what == PARITY for comparison in self.comparisons)
+        but = "and in transformers" if has_parity else "(transformers is not there, or has no such model)"
+        changed = (line for twin in self.twins for line in twin.changed)
+        return list(dict.fromkeys([*changed, *NOT_COMPARED, f"what is wrong alike on every mesh {but}"]))
 
     def line(self, seconds: float) -> str:
         """The verdict alone."""
         who = "1 process computes" if self.processes == 1 else f"{self.processes} processes compute"
         if self.is_proved:
-            return f"PROVED in {seconds:.0f} s: {who} what one process computes alone"
+            other = [line for twin in self.twins for line in twin.changed if line.startswith("mesh.")]
+            but = f", but {', '.join(dict.fromkeys(other))}" if other else ""
+            return f"PROVED in {seconds:.0f} s: {who} what one process computes alone{but}"
         last = self.comparisons[-1]
         what = f"{last.first} is {last.first.error:.1e} off, limit {last.first.limit:.0e}" if last.first else ""
         return f"WRONG after {seconds:.0f} s, {last.what}: {'; '.join(filter(None, [what, last.why]))}"
@@ -86,7 +97,7 @@ class Verdict:
         rows = [
             {
                 "what": one.what,
-                "worst": {k: {"error": d.error, "limit": d.limit, "of": str(d)} for k, d in one.worst.items()},
+                "worst": {k: {"error": d.finite, "limit": d.limit, "of": str(d)} for k, d in one.worst.items()},
                 "first": str(one.first or ""),
                 "diagnosis": one.why,
             }
@@ -105,7 +116,9 @@ def answer(arguments: Sequence[str]) -> int:
     began, left = time.monotonic(), [word for word in arguments if word not in ("--prove", "--json")]
     if not left or left[0].startswith("-"):
         raise UserError("the recipe must come first: train.py RECIPE --prove [--json] [--section.field value ...]")
-    if other := next((word for word in left if word in ("--check", "--plan", "--help", "-h")), None):
+    if other := next(
+        (word for word in left if word in ("--check", "--plan", "--help", "-h", "--processes", "--nodes")), None
+    ):
         raise UserError(f"--prove and {other} are two commands; write one of them")
     recipe = load(left[0], left[1:], elsewhere=True)
     device = "auto" if recipe.run.device == "cuda" else recipe.run.device  # a laptop proves recipes for GPUs, too
@@ -129,9 +142,12 @@ def verdict_on(recipe: Recipe, world: World) -> Verdict:
 
     def make() -> str:
         output = user_path(recipe.run.output).resolve()
-        output.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix=".prove-", dir=output)  # all nodes see it
-        write_words(Path(folder))
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            folder = tempfile.mkdtemp(prefix=".prove-", dir=output)  # all nodes see it
+            write_words(Path(folder))
+        except OSError as error:
+            raise fault(f"run.output: {output} cannot be written", error) from None
         return folder
 
     if world.device.type == "cpu":
@@ -204,6 +220,9 @@ def against_one_process(twin: Twin, world: World) -> Proof:
     whole = _train_alone(twin.exact, world, *data).record if twin.rounds else None
     limits = limits_of(twin, alone.record, whole, on_cpu=world.device.type == "cpu")
     run, what = run_twin(twin.recipe, world), f"{twin.precision}, one process"
+    if whole is not None:
+        away = worst_of(differences(alone.record, whole, EQUAL))["gradient"]
+        what += f" (its gradients are up to {away.error:.0e} from those of float32)"
     return Proof(twin, run, alone, limits, compared(what, run, alone.record, limits, world, twin.degrees))
 
 
@@ -242,7 +261,7 @@ def _parity(twin: Twin, alone: Alone, world: World) -> Comparison | None:
         return float((alone.logits(tokens) - logits).norm() / logits.norm())
 
     logits = Difference(STEPS, KINDS.index("logits"), "", on_main(world, look), FLOAT32["logits"], 1.0, 1.0)
-    return Comparison("the same weights in transformers", {"logits": logits}, logits if logits.is_wrong else None)
+    return Comparison(PARITY, {"logits": logits}, logits if logits.is_wrong else None)
 
 
 def _resume(recipe: Recipe, world: World) -> Record:

@@ -36,7 +36,8 @@ TIE = 5e-6
 class Record:
     """What a training found, mostly by step. Tensors are whole, and on the host."""
 
-    is_reference: bool = False
+    repeats: bool = False
+    """Whether every process must have found the same by itself, to the bit."""
     initial: Tensors = field(default_factory=dict)
     """Parameters and buffers before the first step."""
     gradients: Tensors = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Alone:
         routers = interface_of(self._model).routers
         self._routers: Any = self._model.get_submodule(routers) if routers else None
         self._in_float32 = f"{routers}."
-        self.record = Record(is_reference=True, initial=self._state())
+        self.record = Record(repeats=device.type == "cpu", initial=self._state())
         self.is_tied = False
         """Whether a token chose experts, or groups of them, whose scores were so near that rounding decides."""
         for layer in self._model.modules():
@@ -109,7 +110,7 @@ class Alone:
         self._optimizer.zero_grad()
         for state in self._optimizer.state.values():
             for name, moment in state.items():
-                if name != "step" and config.state_dtype == "bfloat16":
+                if isinstance(moment, Tensor) and name != "step" and config.state_dtype == "bfloat16":
                     moment.copy_(moment.bfloat16())
         if self._routers is not None and self._recipe.experts.balance == "bias":
             for layer, index in self._routers.places.items():
@@ -238,6 +239,7 @@ class _Muon(Optimizer):
         super().__init__(matrices, {"lr_share": config.matrix_share, "lr": config.lr})
         self._config, self._rest, self._dtype = config, rest, dtype
         self.param_groups += rest.param_groups
+        self.state = rest.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -223,8 +223,8 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         validation=ValidationConfig(every=SAVED if averages else 1, batches=4, average=2 * averages),
         profile=ProfileConfig(),
     )
-    refused = [*violations(twin, None, processes=degrees.processes, elsewhere=True)]
-    assert not refused, f"a twin that is refused: {refused}"
+    if refused := [*violations(twin, None, processes=degrees.processes, elsewhere=True)]:
+        raise UserError(f"--prove has no small recipe like this one: {refused}")
     return twin
 
 
@@ -336,7 +336,10 @@ def _transformers(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> ModelCo
         small["num_key_value_heads"] = _up_to(heads // 2 if grouped else heads, degrees.tensor)
     if settings.get("layer_types"):
         small["layer_types"] = settings["layer_types"][:layers]
-    small |= {name: 0 for name in small if name.endswith("_token_id") and not 0 <= (small[name] or 0) < vocabulary}
+    ids = {name: value for name, value in small.items() if name.endswith("_token_id") and value is not None}
+    small |= {name: 0 for name, value in ids.items() if not isinstance(value, int) or value >= vocabulary}
+    few = {name: settings.get(name) or 512 for name in ("n_positions", "max_position_embeddings")}
+    small |= {name: 512 for name, positions in few.items() if positions < 512}
     folder = folder / f"{small.get('model_type', 'model')}-{degrees.tensor}"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(small), encoding="utf-8")
