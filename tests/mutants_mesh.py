@@ -941,6 +941,7 @@ PIPELINES = (
         "numbers = torch.arange(len(micro_batches))",
         "numbers = torch.arange(len(micro_batches)).clamp(min=1)",
         "2.1.1.1.1:",
+        "loss, step 1 is",
     ),
     Mutant(
         "the first process runs its two stages in the wrong order",
@@ -987,6 +988,7 @@ PIPELINES = (
         "            sum_over_group(cast(DTensor, self._tied.grad).to_local(), self.copies)\n",
         "            pass\n",
         "2.1.1.1.1:",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "gradients of a tied embedding are averaged over its two stages",
@@ -1004,6 +1006,7 @@ PIPELINES = (
         "sum_over_group(cast(DTensor, self._tied.grad).to_local(), self.copies)\n",
         "dist.broadcast(cast(DTensor, self._tied.grad).to_local(), group=self.copies, group_src=1)\n",
         "2.1.1.1.1:",
+        "gradient of embedding\\.weight, step 1 is",
     ),
     Mutant(
         "gradients of weights that are computed apart add up in bfloat16",
@@ -1032,6 +1035,7 @@ PIPELINES = (
         "        made.register_hook(lambda gradient: self._progressed())",
         "        made.register_hook(lambda gradient: gradient / 2 if stage == 0 else None)",
         "2.1.1.1.1:",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "validation of a pipeline ignores documents",
