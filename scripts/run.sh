@@ -113,7 +113,7 @@ export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$((share <
 
 # A bad recipe fails here, once and within a second, instead of in every process after torch is loaded.
 checked() {
-    case " $* " in *" --prove "*) return ;; esac # needs neither the mesh's processes nor the text
+    case "$check $* " in " "*" --prove "*) return ;; esac # needs neither the mesh's processes nor the text
     "$PYTHON" "$ROOT/train.py" "$@" --check --processes "$((NPROC * NNODES))" --nodes "$NNODES"
 }
 if [ -n "$check" ]; then

@@ -14,7 +14,7 @@ import pytest
 
 from recipes.data.text.chat import SERVE
 
-PROOFS = "tests/recipes/lab/test_prove_axes.py"
+PROOFS = "tests/recipes/lab/prove/test_axes.py"
 
 
 def may_be_slow(test: pytest.Item) -> bool:

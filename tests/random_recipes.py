@@ -23,6 +23,7 @@ from recipes.recipe.schema import Recipe
 from tests.compiling import graphs_only
 from tests.processes import run_processes
 from tests.training import DEBUG, change
+from tests.twins import lean
 
 MESH = ("pipeline", "replicate", "context", "tensor", "expert")
 SECTIONS = "model pipeline attention float8 activation_checkpointing compile fsdp optimizer experts schedule metrics"
@@ -102,7 +103,7 @@ def prove_all(recipes: list[Recipe], file: str = "") -> list[str]:
     for recipe in recipes:
         torch.compiler.reset()
         began = time.monotonic()
-        with graphs_only():
+        with lean(), graphs_only():
             verdict = verdict_on(recipe, world)
         seconds = time.monotonic() - began
         lines.append(f"{recipe.run.name} on {world.size}: {verdict.line(seconds)}")

@@ -24,7 +24,7 @@ LAYERS = (
     ("train.py", "scripts"),
     (
         *("recipes/lab/bench", "recipes/lab/curves", "recipes/lab/null_gpu"),
-        *("recipes/lab/average", "recipes/lab/ladder", "recipes/lab/plan", "recipes/lab/sweep"),
+        *("recipes/lab/average", "recipes/lab/ladder", "recipes/lab/plan", "recipes/lab/prove", "recipes/lab/sweep"),
     ),
     ("recipes/training",),
     ("recipes/plan",),

@@ -270,7 +270,14 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
             "prefetch": 2 if "prefetch" in options else 1,
         },
         "mesh": {"context_by": "gather" if "gather" in options else "heads"},
-        "optimizer": {"name": "muon" if "muon" in options else "adamw", "z_loss": 1e-2 if "z" in options else 0.0},
+        "optimizer": {
+            "name": "muon" if "muon" in options else "adamw",
+            "matrix_lr": 1e-3 if "matrix_lr" in options else 0.0,
+            "state_dtype": "bfloat16" if "moments16" in options else "float32",
+            "z_loss": 1e-2 if "z" in options else 0.0,
+        },
+        "run": {"loss_spike_z": 6.0 if "spikes" in options else 0.0},
+        "validation": {"average": 2 if "averages" in options else 0},
         "experts": {
             "balance": "loss" if "balance" in options else "bias" if "sigmoid" in options else "none",
             "loss_weight": 0.05,

@@ -3,22 +3,17 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel.config import MeshDegrees
 from parallel.dist import World
-from recipes.lab.prove.diagnosis import diagnosis
+from recipes.lab.prove.diagnosis import KINDS, Difference, diagnosis
 from recipes.lab.prove.reference import Record
 from recipes.lab.prove.twin import Twin
 
-KINDS = (
-    *("initial weights", "tokens of experts", "losses of routers", "learning rate", "skipped", "loss", "z-loss"),
-    *("gradient", "gradient norm", "weights", "validation loss", "guard", "logits"),
-)
-"""What is compared, in the order in which one follows from the others."""
 Limits = Mapping[str, float]
 EQUAL: Limits = dict.fromkeys(KINDS, 0.0)
 LOSSES = "loss", "z-loss", "losses of routers", "validation loss", "guard"
@@ -53,42 +48,12 @@ def limits_of(twin: Twin, rounded: Record, whole: Record | None, *, on_cpu: bool
         away |= dict.fromkeys(LOSSES, max(away[kind] for kind in LOSSES if kind in away))
         fixed = BFLOAT16 if recipe.float8.recipe == "none" else FLOAT8
         later = {kind: max(limit, min(away.get(kind, 0.0), CAPS[kind])) for kind, limit in fixed.items()}
-        alike = degrees.tensor == degrees.context == 1 and not (degrees.pipeline > 1 and recipe.model.tied_embeddings)
+        alike = degrees.tensor == degrees.context == degrees.expert == 1
+        alike = alike and not (degrees.pipeline > 1 and recipe.model.tied_embeddings)
         alike = alike and not recipe.compile.enabled and recipe.fsdp.reduce_dtype == "float32"
+        alike = alike and recipe.batch.loss_chunks == 1
         first = FLOAT32 if on_cpu and alike else later
     return {**first, **{f"later {kind}": limit for kind, limit in later.items()}}
-
-
-class Difference(NamedTuple):
-    """Of one number or tensor from the expected one, on one process. They sort as they follow from each other."""
-
-    step: int
-    order: int
-    """Index in KINDS."""
-    name: str
-    """Of a parameter or layer, or "" for what there is one of."""
-    error: float
-    limit: float
-    """0.0: equal to the bit."""
-    ratio: float
-    """The found one is most nearly this multiple of the expected one."""
-    square: float
-    """The expected sum of squares."""
-
-    @property
-    def kind(self) -> str:
-        return KINDS[self.order]
-
-    @property
-    def is_wrong(self) -> bool:
-        return not self.error <= self.limit
-
-    @property
-    def excess(self) -> float:
-        return math.inf if math.isnan(self.error) else self.error / (self.limit or 1e-30)
-
-    def __str__(self) -> str:
-        return f"{self.kind}{f' of {self.name}' if self.name else ''}{f', step {self.step}' if self.step else ''}"
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,54 @@
-"""What the numbers of a wrong twin point to. Imports no torch."""
+"""Differences of a twin from what it should be, and what they point to. Imports no torch."""
 
 from collections.abc import Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
+from math import inf, isnan
+from typing import NamedTuple
 
 from parallel.axes import NAMES
 from parallel.config import MeshDegrees
 
-if TYPE_CHECKING:
-    from recipes.lab.prove.compare import Difference
-
+KINDS = (
+    *("initial weights", "tokens of experts", "losses of routers", "learning rate", "skipped", "loss", "z-loss"),
+    *("gradient", "gradient norm", "weights", "validation loss", "guard", "logits"),
+)
+"""What is compared, in the order in which one follows from the others."""
 NEAR = 1e-3
 
 
-def diagnosis(
-    first: "Difference", gradients: "Sequence[Difference]", still: Sequence[str], degrees: MeshDegrees
-) -> str:
+class Difference(NamedTuple):
+    """Of one number or tensor from the expected one, on one process. They sort as they follow from each other."""
+
+    step: int
+    order: int
+    """Index in KINDS."""
+    name: str
+    """Of a parameter or layer, or "" for what there is one of."""
+    error: float
+    limit: float
+    """0.0: equal to the bit."""
+    ratio: float
+    """The found one is most nearly this multiple of the expected one."""
+    square: float
+    """The expected sum of squares."""
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.order]
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.error <= self.limit
+
+    @property
+    def excess(self) -> float:
+        return inf if isnan(self.error) else self.error / (self.limit or 1e-30)
+
+    def __str__(self) -> str:
+        return f"{self.kind}{f' of {self.name}' if self.name else ''}{f', step {self.step}' if self.step else ''}"
+
+
+def diagnosis(first: Difference, gradients: Sequence[Difference], still: Sequence[str], degrees: MeshDegrees) -> str:
     """A sentence, or "" where the numbers say nothing.
 
     Args:
@@ -58,7 +91,7 @@ def _factor(ratio: float, degrees: MeshDegrees) -> str:
     return f"{whole:g} times those of one process" if whole != 1 and abs(ratio / whole - 1) < NEAR else ""
 
 
-def _group(norm: "Difference", gradients: "Sequence[Difference]") -> str:
+def _group(norm: Difference, gradients: Sequence[Difference]) -> str:
     """Which parameters a norm lacks, or counts twice."""
     total = sum(one.square for one in gradients)
     groups: dict[str, float] = {}

@@ -24,7 +24,8 @@ from recipes.files.layout import CHECKPOINTS, EXPORT, step_folder
 from recipes.files.layout import SAVED as NEWEST
 from recipes.files.reading import user_path
 from recipes.files.screen import say
-from recipes.lab.prove.compare import EQUAL, FLOAT32, KINDS, Comparison, Difference, Limits, compared, limits_of
+from recipes.lab.prove.compare import EQUAL, FLOAT32, Comparison, Limits, compared, limits_of
+from recipes.lab.prove.diagnosis import KINDS, Difference
 from recipes.lab.prove.reference import Alone, Record
 from recipes.lab.prove.runs import GRADIENT_BAD, LOSS_BAD, SPIKE, Stopped, read_all, run_twin
 from recipes.lab.prove.text import WORDS, write_words

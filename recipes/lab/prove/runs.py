@@ -40,23 +40,18 @@ are judged, and that in which one process's loss is infinite."""
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # that a gather takes two steps
 
 
-def thinned(micro_batches: Iterable[MicroBatch], first: int, share: int, size: int) -> Iterator[MicroBatch]:
-    """Ignore targets of text unevenly: of the outermost rows of a global batch none, of others all, half, most.
+def thinned(micro_batches: Iterable[MicroBatch], first: int, share: int) -> Iterator[MicroBatch]:
+    """Ignore the first targets of each row of text, in no two rows as many; in the first none, in a third of them all.
 
-    first: the row that each batch begins with here; share, size: how many rows it has here, and in all.
+    first: the row of the global batch that each batch begins with here, of which it has so many, a share.
     """
     done = 0
     for inputs, targets, documents in micro_batches:
         count, length = targets.shape
         rows = first + (done + torch.arange(count, device=targets.device)) % share
-        begins = torch.tensor([0, length, length // 2, length - 5], device=targets.device)[
-            torch.minimum(rows, size - 1 - rows) % 4
-        ]
-        yield (
-            inputs,
-            targets.masked_fill(torch.arange(length, device=targets.device) < begins[:, None], IGNORED),
-            documents,
-        )
+        shares = rows * 0.382 % 1  # spread evenly, without a period
+        begins = (length * shares).where(shares < 2 / 3, length)[:, None]
+        yield inputs, targets.masked_fill(torch.arange(length, device=targets.device) < begins, IGNORED), documents
         done += count
 
 
@@ -73,9 +68,8 @@ class Watched(Trainer):
         self._add_up, batch, held_out = passes.run, loader.batch, loader.validation_batches
         vars(passes)["run"] = self._gradients
         if not self.recipe.data.has_pairs:
-            size = self.recipe.batch.global_batch_size
-            share = size // self.built.mesh.data_ranks
-            thin = partial(thinned, first=self.built.mesh.data_rank * share, share=share, size=size)
+            share = self.recipe.batch.global_batch_size // self.built.mesh.data_ranks
+            thin = partial(thinned, first=self.built.mesh.data_rank * share, share=share)
             vars(loader)["batch"] = lambda number: [*thin(batch(number))]
             vars(loader)["validation_batches"] = lambda n: {name: thin(some) for name, some in held_out(n).items()}
         state, skipped = self._whole(), self.guard.state()["skipped_in_a_row"]
@@ -218,7 +212,7 @@ def _rows(loader: DataLoader, recipe: Recipe, text: Any, first: int, available: 
         inputs = rows[:, :-1]
         documents = None if end is None else Documents.of(inputs, end_of_document=end)
         found.append((inputs, rows[:, 1:], documents))
-    return [*thinned(found, 0, size, size)]
+    return [*thinned(found, 0, size)]
 
 
 def _pairs(loader: DataLoader, recipe: Recipe, text: Any, first: int, available: int | None = None) -> list[MicroBatch]:

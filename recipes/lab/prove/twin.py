@@ -208,7 +208,7 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         with_values(recipe, values),
         stages=(),
         model=model,
-        data=_data(recipe, folder),
+        data=_words(recipe, folder),
         checkpoint=CheckpointConfig(every=SAVED, asynchronous=recipe.checkpoint.asynchronous),
         metrics=MetricsConfig(every=1, grad_norms=recipe.metrics.grad_norms, picture=False),
         validation=ValidationConfig(every=SAVED if averages else 1, batches=2, average=2 * averages),
@@ -219,7 +219,7 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
     return twin
 
 
-def _data(recipe: Recipe, folder: Path) -> DataConfig:
+def _words(recipe: Recipe, folder: Path) -> DataConfig:
     data = DataConfig(
         source=str(folder / TEXT),
         tokenizer=str(folder / TOKENIZER),
