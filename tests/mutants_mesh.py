@@ -223,6 +223,7 @@ STEPS = (
         "target_tokens = sum_over_group(counts.sum(), built.mesh.data_group)",
         "target_tokens = counts.sum() * built.mesh.data_ranks",
         "1.2.1.1:",
+        "loss, step 1 is",
     ),
     Mutant(
         "targets are counted once for each part of a row",
@@ -380,6 +381,7 @@ NORMS = (
         "return norms.square().sum().sqrt()",
         "return norms[self._group.rank()]",
         "2.1.1.1.1:",
+        "gradient norm, step 1 is",
     ),
     Mutant(
         "the norm misses the last stage",
@@ -788,6 +790,7 @@ CONTEXTS = (
         "(x.repeat_interleave(copies, dim=1) for x in (key, value))",
         "(x.repeat(1, copies, 1, 1) for x in (key, value))",
         "1.1.4.1:",
+        "loss, step 1 is",
     ),
     Mutant(
         "gradients of copied key and value heads are averaged over the copies",
@@ -1068,7 +1071,7 @@ FLOATS = (
         "part: Any = hp_tensor_to_float8_dynamic(rows.to_local(), dtype, products, gemm_input_role=role)\n"
         "    group = rows.device_mesh.get_group()",
         "1.1.1.2:tensorwise,gather_activations",
-        "gradient of .*, step 1 is",
+        "gradient norm, step 1 is",
     ),
     Mutant(
         "gathered float8 weights have the scale of each process's shard",
@@ -1076,11 +1079,12 @@ FLOATS = (
         FLOAT8,
         "    _torchao_float8().precompute_float8_dynamic_scale_for_fsdp(model)\n",
         "    _torchao_float8().precompute_float8_dynamic_scale_for_fsdp(model)\n"
-        "    from torchao.float8.float8_scaling_utils import tensor_to_scale\n\n"
-        "    for shard in (cast(Any, weight).to_local().detach() for weight in model.parameters()):\n"
+        "    from torchao.float8.float8_utils import tensor_to_scale\n\n"
+        "    for shard in (cast(Any, weight)._local_tensor for weight in model.parameters()):\n"
         '        if getattr(shard, "_precomputed_scale", None) is not None:\n'
         "            shard._precomputed_scale = tensor_to_scale(shard._tensor, torch.float8_e4m3fn)\n",
         "1.2.1.1:tensorwise,all_gather",
+        "validation loss, step 1 is",
     ),
     Mutant(
         "scales of gathered float8 weights are those of the first step",
@@ -1089,6 +1093,7 @@ FLOATS = (
         "    if built.float8_all_gather:\n",
         "    if built.float8_all_gather and step == 1:\n",
         "1.2.1.1:tensorwise,all_gather",
+        "loss, step 5 is",
     ),
     Mutant(
         "after a resume, scales of gathered float8 weights are those of the initial weights",
@@ -1102,6 +1107,7 @@ FLOATS = (
         "        built = dataclasses.replace(built, float8_all_gather=False)\n"
         "    model, optimizer, check = built.model, built.optimizer, partial(require_same_data",
         "1.2.1.1:tensorwise,all_gather",
+        "loss, step 5 is",
     ),
 )
 """Of float8 across processes."""
