@@ -27,6 +27,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
+from recipes.data.config import PAIR_OPTIONS  # noqa: E402
 from recipes.files.atomic import write_whole  # noqa: E402
 from recipes.files.exit_codes import exit_code, leave_after  # noqa: E402
 from recipes.files.reading import path_argument  # noqa: E402
@@ -41,17 +42,6 @@ if TYPE_CHECKING:
     from recipes.evaluation.text import ProgressLine
     from recipes.weights.locate import Weights
 
-PAIR_OPTIONS = {
-    "prompt_field": "name of the field with the prompt",
-    "answer_field": "name of the field with the answer",
-    "messages_field": "name of the field with the messages of a chat",
-    "prompt_prefix": "text before every prompt, such as 'summarize: '",
-    "prompt_suffix": "text after every prompt",
-    "chat_template": "file with the Jinja template of messages",
-    "chat_date": "what the template takes for today",
-    "long_pairs": "leave_out, cut_prompt_start or cut_prompt_end: those longer than --sequence-length",
-}
-"""Fields of [data] in a recipe, and what they mean."""
 # Published models allow far longer sequences than devices have memory for the logits of.
 LONGEST = 8192
 # Tokens whose logits are copied in float32 at a time.
@@ -144,7 +134,7 @@ def evaluate(options: argparse.Namespace) -> int:
     try:
         size = options.micro_batch_size
         model, mesh = _model(weights, world, dtype=options.dtype, tokens=length * size)
-        how: dict[str, Any] = {"mesh": mesh, "on_progress": show if world.is_main else None}
+        how: dict[str, Any] = {"mesh": mesh} | ({"on_progress": show} if world.is_main else {})
         if pairing:
             from recipes.evaluation.pair_losses import PairReader, evaluate_pairs
 

@@ -26,6 +26,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
+from recipes.data.config import PAIR_OPTIONS  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, exit_code  # noqa: E402
 from recipes.files.reading import may_pass, path_argument, user_path  # noqa: E402
 from recipes.files.screen import Screen, open_missing, tell  # noqa: E402
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from recipes.data.tokens.workspace import Preparation
 
 SHARDS_SHOWN = 20
+OF_PAIRS = tuple(name for name in PAIR_OPTIONS if name != "long_pairs")  # which is for whoever reads the shards
 
 
 def say(text: str) -> None:
@@ -75,15 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=path_argument, help="folder for the shards")
     parser.add_argument("--tokenizer", required=True, help='as data.tokenizer: a tokenizer.json, its folder, "train:N"')
     parser.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
-    parser.add_argument(
-        "--prompt-field", default="", help="field of the prompt, if rows are pairs of prompt and answer"
-    )
-    parser.add_argument("--answer-field", default="", help="field of the answer")
-    parser.add_argument("--messages-field", default="", help="field with the messages of a chat, instead of the two")
-    parser.add_argument("--prompt-prefix", default="", help="text before every prompt")
-    parser.add_argument("--prompt-suffix", default="", help="text after every prompt")
-    parser.add_argument("--chat-template", default="", help="as data.chat_template (default: beside the tokenizer)")
-    parser.add_argument("--chat-date", default="", help="as data.chat_date")
+    for name in OF_PAIRS:
+        parser.add_argument(f"--{name.replace('_', '-')}", default="", help=PAIR_OPTIONS[name])
     parser.add_argument("--encoder-decoder", action="store_true", help="the pairs are for an encoder-decoder model")
     parser.add_argument("--text-documents", default="auto", help="as data.text_documents (default: auto)")
     parser.add_argument("--bos", action="store_true", help="as data.bos: begin every document with the token for that")
@@ -205,17 +200,10 @@ def _finish(folder: Path, fields: "PairFields", options: argparse.Namespace) -> 
 
 def _fields(options: argparse.Namespace) -> "PairFields":
     """What is read of a row. Raises UserError for options that do not fit together."""
-    from recipes.data.config import ONLY_OF_PAIRS, DataConfig
+    from recipes.data.config import DataConfig
     from recipes.data.pair_rules import pair_problems
 
-    names = (
-        "prompt_field",
-        "answer_field",
-        "messages_field",
-        "bos",
-        *(name for name in ONLY_OF_PAIRS if name in options),
-    )
-    given = {name: getattr(options, name) for name in (*names, "source", "text_field", "tokenizer")}
+    given = {name: getattr(options, name) for name in (*OF_PAIRS, "bos", "source", "text_field", "tokenizer")}
     data = DataConfig(**given)
     if not data.has_pairs and not options.encoder_decoder:
         return data.text_field

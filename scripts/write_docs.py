@@ -44,44 +44,9 @@ PLAN = ROOT / "docs" / "plan.md"
 COLUMNS = combinations.COLUMNS + combinations.STAGED + combinations.EXPERT
 BEGIN, END = "<!-- Written by scripts/write_docs.py. -->\n", "<!-- Written by scripts/write_docs.py: end. -->\n"
 STAGE_NAME = "^[A-Za-z][A-Za-z0-9_]*$"
-HEAD = """\
-# Recipe reference
-
-Written by `python scripts/write_docs.py` from the configs of the sections; a test checks that it is up to date.
-
-A recipe is a TOML file. Each value comes from the first of these layers that sets it:
-
-1. the command line: `--section.field value` ([running.md](running.md#overrides));
-2. the file;
-3. its base, the file that `base = "other.toml"` names above the first section (relative to the file itself), then the
-   base of that file, and so on;
-4. for `[model]`, the size that `model.name` selects;
-5. the defaults below.
-
-A relative path to read (text, tokenizer, weights, config, template, tasks) is looked for in the current folder, then
-beside the file that names it, then in the checkout. `run.output` and both `cache` are relative to the current folder.
-
-`python train.py RECIPE --check` prints a summary, the resolved recipe and, last, `ok` with what was not looked at; or
-everything that is wrong, and its count. It reads the first row of every source on this machine. Types are strict: `1`
-is a number, but `1e3` is not an integer, `"3e-4"` is not a number, and an unknown key is an error, as is a value in
-the file itself that nothing reads.
-`[[stages]]` tables divide a run into parts that differ in some of these values: [stages.md](stages.md#stages).
-
-Editors with a language server for TOML (taplo; in VS Code, Even Better TOML) complete and check a recipe whose first
-line is `#:schema ../docs/recipe.schema.json`, relative to the file. [The schema](recipe.schema.json) knows names, types
-and ranges; `--check` also knows what spans several fields.
-
-Below, each field has its default; those of `[model]` come from the size. Brackets say what a value may be, unless the
-default shows it: any text, or `true` or `false`.
-"""
 
 
 def schema_text() -> str:
-    """The JSON schema of recipes."""
-    return json.dumps(recipe_schema(), indent=1) + "\n"
-
-
-def recipe_schema() -> dict[str, Any]:
     """The JSON schema of a recipe's file. What spans several fields it cannot say: `train.py RECIPE --check` does."""
     keys = field_types()
     of_stages = {key for key in keys if (key.partition(".")[0] in SECTIONS or key in FIELDS) and key not in REASONS}
@@ -96,11 +61,9 @@ def recipe_schema() -> dict[str, Any]:
     )
     stages = {"type": "array", "items": stage | {"required": ["name"]}, "description": "In the order of the run."}
     base = {"type": "string", "description": "File whose values this one overrides, relative to this one."}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Shardwright recipe",
-        **_object("One run.", {"base": base, **_schema_tables(set(keys)), "stages": stages}),
-    }
+    recipe = _object("One run.", {"base": base, **_schema_tables(set(keys)), "stages": stages})
+    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Shardwright recipe"}
+    return json.dumps(about | recipe, indent=1) + "\n"
 
 
 def _schema_tables(keys: set[str]) -> dict[str, Any]:
@@ -144,9 +107,9 @@ def _default_value(field: Field) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def page() -> str:
-    """The whole page."""
-    return "\n".join([HEAD, *(_section(name, cls) for name, cls in sections().items()), _sizes()])
+def with_fields(text: str) -> str:
+    """The page about recipes with all sections between its marks."""
+    return between(text, BEGIN, END, "\n".join(["", *(_section(*one) for one in sections().items()), _sizes(), ""]))
 
 
 def _section(section: str, cls: type) -> str:
@@ -184,21 +147,9 @@ def with_combinations(text: str) -> str:
     return between(text, BEGIN, END, _combinations())
 
 
-MEMORY_HEAD = """\
-# The memory that each recipe is predicted to need
-
-Written by `python scripts/write_docs.py` with `recipes/plan/memory.py`; tests check that it is up to date, and that no
-recipe needs more than {full:.0%} of its GPU. Everything is predicted; [an H200](gpu-nvidia-h200.md) agreed within 0.1%.
-The same for any recipe, with overrides: `python train.py RECIPE --check --batch.micro_batch_size 2`.
-
-[plan.md](../plan.md#memory) says how memory is predicted, how exact that is, and what published runs needed. CUDA is
-assumed to take {cuda} GB and, on several processes, each group of NCCL {pair:.2f} or {more:.2f} GB. The rest of the GPU
-is for the {reserved:.0%} that the allocator reserves above the peak.
-
-- **GB**: the peak per GPU; **of** how many. **fullest at**: the block whose backward pass has the peak, or the gradient
-  of the head.
-- **state**: parameters and optimizer moments. **gradients**: accumulated, new, or being reduced. **weights**: gathered
-  for the computation. **activations**: kept for the backward pass. **other**: logits, a block's own tensors, CUDA.
+MEMORY_FACTS = """\
+No recipe needs more than {full:.0%} of its GPU (a test). CUDA is assumed to take {cuda} GB and, on several processes,
+each group of NCCL {pair:.2f} or {more:.2f} GB. The rest is for the {reserved:.0%} that the allocator reserves.
 """
 MEMORY_COLUMNS = ("recipe", "GB", "of", "fullest at")
 GROUPS = {
@@ -225,12 +176,13 @@ def predictions() -> dict[str, tuple[Recipe, Hardware, Prediction]]:
     return by_path
 
 
-def memory_page() -> str:
-    """The page about memory."""
-    head = MEMORY_HEAD.format(full=FULL, cuda=CUDA / 1e9, pair=NCCL_PAIR / 1e9, more=NCCL / 1e9, reserved=RESERVED)
+def with_memory(text: str) -> str:
+    """The page about memory with a new table between its marks."""
+    facts = MEMORY_FACTS.format(full=FULL, cuda=CUDA / 1e9, pair=NCCL_PAIR / 1e9, more=NCCL / 1e9, reserved=RESERVED)
     columns = (*MEMORY_COLUMNS, *GROUPS, "other")
     rows = [_memory(name, hardware, prediction) for name, (_, hardware, prediction) in predictions().items()]
-    return "\n".join([head, *markdown_table(columns, rows, align="lrrl" + "r" * (len(GROUPS) + 1)), ""])
+    table = markdown_table(columns, rows, align="lrrl" + "r" * (len(GROUPS) + 1))
+    return between(text, BEGIN, END, "\n".join(["", facts, *table, "", ""]))
 
 
 def _memory(name: str, hardware: Hardware, prediction: Prediction) -> list[str]:
@@ -297,10 +249,8 @@ def _cell(feature: str, column: str, cases: list[str]) -> str:
 
 if __name__ == "__main__":
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page())
     SCHEMA.write_text(schema_text())
-    PARALLELISM.write_text(with_combinations(PARALLELISM.read_text()))
-    MEMORY.write_text(memory_page())
-    PLAN.write_text(with_plans(PLAN.read_text()))
+    pages = {PAGE: with_fields, PARALLELISM: with_combinations, MEMORY: with_memory, PLAN: with_plans}
+    for path, renewed in pages.items():
+        path.write_text(renewed(path.read_text()))
     say(f"wrote {PAGE}, {SCHEMA}, {MEMORY}, the table of {PARALLELISM} and the examples of {PLAN}")

@@ -1,5 +1,7 @@
-"""Silent faults that are planted into a copy of this code are noticed by `train.py RECIPE --prove`, each within a minute
-on two idle cores; `pytest -m exhaustive tests/test_mutants.py` plants all of them, which takes an hour."""
+"""Silent faults that are planted into a copy of this code are noticed by `train.py RECIPE --prove`.
+
+`pytest -m exhaustive tests/test_mutants.py` plants all of them, which takes two idle cores more than an hour.
+"""
 
 import re
 import subprocess

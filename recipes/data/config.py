@@ -10,6 +10,17 @@ from parallel.config import MeshDegrees
 PAIR_FIELDS = ("prompt_field", "answer_field", "messages_field")
 ONLY_OF_PAIRS = ("prompt_prefix", "prompt_suffix", "chat_template", "chat_date", "long_pairs", "answer_length")
 """Settings that mean nothing without pairs."""
+PAIR_OPTIONS = {
+    "prompt_field": "name of the field with the prompt",
+    "answer_field": "name of the field with the answer",
+    "messages_field": "name of the field with the messages of a chat",
+    "prompt_prefix": "text before every prompt, such as 'summarize: '",
+    "prompt_suffix": "text after every prompt",
+    "chat_template": "file with the Jinja template of messages",
+    "chat_date": "what the template takes for today",
+    "long_pairs": "leave_out, cut_prompt_start or cut_prompt_end: those longer than --sequence-length",
+}
+"""Fields of [data] that scripts have as options, and what they mean."""
 HELD_OUT = ""
 """The validation source that is the held-out documents of the training sources."""
 

@@ -38,7 +38,8 @@ def open_exported(weights: Weights, *, dtype: torch.dtype, device: torch.device)
         with foreign(f"transformers cannot read {weights.path}"):
             model = read_folder(folder, dtype=dtype, device=device)
     require_finite({f"{name} in {weights.path}": values for name, values in model.named_parameters()})
-    return OpenedModel(model, tokenizer, weights.facts_of_text, weights.ends, encoder_decoder=reads_prompts)
+    ends = weights.description.ends(where=weights.path)
+    return OpenedModel(model, tokenizer, weights.facts_of_text, ends, encoder_decoder=reads_prompts)
 
 
 def check_search(*, beams: int, outputs: int, temperature: float | None) -> None:

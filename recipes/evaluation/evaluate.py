@@ -66,7 +66,7 @@ def evaluate_text(
     shape: tuple[int, int],
     document_mask: bool = False,
     mesh: Mesh,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], object] = lambda tokens, documents: None,
 ) -> Evaluation:
     """Evaluate a (sharded) model on documents, each ended by the end-of-document token, cut into whole sequences.
 
@@ -99,10 +99,9 @@ def evaluate_text(
     def micro_batches() -> Iterator[MicroBatch]:
         sequences = _sequences(tokens(), length)
         while together := list(islice(sequences, mesh.data_ranks * rows)):
-            if on_progress is not None:
-                on_progress(*done)
-                done[0] += sum(len(sequence) - 1 for sequence in together)
-                done[1] += sum(sequence[1:].count(tokenizer.end_of_document) for sequence in together)
+            on_progress(*done)
+            done[0] += sum(len(sequence) - 1 for sequence in together)
+            done[1] += sum(sequence[1:].count(tokenizer.end_of_document) for sequence in together)
             inputs, targets = _padded(together[mesh.data_rank * rows :][:rows])
             inside = Documents.of(inputs, end_of_document=tokenizer.end_of_document) if document_mask else None
             yield inputs, targets, inside

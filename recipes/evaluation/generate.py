@@ -39,7 +39,7 @@ def open_model(path: str | Path | Weights, *, dtype: torch.dtype, device: torch.
         model.routers.float()
     model = model.to_empty(device=device)
     load_weights(model, weights)
-    return OpenedModel(model, tokenizer, weights.facts_of_text, weights.ends)
+    return OpenedModel(model, tokenizer, weights.facts_of_text, weights.description.ends(where=weights.path))
 
 
 def choose_device(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:

@@ -219,8 +219,10 @@ def load_tasks(names: Sequence[str], *, limit: int | None = None, examples: int 
         wanted = [*files, *_in_folders(manager, folders), *_known(manager, plain)]
         loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
         for name in dict.fromkeys(wanted):
-            for part, found in _loaded(manager, name).items():
-                loaded[part] |= found
+            with foreign(f"task {name!r} cannot be loaded", _hint):  # tasks are programs, and read data
+                found = dict(manager.load([name]))
+            for part, of_task in found.items():
+                loaded[part] |= of_task
         for task in loaded["tasks"].values():
             _prepare(task, examples)
     return Tasks(loaded, limit)
@@ -251,12 +253,6 @@ def _known(manager: TaskManager, names: list[str]) -> list[str]:
             raise UserError(f"the lm-evaluation-harness has no task {name!r}; {hint}; files end in .yaml")
         found += matches
     return found
-
-
-def _loaded(manager: TaskManager, name: str) -> dict[str, Any]:
-    """What loading a task gives. Raises UserError for whatever goes wrong: tasks are programs, and read data."""
-    with foreign(f"task {name!r} cannot be loaded", _hint):
-        return dict(manager.load([name]))
 
 
 def _hint(error: BaseException) -> str:

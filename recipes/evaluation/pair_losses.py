@@ -61,7 +61,7 @@ def evaluate_pairs(
     pairing: Pairing,
     micro_batch_size: int,
     mesh: Mesh,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], object] = lambda tokens, pairs: None,
 ) -> Evaluation:
     """Evaluate a (sharded) model on the answers of pairs. Every answer's token is a target once.
 
@@ -84,10 +84,9 @@ def evaluate_pairs(
             window.sort(key=lambda pair: len(pair[0]), reverse=True)
             for begin in range(0, len(window), together):
                 group = window[begin : begin + together]
-                if on_progress is not None:
-                    on_progress(*done)
-                    done[0] += sum(int(np.count_nonzero(tokens & LEARNED)) for tokens, _ in group)
-                    done[1] += len(group)
+                on_progress(*done)
+                done[0] += sum(int(np.count_nonzero(tokens & LEARNED)) for tokens, _ in group)
+                done[1] += len(group)
                 yield micro_batch(group[mesh.data_rank :: mesh.data_ranks], pairing)
 
     nats, targets = finite_loss(model, micro_batches(), mesh=mesh)

@@ -70,8 +70,9 @@ class Throughput:
             self.peak = bf16_peak(self.device_name)
         self.model = model
         try:
-            self.flops = model.flops_per_token(sequence_length, "causal")
-            self.flops_full = model.flops_per_token(sequence_length, "full")
+            self.flops: dict[AttentionFlops, float] = {
+                kind: model.flops_per_token(sequence_length, kind) for kind in ATTENTION
+            }
         except ValueError as error:  # of a model of transformers
             raise UserError(f"model: {error}") from None
 
@@ -92,18 +93,15 @@ class Throughput:
             lengths: of the pairs of an encoder-decoder model, from PairLengths; replace all of these.
         """
         of_step = self.tokens_per_step if tokens is None else tokens
-        flops: float = self.flops
-        flops_full: float = self.flops_full
-        columns = {}
+        flops, columns = self.flops, {}
         if attention_length is not None:
-            flops = self.model.flops_per_token(attention_length, "causal")
-            flops_full = self.model.flops_per_token(attention_length, "full")
+            flops = {kind: self.model.flops_per_token(attention_length, kind) for kind in ATTENTION}
             columns = {"attention_length": attention_length}
         if lengths is not None:
             from models.counts import step_flops
 
             model, of_step = cast("TransformersConfig", self.model), lengths.encoder + lengths.decoder
-            flops, flops_full = (step_flops(model, lengths, kind) / of_step for kind in ATTENTION)
+            flops = {kind: step_flops(model, lengths, kind) / of_step for kind in ATTENTION}
             stacks = {"encoder": lengths.encoder, "decoder": lengths.decoder}
             columns = {f"{name}_tokens_per_second": count / step_seconds for name, count in stacks.items()}
         per_second = of_step / step_seconds
@@ -111,9 +109,9 @@ class Throughput:
         return columns | {
             "tokens_per_second": per_second,
             "tokens_per_second_per_device": per_device,
-            "tflops_per_device": per_device * flops / 1e12 if self.peak else None,
-            "mfu": per_device * flops / self.peak if self.peak else None,
-            "mfu_full": per_device * flops_full / self.peak if self.peak else None,
+            "tflops_per_device": per_device * flops["causal"] / 1e12 if self.peak else None,
+            "mfu": per_device * flops["causal"] / self.peak if self.peak else None,
+            "mfu_full": per_device * flops["full"] / self.peak if self.peak else None,
         }
 
 
@@ -154,15 +152,8 @@ def extremes(rows: Tensor) -> Tensor:
 
 def extreme_columns(column: str, ends: Sequence[float]) -> dict[str, float]:
     """The columns that say which process has most and least. ends: of extremes()."""
-    if not ends:
-        return {}
-    most, most_rank, least, least_rank = ends
-    return {
-        f"{column}_most": most,
-        f"{column}_most_rank": int(most_rank),
-        f"{column}_least": least,
-        f"{column}_least_rank": int(least_rank),
-    }
+    names = ("most", "most_rank", "least", "least_rank") if ends else ()
+    return {f"{column}_{name}": int(n) if "rank" in name else n for name, n in zip(names, ends, strict=True)}
 
 
 def peak_memory_gib() -> float:

@@ -4,25 +4,16 @@ import json
 from collections.abc import Callable, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from recipes.files.atomic import Lines, sync, utc_now
 from recipes.files.layout import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
 from recipes.files.screen import say
 from recipes.metrics.config import MetricsConfig
 
-
-class Sink(Protocol):
-    """Where rows go besides metrics.jsonl. Nothing that happens there ends a run."""
-
-    def write(self, row: dict[str, Any], /) -> None:
-        """Take one row."""
-
-    def flush(self) -> None:
-        """Keep the rows so far from getting lost, if that takes no time."""
-
-    def close(self) -> None:
-        """Finish writing."""
+if TYPE_CHECKING:
+    from recipes.metrics.board import TensorBoard
+    from recipes.metrics.tracking import Tracker
 
 
 class MetricsWriter:
@@ -55,7 +46,7 @@ class MetricsWriter:
         self.stage = ""
         """The name of the run's present stage, for a column of every row; "" = there are no stages."""
         self._wandb_id: str | None = before.get("wandb_id")
-        self._sinks: list[Sink] = []
+        self._sinks: list[Tracker | TensorBoard] = []  # nothing that happens there ends a run
         if enabled and config.wandb:
             from recipes.metrics import tracking
 

@@ -5,8 +5,8 @@ which has the speed of its network, the metrics.jsonl of a run, or a run's folde
 which of them it is. Imports no torch.
 """
 
-import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -16,7 +16,7 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, METRICS, RECIPE
-from recipes.files.reading import is_folder, read_text
+from recipes.files.reading import is_folder, json_object, read_text
 from recipes.plan import host
 from recipes.plan.hardware import Gpu, gpu_of
 from recipes.plan.messages import Group
@@ -99,11 +99,9 @@ def _text(path: Path) -> str:
 
 def _record(text: str) -> Json | None:
     """The JSON object in the text; None if there is none."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    with suppress(ValueError):
+        return json_object(text)
+    return None
 
 
 def _environment(folder: Path) -> Json:

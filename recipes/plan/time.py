@@ -173,14 +173,7 @@ def attention_seconds(
     element: int = 2,
 ) -> tuple[float, float]:
     """Seconds of attention, forward and backward. flops: those of the forward pass, causal."""
-    shares = {
-        "flash": rates.flash,
-        "flash3": rates.cudnn,
-        "cudnn": rates.cudnn,
-        "triton": rates.triton,
-        "math": rates.attention_math,
-    }
-    share = shares[kernel]
+    share: float = getattr(rates, {"flash3": "cudnn", "math": "attention_math"}.get(kernel, kernel))
     if gpu.family == "ampere":
         share *= rates.attention_ampere if kernel in ("flash", "triton") else 1.0
     elif gpu.family == "hopper, 500 W":

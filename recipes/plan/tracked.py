@@ -35,6 +35,7 @@ from parallel.fsdp import compute_with_whole_shards, expect_micro_batch, plain_n
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 from parallel.passes import backward, clipping_divisor, gradient_norm
+from recipes.data.batches import MicroBatch
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.skip_steps import take_step
 from recipes.plan.sizes import Pieces
@@ -44,7 +45,6 @@ CPU = torch.device("cpu")
 MICRO_BATCHES = 3
 """More of them find the same memory: the first, those between and the last differ."""
 
-MicroBatch = tuple[Tensor | EncoderDecoderInputs, Tensor, Documents | None]
 Hook = Callable[..., None]
 
 

@@ -110,7 +110,7 @@ def _groups(flags: Flags) -> tuple[dict[str, list[str]], list[Problem]]:
 
             close = [] if key in FIELDS else get_close_matches(key, (*OPTIONS, *OF_PLAN), n=1)
             message = f"unknown; did you mean --{close[0]}?" if close else unknown_key(key)
-            message = "needs --plan" if key in OF_PLAN else message
+            message = f"needs --plan{' or --prove' * (key == 'json')}" if key in OF_PLAN else message
             problems.append(Problem(key, message, " ".join(values), COMMAND_LINE))
             continue
         if annotation is bool:

@@ -117,7 +117,7 @@ def _flops(model: ModelConfig, throughput: Throughput, *, masked: bool) -> str:
 
         each = forward_flops(model) / (1e9 / TRAINING)
         return f"{each.encoder:.3g} billion per token of a prompt, {each.decoder:.3g} of an answer, besides attention"
-    return f"{'at most ' if masked else ''}{throughput.flops / 1e9:.3g} billion per token"
+    return f"{'at most ' if masked else ''}{throughput.flops['causal'] / 1e9:.3g} billion per token"
 
 
 def step_line(row: Mapping[str, float | None], steps: int) -> str:

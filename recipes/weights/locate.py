@@ -69,11 +69,6 @@ class Weights:
         return replace(self.facts, bos_token_id=begin)
 
     @cached_property
-    def ends(self) -> tuple[int, ...]:
-        """Every token that may end a text, by config.json and by the generation settings."""
-        return self.description.ends(where=self.path)
-
-    @cached_property
     def stored_tensors(self) -> "StoredTensors":
         """The tensors of a Hugging Face folder. Raises UserError with everything that is missing or damaged."""
         from recipes.weights.hf_folder import stored_tensors

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -42,17 +42,20 @@ from recipes.data.tokens.shards import (
     Shards,
     array_path,
     shard_path,
+    shards_from,
 )
 from recipes.data.tokens.workspace import preparation
 from recipes.files.screen import say
 
+Cells = Iterator[tuple[str, str, str, str]]
+"""What was measured, its median, a ratio and a target; "" where there is none."""
 LENGTH = 8192
 """Tokens per sequence."""
 END = 0
 
 
 def main(arguments: list[str]) -> int:
-    """Print a Markdown table, and write every measurement as JSON to --out. Returns the exit code."""
+    """Print a Markdown table. Returns the exit code."""
     defaults = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(prog="bench.py --suite data", description=__doc__, formatter_class=defaults)
     parser.add_argument("--tokens", type=int, default=2**27, help="tokens in the prepared shards to read")
@@ -60,27 +63,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--shards", type=int, default=15_000, help="shards to open when resuming far into a run")
     parser.add_argument("--batches", type=int, default=100_000, help="batches over which memory must not grow")
     parser.add_argument("--repeats", type=int, default=3, help="measurements after one warm-up")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where to create a temporary folder")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=("reading", "tokenizing", "preparing"), nargs="+")
     options = parser.parse_args(arguments)
     measures = {"reading": _reading, "tokenizing": _tokenizing, "preparing": _preparing}
-    rows: list[dict[str, Any]] = []
     say("| what | median | ratio | target |\n|---|---|---|---|")
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         for name in options.only or measures:
-            for row in measures[name](Path(folder), options):
-                rows.append(row)
-                ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
-                say(f"| {row['what']} | {row['median']} | {ratio} | {row.get('target', '')} |")
+            for cells in measures[name](Path(folder), options):
+                say("|" + "|".join(f" {cell} " for cell in cells) + "|")
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "tokenizers", "numpy"))
     say(f"\n{os.cpu_count()} cores, Python {platform.python_version()}, {packages}")
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1))
     return 0
 
 
-def _reading(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _reading(folder: Path, options: argparse.Namespace) -> Cells:
     """Measure reading from prepared shards in the page cache to batches."""
     _random_shards(folder / "shards", options.tokens)
     for what, mask, target in (("", None, "100"), (" with document positions", END, "20")):
@@ -93,21 +89,12 @@ def _reading(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, An
                 batches.take(batch)
             rates.append(count * 16 * LENGTH / (perf_counter() - started) / 1e6)
         batches.close()
-        rate = median(rates[1:])
-        yield {
-            "what": f"prepared shards to batches of 16 x {LENGTH}, shuffled{what}",
-            "median": f"{rate:.0f} M tokens/s per process",
-            "target": f"at least {target} M",
-            "all": rates,
-        }
+        rate = f"{median(rates[1:]):.0f} M tokens/s per process"
+        yield f"prepared shards to batches of 16 x {LENGTH}, shuffled{what}", rate, "", f"at least {target} M"
     seconds = [_resume(folder, options.shards) for _ in range(options.repeats + 1)]
-    yield {
-        "what": f"open {options.shards:,} prepared shards ({options.shards * 2**26 / 1e12:.2f} T tokens), checked, "
-        "and read at sequence 10^9",
-        "median": f"{median(seconds[1:]) * 1e3:.0f} ms",
-        "target": "under a second",
-        "all": seconds,
-    }
+    tokens = f"{options.shards * 2**26 / 1e12:.2f} T tokens"
+    what = f"open {options.shards:,} prepared shards ({tokens}), checked, and read at sequence 10^9"
+    yield what, f"{median(seconds[1:]) * 1e3:.0f} ms", "", "under a second"
     batches = _batches(_sequences(folder / "shards"), global_batch_size=1, mask=None)
     for batch in range(1000):
         batches.take(batch)
@@ -116,12 +103,8 @@ def _reading(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, An
         batches.take(batch)
     growth = _own_memory() - before
     batches.close()
-    yield {
-        "what": f"memory of the process over {options.batches:,} batches, without pages of mapped files",
-        "median": f"{growth / 2**20:+.1f} MiB",
-        "target": "no growth",
-        "all": [growth],
-    }
+    what = f"memory of the process over {options.batches:,} batches, without pages of mapped files"
+    yield what, f"{growth / 2**20:+.1f} MiB", "", "no growth"
 
 
 def _random_shards(folder: Path, tokens: int) -> None:
@@ -132,12 +115,12 @@ def _random_shards(folder: Path, tokens: int) -> None:
     for number in range(tokens // size):
         values = generator.integers(1, 50_000, size, dtype=np.uint16)
         values[generator.integers(0, size, size // 800)] = END
-        arrays = {TRAIN: values, VALIDATION: values[:0], DOCUMENTS: np.zeros(0, dtype=DOCUMENT)}
+        arrays = {TRAIN: values, VALIDATION: values[: 4 * LENGTH], DOCUMENTS: np.array([(size, 0, 1)], dtype=DOCUMENT)}
         for kind in ARRAYS:
             np.save(array_path(folder, number, kind), arrays[kind])
         last = number == tokens // size - 1
-        shard = Shard(size, 0, 0, 0, 0, 0, 0.0, 1.0, None, last)
-        shard_path(folder, number).write_text(json.dumps(shard.__dict__))
+        shard = Shard(size, 4 * LENGTH, 1, 1, 0, 0, 0.0, 1.0, None, last, number=number)
+        shard_path(folder, number).write_text(json.dumps(shard.stored))
 
 
 def _resume(folder: Path, count: int) -> float:
@@ -146,18 +129,13 @@ def _resume(folder: Path, count: int) -> float:
     tokenizer = _tokenizer(folder, 300)
     section = DataConfig(source=str(shards), cache=str(folder / "cache"))
     if not shards.exists():
-        shards.mkdir()
-        generator = np.random.default_rng(0)
-        documents = np.array([(2**26, 0, 1)], dtype=DOCUMENT)
-        arrays = {TRAIN: generator.integers(1, 300, 2**26, dtype=np.uint16), DOCUMENTS: documents}
-        arrays[VALIDATION] = arrays[TRAIN][: 4 * LENGTH]
+        _random_shards(shards, 2**26)
         for kind in ARRAYS:
-            np.save(array_path(shards, 0, kind), arrays[kind])
             for number in range(1, count):
                 os.link(array_path(shards, 0, kind), array_path(shards, number, kind))
-        sums = {kind: xxhash.xxh3_64_hexdigest(arrays[kind].data) for kind in ARRAYS}
-        whole = Shard(2**26, 4 * LENGTH, 1, 1, 0, 0, 0.0, 1.0, None, last=False, checksums=sums)
-        entries = (*([whole] * (count - 1)), replace(whole, last=True))
+        sums = {kind: xxhash.xxh3_64_hexdigest(np.load(array_path(shards, 0, kind)).data) for kind in ARRAYS}
+        whole = replace(next(shards_from(shards, 0)), checksums=sums)
+        entries = (*([replace(whole, last=False)] * (count - 1)), whole)
         share = section.validation_fraction
         index = Index(FORMAT_VERSION, "", "source", tokenizer.fingerprint, share, ("",), entries)
         (shards / INDEX).write_text(index.json())
@@ -215,7 +193,7 @@ def _corpus(folder: Path, copies: int) -> tuple[Path, list[str], Tokenizer]:
     return file, texts, _tokenizer(folder, 32000)
 
 
-def _tokenizing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _tokenizing(folder: Path, options: argparse.Namespace) -> Cells:
     """Measure reading batches of a text file while it is tokenized, in turns with the tokenizer alone."""
     file, texts, tokenizer = _corpus(folder, options.copies)
     with parallel_tokenizers():
@@ -228,13 +206,8 @@ def _tokenizing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str,
             tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
         seconds["tokenizers"].append(perf_counter() - started)
     ours, theirs = (median(times[1:]) for times in seconds.values())
-    yield {
-        "what": "all of a .jsonl file tokenized and read in batches, against tokenizers alone on the same text",
-        "median": f"{tokens / ours / 1e6:.2f} M tokens/s",
-        "ratio": theirs / ours,
-        "target": "at least 0.9",
-        "all": seconds,
-    }
+    what = "all of a .jsonl file tokenized and read in batches, against tokenizers alone on the same text"
+    yield what, f"{tokens / ours / 1e6:.2f} M tokens/s", f"{theirs / ours:.2f}", "at least 0.9"
 
 
 def _stream(file: Path, tokenizer: Tokenizer, folder: Path, tokens: int) -> float:
@@ -250,7 +223,7 @@ def _stream(file: Path, tokenizer: Tokenizer, folder: Path, tokens: int) -> floa
     return seconds
 
 
-def _preparing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _preparing(folder: Path, options: argparse.Namespace) -> Cells:
     """Measure preparing shards of a text file, with all cores."""
     file, _, tokenizer = _corpus(folder, options.copies)
     seconds = []
@@ -261,8 +234,5 @@ def _preparing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, 
             for _ in write_shards(Path(shards), work):
                 pass
             seconds.append(perf_counter() - started)
-    yield {
-        "what": f"preparing a .jsonl file with {os.cpu_count()} cores",
-        "median": f"{file.stat().st_size / median(seconds[1:]) / 1e6:.1f} MB/s",
-        "all": seconds,
-    }
+    rate = file.stat().st_size / median(seconds[1:]) / 1e6
+    yield f"preparing a .jsonl file with {os.cpu_count()} cores", f"{rate:.1f} MB/s", "", ""

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from textwrap import wrap
+from typing import Any
 
-from models.config import ModelConfig
 from models.sizes import SIZES
 from parallel.config import (
     ActivationCheckpointingConfig,
@@ -28,6 +28,11 @@ from recipes.recipe.schema import Recipe
 
 AT = "the gradient of the logits"
 """The moment at which all of them are the fullest: a loss that is not chunked has several copies of the logits."""
+NUMBERS = {
+    **{"layers": "layers", "width": "hidden", "heads": "heads", "key_value_heads": "kv_heads"},
+    **{"feed_forward_width": "ffn", "vocabulary": "vocab"},
+}
+"""Field of a model -> the column of the table that has it."""
 GOAL = 0.05
 """Largest error of a compiled row with one axis and a known loss."""
 
@@ -105,8 +110,14 @@ def _row(published: Published) -> Row:
         global_batch_size=int(row["micro_batch"]) * int(row["accum"]) * degrees.data_parallel,
     )
     second = row["ac"] == "selective_op2"
+    numbers: dict[str, Any] = {field: int(row[column]) for field, column in NUMBERS.items()}
     recipe = Recipe(
-        model=_model(row),
+        model=replace(
+            SIZES["llama3_8b"],
+            **numbers,
+            head_width=int(row["hidden"]) // int(row["heads"]),
+            tied_embeddings=row["tied"] == "1",
+        ),
         batch=batch,
         mesh=MeshConfig(context=degrees.context, tensor=degrees.tensor, context_by="gather"),
         activation_checkpointing=ActivationCheckpointingConfig(mode="selective" if second else row["ac"]),  # type: ignore[arg-type]
@@ -121,20 +132,6 @@ def _row(published: Published) -> Row:
     recompute = "every second product" if second else row["ac"]
     name = f"{published.project}: {published.name}, {how}, {recompute}"
     return Row(name, _program(row), recipe, degrees, second, float(row["memory_gib"]) * 2**30)
-
-
-def _model(row: Mapping[str, str]) -> ModelConfig:
-    return replace(
-        SIZES["llama3_8b"],
-        layers=int(row["layers"]),
-        width=int(row["hidden"]),
-        heads=int(row["heads"]),
-        key_value_heads=int(row["kv_heads"]),
-        head_width=int(row["hidden"]) // int(row["heads"]),
-        feed_forward_width=int(row["ffn"]),
-        vocabulary=int(row["vocab"]),
-        tied_embeddings=row["tied"] == "1",
-    )
 
 
 def _program(row: Mapping[str, str]) -> Program:

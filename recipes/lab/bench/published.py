@@ -14,7 +14,7 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.plan.hardware import GPUS, Gpu
-from recipes.plan.work import Kernel, Recompute, Work, work_of
+from recipes.plan.work import Recompute, Work, work_of
 from recipes.recipe.load import CONFIGS, load
 
 TABLE = CONFIGS.parent / "docs/benchmarks/published_throughput.csv"
@@ -31,6 +31,12 @@ PROJECTS = {
     "fms-fsdp": "foundation-model-stack/fms-fsdp",
 }
 """Project -> what its sources are named after; the first that a source contains counts. Others are their own."""
+NUMBERS = {
+    **{"layers": "layers", "width": "hidden", "query": "hidden", "inner": "ffn", "vocabulary": "vocab"},
+    **{"replicate": "replicate", "shard": "shard", "context": "cp", "tensor": "tp", "pipeline": "pp", "virtual": "vp"},
+    **{"sequence": "seq", "micro_batch": "micro_batch", "micro_batches": "accum"},
+}
+"""Field of Work -> the column of the table that has it."""
 DEVICES = {"A100-80": "A100", "H100-500W-96GB": "H100-500W"}
 """Names of the table -> names of ours, where they differ."""
 ELASTIC = "400 Gb/s per node"
@@ -107,12 +113,9 @@ def _published(row: dict[str, str]) -> Published:
     if match := re.search(r"(\d+) Gb/s.* per node", network):
         gpu = replace(gpu, network=1e9 * int(match[1]) / 8 / gpu.per_node)
     work = work_of_row(row, per_node=gpu.per_node)
-    return Published(_project(row["source"]), row["trust"], _name(row), float(row["tok_s_gpu"]), work, gpu, row)
-
-
-def _project(source: str) -> str:
-    lower = source.lower()
-    return next((name for name, part in PROJECTS.items() if part.lower() in lower), source)
+    source = row["source"].lower()
+    project = next((name for name, part in PROJECTS.items() if part.lower() in source), row["source"])
+    return Published(project, row["trust"], _name(row), float(row["tok_s_gpu"]), work, gpu, row)
 
 
 def _name(row: dict[str, str]) -> str:
@@ -125,30 +128,14 @@ def _name(row: dict[str, str]) -> str:
 
 def work_of_row(row: dict[str, str], *, per_node: int) -> Work:
     """A step of this row of the table."""
-
-    def number(name: str) -> int:
-        return int(row[name])
-
-    head_width = number("hidden") // number("heads")
+    numbers: dict[str, Any] = {field: int(row[column]) for field, column in NUMBERS.items()}
+    head_width = int(row["hidden"]) // int(row["heads"])
     mode, share = RECOMPUTE[row["ac"]]
     work = Work(
-        layers=number("layers"),
-        width=number("hidden"),
-        query=number("hidden"),
-        key=number("kv_heads") * head_width,
-        inner=number("ffn"),
+        **numbers,
+        key=int(row["kv_heads"]) * head_width,
         head_width=head_width,
-        vocabulary=number("vocab"),
         tied=row["tied"] == "1",
-        replicate=number("replicate"),
-        shard=number("shard"),
-        sequence=number("seq"),
-        micro_batch=number("micro_batch"),
-        micro_batches=number("accum"),
-        context=number("cp"),
-        tensor=number("tp"),
-        pipeline=number("pp"),
-        virtual=number("vp"),
         gated=row["gated"] == "1",
         context_by="ring",
         float8="rowwise" if row["float8"] == "rowwise" else "none" if row["float8"] == "none" else "tensorwise",
@@ -156,18 +143,12 @@ def work_of_row(row: dict[str, str], *, per_node: int) -> Work:
         recomputed=share,
         compiled=row["compile"] == "1",
         compiled_loss=False,
-        kernel=_kernel(row["attention"]),
-        reshard=number("zero") == 3 and row["pp"] == "1",  # torchtitan keeps gathered weights in a pipeline
+        # MPT's ALiBi needs llm-foundry's kernel in Triton: its tables are older than FlashAttention 2's ALiBi.
+        kernel="triton" if "ALiBi" in row["attention"] else "cudnn" if row["attention"] == "cudnn" else "flash",
+        reshard=row["zero"] == "3" and row["pp"] == "1",  # torchtitan keeps gathered weights in a pipeline
         per_node=per_node,
     )
     return replace(work, **_habits(row))
-
-
-def _kernel(attention: str) -> Kernel:
-    """MPT's ALiBi needs llm-foundry's kernel in Triton: its tables are older than FlashAttention 2's ALiBi."""
-    if "ALiBi" in attention:
-        return "triton"
-    return "cudnn" if attention == "cudnn" else "flash"
 
 
 def _habits(row: dict[str, str]) -> dict[str, Any]:
@@ -196,9 +177,8 @@ def _habits(row: dict[str, str]) -> dict[str, Any]:
         return {"scatters": 5, "whole_loss": tensor}  # each of its five projections reads for itself; all gather logits
     if framework == "FSDP1 + compile":
         return {"reduced": 2}  # its only policy of mixed precision
-    gathered = "fp8ag" in float8
     return {
-        "float8_weights": gathered,
+        "float8_weights": "fp8ag" in float8,
         "float8_activations": float8.startswith("tensorwise") and int(row["tp"]) > 1,
         "overlap_tensor": "async TP" in row["note"],
     }

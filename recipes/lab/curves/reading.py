@@ -221,15 +221,10 @@ def _take_logged(run: LoggedRun, step: int, stage: object, *, restarts: float) -
 def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """The columns of a row that are drawn; parts as in "wall_seconds/save"."""
     for column, value in row.items():
-        if isinstance(value, dict):
-            parts = {f"{column}/{part}": number for part, number in value.items()}
-            yield from (
-                (plain(part), _number(value_of_part))
-                for part, value_of_part in parts.items()
-                if part.startswith(BEGINNINGS)
-            )
-        elif column in PLAIN or column.startswith(BEGINNINGS):
-            yield plain(column), _number(value)
+        parts = {f"{column}/{part}": n for part, n in value.items()} if isinstance(value, dict) else {column: value}
+        for name, number in parts.items():
+            if name in PLAIN or name.startswith(BEGINNINGS):
+                yield plain(name), _number(number)
 
 
 def _number(value: object) -> float:

@@ -1,12 +1,13 @@
 """What `scripts/ladder.py` does, from a recipe to its predicted loss. Imports no torch."""
 
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy
 from pydantic import TypeAdapter
@@ -43,13 +44,13 @@ def climb(
     recipe = load(options.recipe, overrides, rules=False)
     require_scalable(recipe, options.recipe)
     folder = options.output / recipe.run.name
-    plan = partial(_budgets, recipe, options, folder=folder, processes=processes)
+    plan = partial(budgets, recipe, folder=folder, processes=processes, **_asked(recipe, options))
     rates = {1.0, *options.rates} if options.rates else set[float]()
-    began = factor_before(plan(()), rates)
-    planned = plan(rates, began or 1.0)
+    began = factor_before(plan(), rates)
+    planned = plan(rates=rates, factor=began or 1.0)
     groups = [list(group) for _, group in groupby(planned, lambda one: not one.tries and (one.rung.name, one.seed))]
     runs = runs_of(planned)
-    flops, large = sum(_own_flops(run) for run in runs), _flops(recipe)
+    flops, large = sum(map(_flops, runs)), _flops(recipe)
     log(
         f"{recipe.run.name}: {len({run.rung.name for run in planned})} rungs, {len(runs)} runs in {len(groups)} groups,"
         f" NPROC={processes}, {flops:.2e} FLOPs in all, {flops / large:,.2%} of the recipe's; in {folder}"
@@ -79,7 +80,7 @@ def climb(
         failed, tried, factor = _try_rates(plan, rates, first)
         if began and factor != began:
             log(f"learning rates: the trials suggest {factor:g} times those of these runs: write another --output")
-        planned = plan(tried, factor := began or factor)
+        planned = plan(rates=tried, factor=(factor := began or factor))
         if factor != 1:
             log(f"learning rates: {factor:g} times those that the sizes ask for, as the trials suggest")
         names = {run.run.name for run in runs}
@@ -103,7 +104,7 @@ def _require_done(recipes: Sequence[Recipe], *, tasks: int) -> dict[str, str]:
 
 
 def _try_rates(
-    plan: Callable[[Set[float]], list[Budget]], rates: Set[float], train: Callable[[list[Recipe]], dict[str, str]]
+    plan: Callable[..., list[Budget]], rates: Set[float], train: Callable[[list[Recipe]], dict[str, str]]
 ) -> tuple[dict[str, str], Set[float], float]:
     """Train the trials of the learning rates, and of lower ones while the lowest is the best. Returns what failed, the
     rates that were tried, and the factor of the other runs."""
@@ -112,8 +113,8 @@ def _try_rates(
         if not tried or factor == min(tried):
             new = {min(rates) / 2**halved} if halved else {*rates}
             tried |= new
-            failed |= train(runs_of([one for one in plan(new) if one.tries]))
-            factor = settle_factor(trials_of(plan(tried)))
+            failed |= train(runs_of([one for one in plan(rates=new) if one.tries]))
+            factor = settle_factor(trials_of(plan(rates=tried)))
     return failed, tried, factor
 
 
@@ -125,17 +126,8 @@ def _listed(groups: Sequence[Sequence[Budget]]) -> Iterator[str]:
         yield f"  task {number}: {'rates, before the others' if group[0].tries else rate}: {', '.join(names)}"
 
 
-def _budgets(
-    recipe: Recipe,
-    options: Namespace,
-    rates: Collection[float],
-    factor: float = 1.0,
-    *,
-    folder: Path,
-    processes: int,
-) -> list[Budget]:
-    """The runs that the options ask for, with these rates on trial and this factor of the rate of the others. Raises
-    UserError if they determine no law."""
+def _asked(recipe: Recipe, options: Namespace) -> dict[str, Any]:
+    """What the options ask budgets() for. Raises UserError if such runs determine no law."""
     for key, value, least in (("--rungs", options.rungs, FEWEST), ("--seeds", options.seeds, 1)):
         if value < least:
             raise UserError(f"{key} {value}: must be {least} or more")
@@ -145,17 +137,8 @@ def _budgets(
         raise UserError(f"fewer than {GROUPS} rungs and seeds give no interval; write --seeds 2, or more rungs")
     if len(tokens := sorted(options.tokens or options.tokens_per_parameter)) < 2:
         raise UserError("one length of runs says nothing of others; write two or more, such as --tokens 1B,2B")
-    return budgets(
-        recipe,
-        sorted(map(round, options.parameters)) or rung_sizes(recipe, options.rungs),
-        folder=folder,
-        tokens=tokens,
-        per_parameter=not options.tokens,
-        seeds=options.seeds,
-        rates=sorted(rates),
-        factor=factor,
-        processes=processes,
-    )
+    sizes = sorted(map(round, options.parameters)) or rung_sizes(recipe, options.rungs)
+    return {"parameters": sizes, "tokens": tokens, "per_parameter": not options.tokens, "seeds": options.seeds}
 
 
 def _answer(
@@ -204,22 +187,12 @@ def _fits(points: Sequence[EndedRun]) -> Iterator[tuple[float, Fit]]:
     """The fit after each share; before the end only where losses fall with size and tokens already."""
     for share in SHARES:
         with suppress(UserError) if share < 1 else nullcontext():
-            yield share, fit_law([replace(point, loss=_between(point.curve, share)) for point in points])
-
-
-def _between(curve: Sequence[tuple[float, float]], share: float) -> float:
-    shares, losses = map(list, zip(*curve, strict=True))
-    return float(numpy.interp(share, shares, losses))
+            there = [float(numpy.interp(share, *numpy.array(point.curve).T)) for point in points]
+            yield share, fit_law([replace(point, loss=loss) for point, loss in zip(points, there, strict=True)])
 
 
 def _flops(recipe: Recipe) -> float:
-    """Of a whole run."""
-    length = recipe.batch.sequence_length
-    tokens = recipe.run.steps * recipe.batch.global_batch_size * length
-    return float(tokens) * recipe.model.flops_per_token(length, "causal")
-
-
-def _own_flops(recipe: Recipe) -> float:
     """Of a run, without those of its trunk."""
-    before = int(recipe.run.continue_from.rpartition("@")[2] or 0)
-    return _flops(recipe) * (1 - before / recipe.run.steps)
+    length, steps = recipe.batch.sequence_length, recipe.run.steps
+    steps -= int(recipe.run.continue_from.rpartition("@")[2] or 0)
+    return float(steps * recipe.batch.global_batch_size * length) * recipe.model.flops_per_token(length, "causal")

@@ -163,7 +163,7 @@ def budgets(
             raise UserError(
                 f"two lengths of rung {rung.name} come out as {steps} steps; write lengths that differ more"
             )
-        for tries in rates if rung.name in tried else ():
+        for tries in sorted(rates) if rung.name in tried else ():
             other = replace(small, optimizer=_with_rate(small.optimizer, tries))
             (one,) = _of_seed(other, rung, recipe.run.seed, steps[:1], large=recipe, forks=False)
             run = replace(one.recipes[0].run, name=f"{one.recipes[0].run.name}-rate{tries:g}")

@@ -22,7 +22,7 @@ from recipes.lab.null_gpu.build import NullGpu, build
 from recipes.lab.null_gpu.calls import disorders, read_logs
 from recipes.lab.null_gpu.generated import table as table_of_generated
 from recipes.lab.sweep.grid import read_sweep
-from recipes.lab.sweep.runner import Ended, exit_code_of, run
+from recipes.lab.sweep.runner import exit_code_of, run
 from recipes.metrics.hardware import hardware_of
 from recipes.recipe.load import CONFIGS, read_toml, shown, to_toml
 
@@ -173,9 +173,8 @@ def step(
     hardware = hardware_of(path.stem)
     out = _cleared(folder) / "out.json"
     command = [gpu.python, script, path.resolve(), hardware.processes if hardware else 8, out, *overrides]
-    ended = _finish(command, gpu.environment(NULL_GPU_LOG=str(folder / "calls"), **ALONE, **UNCACHED), folder)
-    seen: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    return seen if ended.outcome == "done" else seen | {"error": f"{ended.outcome}: {ended.reason}"}
+    error = _finish(command, gpu.environment(NULL_GPU_LOG=str(folder / "calls"), **ALONE, **UNCACHED), folder)
+    return (json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}) | error
 
 
 def whole(
@@ -187,10 +186,10 @@ def whole(
     command = [gpu.python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script, path]
     command += [*overrides, "--run.output", folder, "--run.name", "run"]
     variables = {"NULL_GPU_LOG": str(folder / "calls"), "NULL_GPU_TOGETHER": str(together)}
-    ended = _finish(command, gpu.environment(**variables), folder)
+    error = _finish(command, gpu.environment(**variables), folder)
     logs = read_logs(folder / "calls")
     seen = {"ranks": ranks, "calls": sum(len(log.calls) for log in logs.values()), "disorders": disorders(logs)}
-    return seen if ended.outcome == "done" else seen | {"error": f"{ended.outcome}: {ended.reason}"}
+    return seen | error
 
 
 def _cleared(folder: Path) -> Path:
@@ -199,9 +198,11 @@ def _cleared(folder: Path) -> Path:
     return folder
 
 
-def _finish(command: Sequence[object], environment: dict[str, str], folder: Path) -> Ended:
+def _finish(command: Sequence[object], environment: dict[str, str], folder: Path) -> dict[str, str]:
+    """Run it. Returns its "error", if it failed."""
     stdout, stderr = folder / "stdout", folder / "stderr"
-    return run([*map(str, command)], stdout=stdout, stderr=stderr, timeout=LIMIT, environment=environment)
+    ended = run([*map(str, command)], stdout=stdout, stderr=stderr, timeout=LIMIT, environment=environment)
+    return {} if ended.outcome == "done" else {"error": f"{ended.outcome}: {ended.reason}"}
 
 
 def table(record: Mapping[str, Mapping[str, Any]]) -> list[str]:

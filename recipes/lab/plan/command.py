@@ -104,8 +104,8 @@ def _staged(path: str, changes: Sequence[str], options: Options, world: World) -
         raise UserError(f"{what}, but {recipe.run.name} has stages; write the values of one of them as a recipe")
     stages = plans(recipe, world, options.money)
     longest = max(stages, key=lambda stage: stage.cost.days).plan
-    numbers = stages_numbers(stages, [numbers_of(stage.plan, stage.money) for stage in stages])
-    return PlanAnswer(stages_screen(recipe, stages), numbers, lambda file: _pictures().draw_step(longest, file))
+    lines, numbers = stages_screen(recipe, stages), stages_numbers(stages)
+    return PlanAnswer(lines, numbers, lambda file: _pictures().draw_step(longest, file))
 
 
 def _counted(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:

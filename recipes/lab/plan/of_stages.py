@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from parallel.errors import UserError
+from recipes.lab.plan.numbers import numbers_of
 from recipes.lab.plan.plan import Plan, TrainingCost, plan
 from recipes.lab.plan.screen import Money, about, answers, costs, device_word, duration, in_units, layout, number
 from recipes.lab.plan.world import World
@@ -53,11 +54,12 @@ def stages_screen(recipe: Recipe, stages: Sequence[StagePlan]) -> list[str]:
     ]
 
 
-def stages_numbers(stages: Sequence[StagePlan], each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The same numbers for scripts. each: the numbers of each stage's plan."""
+def stages_numbers(stages: Sequence[StagePlan]) -> dict[str, Any]:
+    """The same numbers for scripts."""
     with_steps = [
-        {"stage": planned.stage.name, "first_step": planned.stage.first + 1, "last_step": planned.stage.last, **numbers}
-        for planned, numbers in zip(stages, each, strict=True)
+        {"stage": one.stage.name, "first_step": one.stage.first + 1, "last_step": one.stage.last}
+        | numbers_of(one.plan, one.money)
+        for one in stages
     ]
     fits = all(planned.plan.fits for planned in stages)
     return {"stages": with_steps, "fits": fits, "cost": {**asdict(_sum(stages)), "price": stages[0].money.price}}

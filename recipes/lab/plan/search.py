@@ -24,7 +24,6 @@ from recipes.lab.plan.search_space import (
     Space,
     as_keys,
     changes,
-    number_of_changes,
     numerics_of,
     tuned,
 )
@@ -126,11 +125,11 @@ class Search:
             points = kinds.setdefault(kind_of(point.recipe, point.degrees), [point])
             if point.seconds <= TIE * points[0].seconds:
                 points.append(point)
-        return [min(points, key=self._changes) for points in list(kinds.values())[:KINDS]]
 
-    def _changes(self, point: Candidate) -> tuple[int, int]:
-        """How many fields change, and the memory: less is better."""
-        return number_of_changes(self.space.recipe, point.recipe), point.peak
+        def fields(point: Candidate) -> int:
+            return sum(map(len, changes(self.space.recipe, point.recipe).values()))
+
+        return [min(points, key=lambda point: (fields(point), point.peak)) for points in [*kinds.values()][:KINDS]]
 
     def _boxes(self) -> Iterator[Box]:
         """The boxes with settings that fit."""
@@ -209,7 +208,7 @@ class Search:
 def refusal_of_all(whole: Search) -> UserError:
     """The error for a recipe that no mesh can run."""
     why = ", ".join(f"{reason} ({count})" for reason, count in whole.refused.most_common())
-    processes, fixed = f"{whole.space.processes:,}", [key for key in SEARCHED if key in whole.space.fixed]
+    processes, fixed = f"{whole.space.world.processes:,}", [key for key in SEARCHED if key in whole.space.fixed]
     remedies = [
         *([f"write a batch.global_batch_size that is a multiple of {processes}"] if BATCH in whole.refused else []),
         *(["write another batch.sequence_length"] if SEQUENCE in whole.refused else []),
@@ -249,9 +248,9 @@ def what_would_fit(whole: Search) -> Iterator[str]:
     if peak(offloaded, least.degrees) <= whole.limit and not least.recipe.optimizer.facts.orthogonalizes:
         yield "fsdp.cpu_offload = true, which is slow: its time is not predicted"
     for times in MORE:
-        processes = times * space.processes
-        nodes = -(-processes // (whole.gpu.per_node if space.nodes == 1 else space.processes // space.nodes))
-        larger = replace(space, world=replace(space.world, processes=processes, nodes=nodes))
+        world, processes = space.world, times * space.world.processes
+        nodes = -(-processes // (whole.gpu.per_node if world.nodes == 1 else world.processes // world.nodes))
+        larger = replace(space, world=replace(world, processes=processes, nodes=nodes))
         if processes % nodes == 0 and Search(larger).fits():
             yield f"{processes:,} GPUs on {nodes:,} {'node' if nodes == 1 else 'nodes'}"
             return

@@ -82,14 +82,6 @@ class Space:
     fixed: frozenset[str] = frozenset()
     """Dotted keys that stay as they are in the recipe."""
 
-    @property
-    def processes(self) -> int:
-        return self.world.processes
-
-    @property
-    def nodes(self) -> int:
-        return self.world.nodes
-
     def layouts(self) -> Iterator[Meshed | str]:
         """Every mesh with every micro-batch that the rules accept; for each mesh that they refuse, why."""
         for mesh, order in ((each, order) for each in self._meshes() for order in self._orders(each)):
@@ -104,7 +96,7 @@ class Space:
             if refused and not (size_is_free and refused == SEQUENCE):  # more rows may divide
                 yield refused
                 continue
-            degrees = mesh.fit(self.processes, nodes=self.nodes)
+            degrees = mesh.fit(self.world.processes, nodes=self.world.nodes)
             meshed = replace(meshed, mesh=self._as_written(mesh, degrees))
             share = max(1, self.recipe.batch.global_batch_size // degrees.data_parallel)
             sizes = divisors(share)[: None if degrees.pipeline == 1 else 2]  # larger ones leave fewer for the stages
@@ -114,7 +106,7 @@ class Space:
 
     def refusal(self, recipe: Recipe) -> str | None:
         """Why train.py --check would refuse this candidate, in a few words; None if it would not."""
-        broken = violations(recipe, None, processes=self.processes, nodes=self.nodes, elsewhere=True)
+        broken = violations(recipe, None, processes=self.world.processes, nodes=self.world.nodes, elsewhere=True)
         key = next((key for key, _ in broken), None)
         return key and REASONS.get(key, f"a rule about {key}")
 
@@ -162,9 +154,9 @@ class Space:
     @cached_property
     def own_degrees(self) -> MeshDegrees | None:
         """The degrees of the recipe's own mesh, if it fits the processes."""
-        if any(mesh_fits(self.recipe.mesh, processes=self.processes, nodes=self.nodes)):
+        if any(mesh_fits(self.recipe.mesh, processes=self.world.processes, nodes=self.world.nodes)):
             return None
-        return self.recipe.mesh.fit(self.processes, nodes=self.nodes)
+        return self.recipe.mesh.fit(self.world.processes, nodes=self.world.nodes)
 
     @cached_property
     def _checkpointing(self) -> list[list[ActivationCheckpointingConfig]]:
@@ -194,9 +186,9 @@ class Space:
 
     def _meshes(self) -> Iterator[MeshConfig]:
         """Every way to lay out the processes, with tensor groups inside nodes."""
-        given, tensors = self.recipe.mesh, divisors(self.processes // self.nodes)
+        given, tensors = self.recipe.mesh, divisors(self.world.processes // self.world.nodes)
         for pipeline, tensor in product(self._pipelines(), self._values("mesh.tensor", tensors)):
-            rest = max(1, self.processes // (pipeline * tensor))
+            rest = max(1, self.world.processes // (pipeline * tensor))
             free = pipeline == 1 and not self.recipe.model.experts  # else the degrees are too many
             for context in self._values("mesh.context", divisors(rest) if free else [given.context]):
                 unread = (given.context_by if given.context == 1 else "heads",)
@@ -210,16 +202,16 @@ class Space:
     def _experts(self, mesh: MeshConfig) -> Sequence[int]:
         """Degrees of experts that this mesh can lend processes to."""
         try:
-            processes = mesh.fit(self.processes, nodes=self.nodes).per_layer
+            processes = mesh.fit(self.world.processes, nodes=self.world.nodes).per_layer
         except UserError:  # which the rules report
             return (self.recipe.mesh.expert,)
         return self._values("mesh.expert", divisors(gcd(processes, self.recipe.model.experts or 1)))
 
     def _pipelines(self) -> Sequence[int]:
         """Degrees of a pipeline: 1 and the recipe's own, and further ones where they can pay."""
-        given, node = self.recipe.mesh.pipeline, self.processes // self.nodes
-        is_large = self.nodes > 1 and 12 * self.recipe.model.num_params() > node * self.world.gpu.memory
-        degrees = [degree for degree in (PIPELINE if is_large else (1, given)) if self.nodes % degree == 0]
+        given, node = self.recipe.mesh.pipeline, self.world.processes // self.world.nodes
+        is_large = self.world.nodes > 1 and 12 * self.recipe.model.num_params() > node * self.world.gpu.memory
+        degrees = [degree for degree in (PIPELINE if is_large else (1, given)) if self.world.nodes % degree == 0]
         return self._values("mesh.pipeline", sorted({*degrees, given}))
 
     def _orders(self, mesh: MeshConfig) -> Sequence[PipelineConfig]:
@@ -248,7 +240,8 @@ class Space:
         given = self.recipe.mesh
         if degrees == self.own_degrees and mesh.context_by == given.context_by:
             return given
-        if {"mesh.replicate", "mesh.shard"} & self.fixed or self.nodes == 1 or degrees.replicate != self.nodes:
+        nodes = self.world.nodes
+        if {"mesh.replicate", "mesh.shard"} & self.fixed or nodes == 1 or degrees.replicate != nodes:
             return mesh
         return replace(mesh, replicate=1, shard="node")
 
@@ -306,11 +299,6 @@ def numerics_of(recipe: Recipe, *, gpu: Gpu, fixed: frozenset[str]) -> Iterator[
         changed = replace(recipe, **change)
         if broken.issuperset(violations(changed, None, elsewhere=True)):
             yield name, changed
-
-
-def number_of_changes(original: Recipe, other: Recipe) -> int:
-    """Number of fields in which they differ."""
-    return sum(len(fields) for fields in changes(original, other).values())
 
 
 def changes(original: Recipe, other: Recipe) -> Changes:

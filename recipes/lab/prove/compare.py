@@ -38,21 +38,16 @@ def limits_of(twin: Twin, rounded: Record, whole: Record | None, *, on_cpu: bool
     """How far a twin on a mesh may be from one process in the same precision.
 
     In float32, differences grow a little after the first step. Rounding enlarges them as it does those of one process
-    from float32 (whole), of which twice as much is allowed; but where all processes compute whole rows with whole
-    matrices, they round as one does until the first update.
+    from float32 (whole), of which twice as much is allowed; but what rounds alike does so until the first update.
     """
-    degrees, recipe, first = twin.degrees, twin.recipe, FLOAT32
+    recipe, first = twin.recipe, FLOAT32
     later = LATER if recipe.optimizer.state_dtype == "float32" else MOMENTS16
     if whole is not None:
         away = {kind: 2 * one.error for kind, one in worst_of(differences(rounded, whole, EQUAL)).items()}
         away |= dict.fromkeys(LOSSES, max(away[kind] for kind in LOSSES if kind in away))
         fixed = BFLOAT16 if recipe.float8.recipe == "none" else FLOAT8
         later = {kind: max(limit, min(away.get(kind, 0.0), CAPS[kind])) for kind, limit in fixed.items()}
-        alike = degrees.tensor == degrees.context == degrees.expert == 1
-        alike = alike and not (degrees.pipeline > 1 and recipe.model.tied_embeddings)
-        alike = alike and not recipe.compile.enabled and recipe.fsdp.reduce_dtype == "float32"
-        alike = alike and recipe.batch.loss_chunks == 1
-        first = FLOAT32 if on_cpu and alike else later
+        first = FLOAT32 if on_cpu and twin.rounds_alike else later
     return {**first, **{f"later {kind}": limit for kind, limit in later.items()}}
 
 

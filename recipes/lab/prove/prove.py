@@ -105,6 +105,8 @@ def answer(arguments: Sequence[str]) -> int:
     began, left = time.monotonic(), [word for word in arguments if word not in ("--prove", "--json")]
     if not left or left[0].startswith("-"):
         raise UserError("the recipe must come first: train.py RECIPE --prove [--json] [--section.field value ...]")
+    if other := next((word for word in left if word in ("--check", "--plan", "--help", "-h")), None):
+        raise UserError(f"--prove and {other} are two commands; write one of them")
     recipe = load(left[0], left[1:], elsewhere=True)
     device = "auto" if recipe.run.device == "cuda" else recipe.run.device  # a laptop proves recipes for GPUs, too
     world = start(device, seed=recipe.run.seed, deterministic=recipe.run.deterministic, timeout=PATIENCE)
@@ -189,11 +191,12 @@ class Proof(NamedTuple):
 def against_one_process(twin: Twin, world: World) -> Proof:
     """Train a twin from its first step to its last, and compare that with what this process computes for itself."""
     limit, seed = twin.recipe.optimizer.grad_clip, twin.recipe.run.seed
+    calibrates = limit > 0 and twin.recipe.run.steps == STEPS
     for attempt in range(ATTEMPTS):
-        twin = twin.with_values("", **{"run.seed": (seed + attempt) % 2**32}).clipped(0.0)
+        twin = twin.with_values("", **{"run.seed": (seed + attempt) % 2**32}).clipped(0.0 if calibrates else limit)
         data = read_all(twin, world)
-        alone = _train_alone(twin, world, data[0], () if limit else data[1])
-        if limit:
+        alone = _train_alone(twin, world, data[0], () if calibrates else data[1])
+        if calibrates:
             twin = twin.clipped(world.messages.from_main(float(f"{median(alone.record.norms.values()):.3g}")))
             alone = _train_alone(twin, world, *data)
         if not world.messages.from_main(alone.is_tied):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from models.documents import Documents
 from models.interface import interface_of
 from models.loss import IGNORED
+from parallel.axes import DATA_AXES, LAYER_AXES
 from parallel.dist import World
 from parallel.fsdp import plain_name, reshard, without_wrapper
 from parallel.mesh import build_mesh
@@ -25,6 +26,7 @@ from recipes.files.layout import METRICS
 from recipes.lab.prove.reference import Record, Tensors
 from recipes.lab.prove.twin import SAVED, Twin
 from recipes.metrics.clock import RunClock
+from recipes.optimization.adamw import local_of
 from recipes.optimization.skip_steps import WINDOW
 from recipes.recipe.load import LoadedRecipe
 from recipes.recipe.schema import Recipe
@@ -77,7 +79,7 @@ class Watched(Trainer):
 
     def take_step(self) -> Measured:
         number, record, parameters = self.step + 1, self.record, self.built.parameters
-        before = [_local(parameter).clone() for parameter in parameters]
+        before = [local_of(parameter.detach()).clone() for parameter in parameters]
         spoiled = self._spoil_loss() if number == LOSS_BAD else None
         measured = super().take_step()
         if spoiled is not None:
@@ -88,7 +90,7 @@ class Watched(Trainer):
         record.rates[number] = min(group["lr"] / group.get("lr_share", 1.0) for group in groups)
         if "z_loss" in measured.columns:
             record.z_losses[number] = measured.columns["z_loss"].item()
-        if all(map(torch.equal, before, map(_local, parameters))):
+        if all(map(torch.equal, before, map(local_of, parameters))):
             record.skipped.add(number)
         if self.recipe.run.loss_spike_z and number in (SAVED, SPIKE):
             usual = 0.75 * record.losses[SAVED] if number == SAVED else math.nan
@@ -125,15 +127,15 @@ class Watched(Trainer):
             self._count_loads()
         if step == GRADIENT_BAD and self.world.rank == self.world.size - 1:
             counted = self.built.passes.counted(self.built.parameters)
-            shards = [_local(p.grad) for p in counted if p.grad is not None and _local(p.grad).numel()]
+            shards = [local_of(p.grad) for p in counted if p.grad is not None and local_of(p.grad).numel()]
             shards[-1].view(-1)[0] = math.nan
         return losses
 
     def _spoil_loss(self) -> Any:
         """Let the loss of the first of the processes with one be infinite, though all gradients are finite."""
         mesh, model = self.built.mesh.devices, self.built.model
-        coordinates = zip(mesh.mesh_dim_names or (), mesh.shape, mesh.get_coordinate() or (), strict=True)
-        if any(here for name, _, here in coordinates if name != "pipeline"):
+        coordinates = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
+        if any(here for axis, here in coordinates if axis in (*DATA_AXES, *LAYER_AXES)):
             return None
         loss = model.get_submodule(interface_of(model).loss)
         return loss.register_forward_hook(lambda module, arguments, output: output + math.inf)
@@ -159,11 +161,6 @@ class Watched(Trainer):
             whole = there.full_tensor() if isinstance(there, DTensor) else there
             found[plain_name(name)] = whole.float().cpu().clone()
         return found
-
-
-def _local(tensor: Tensor) -> Tensor:
-    plain = without_wrapper(tensor.detach())
-    return plain.to_local() if isinstance(plain, DTensor) else plain
 
 
 def run_twin(recipe: Recipe, world: World) -> Record:

@@ -91,6 +91,19 @@ class Twin:
         return float8 != "none" or "bfloat16" in (fsdp.param_dtype, fsdp.reduce_dtype)
 
     @property
+    def rounds_alike(self) -> bool:
+        """Whether all processes compute whole rows with whole matrices, and round as one process does."""
+        degrees, recipe = self.degrees, self.recipe
+        is_tied = degrees.pipeline > 1 and recipe.model.tied_embeddings
+        eager = not recipe.compile.enabled and recipe.fsdp.reduce_dtype == "float32" and recipe.batch.loss_chunks == 1
+        return eager and not is_tied and degrees.tensor == degrees.context == degrees.expert == 1
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a context group cuts rows."""
+        return self.degrees.context
+
+    @property
     def precision(self) -> str:
         """What it computes in, and whether that is compiled."""
         float8, compiled = self.recipe.float8.recipe, self.recipe.compile.enabled
@@ -156,11 +169,7 @@ def elsewhere(twin: Twin) -> Twin | None:
     """The twin on another mesh of as many processes; None if there is none."""
     recipe, count = twin.recipe, twin.degrees.processes
     cuts = recipe.model.experts % count != 0 and recipe.optimizer.facts.orthogonalizes  # Muon wants whole experts
-    for sizes in (
-        ({"replicate": count, "shard": 1},)
-        if cuts
-        else ({"replicate": 1, "shard": count}, {"replicate": count, "shard": 1})
-    ):
+    for sizes in ({"replicate": 1, "shard": count},) * (not cuts) + ({"replicate": count, "shard": 1},):
         degrees = MeshDegrees(**sizes)
         if degrees != twin.degrees:
             return replace(twin.with_values("", **_of_mesh(degrees)), degrees=degrees)
@@ -290,21 +299,12 @@ def _layers(model: ModelConfig, small: ModelConfig, *, least: int) -> ModelConfi
 
 
 def _experts(recipe: Recipe, degrees: MeshDegrees) -> dict[str, Any]:
-    """Fields of routed experts, whose number FSDP divides equally if it does so in the recipe."""
-    model, sharing = recipe.model, degrees.per_layer // degrees.expert
-    try:
-        asked = recipe.mesh.fit(None)
-    except UserError:
-        asked = degrees
-    is_even = model.experts // asked.expert % (asked.per_layer // asked.expert) == 0
-    chosen, groups = min(model.experts_per_token, 2), min(model.expert_groups, 4)
-    unit = lcm(degrees.expert, groups)
-    least = _up_to(max(EXPERTS if is_even else EXPERTS - 2, 2 * groups, chosen * groups), unit)
-    fitting = (
-        n for n in range(least, least + unit * 2 * sharing, unit) if (n // degrees.expert % sharing == 0) == is_even
-    )
+    """Fields of routed experts, whose number FSDP divides equally if it does so with the recipe's."""
+    model, chosen, groups = recipe.model, min(recipe.model.experts_per_token, 2), min(recipe.model.expert_groups, 4)
+    is_even = model.experts % degrees.per_layer == 0
+    least = max(EXPERTS if is_even else EXPERTS - 2, 2 * groups, chosen * groups)
     return {
-        "experts": next(fitting, least),
+        "experts": _up_to(least, lcm(degrees.per_layer if is_even else degrees.expert, groups)),
         "experts_per_token": chosen,
         "expert_width": 32,
         "shared_experts": min(model.shared_experts, 1),

@@ -125,7 +125,7 @@ def test_a_base_model_trained_on_chats_stops_at_the_end_of_an_answer_wherever_it
     assert run_processes(1, run_all, [recipe]) == [[0]]
     run = Path(recipe.run.folder)
     for place in (run, run / "hf"):
-        assert set(find_weights(place).ends) == {3, 5}
+        assert set(find_weights(place).description.ends(where=place)) == {3, 5}
     assert AutoConfig.from_pretrained(run / "hf").eos_token_id == [3, 5]
     settings = GenerationConfig.from_pretrained(run / "hf")
     assert settings.eos_token_id == [3, 5] and settings.top_p == 0.9
