@@ -19,6 +19,7 @@ SUMS = (
         "unit.set_gradient_divide_factor(1.0)",
         "unit.set_gradient_divide_factor(float(mesh.fsdp.size()))",
         "1.2.1.1:",
+        "gradient of .*, step 1 is.*averaged, or not summed,( once too often)? over shard",
     ),
     Mutant(
         "gradients are twice the sum over the shards",
@@ -27,6 +28,7 @@ SUMS = (
         "unit.set_gradient_divide_factor(1.0)",
         "unit.set_gradient_divide_factor(0.5)",
         "1.2.1.1:",
+        "gradient of .*, step 1 is.*summed once too often over shard",
     ),
     Mutant(
         "gradients are averaged over the replicas, because only shards are looked at",
@@ -35,6 +37,7 @@ SUMS = (
         "if mesh.fsdp.size() > 1 or (",
         "if mesh.degrees.shards > 1 or (",
         "2.1.1.1:",
+        "gradient of .*, step 1 is.*averaged, or not summed,( once too often)? over replicate",
     ),
     Mutant(
         "gradients are not summed over the replicas",
@@ -43,6 +46,7 @@ SUMS = (
         'return devices["replicate", sharding] if degrees.replicate > 1 else devices[sharding]',
         "return devices[sharding]",
         "2.1.1.1:",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the gradient of an untied head is not summed over the replicas",
@@ -52,6 +56,7 @@ SUMS = (
         "fully_shard(model.get_submodule(interface.head), reshard_after_forward=False,"
         ' **options | {"mesh": whole.devices["shard"]})',
         "2.1.1.1:untied",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the gradient of an untied embedding is not summed over the replicas",
@@ -61,6 +66,7 @@ SUMS = (
         'own = options | {"mesh": whole.devices["shard"]}\n'
         "            fully_shard(embedding, reshard_after_forward=reshard_after_forward, **own)",
         "2.1.1.1:untied",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the last norm and the tied embedding are averaged over the shards, the blocks are summed",
@@ -69,6 +75,7 @@ SUMS = (
         "            unit.set_gradient_divide_factor(1.0)",
         "            unit.set_gradient_divide_factor(2.0 if unit is model else 1.0)",
         "1.2.1.1:",
+        "gradient of .*, step 1 is.*averaged, or not summed,( once too often)? over shard",
     ),
     Mutant(
         "each process keeps the gradients of its own part of the rows, unsummed",
@@ -77,6 +84,7 @@ SUMS = (
         "return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)",
         "return output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])",
         "1.1.2.1:",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "each process keeps its own gradients where they are sent in bfloat16",
@@ -85,6 +93,7 @@ SUMS = (
         "reduce_scatter_single(rounded, input_tensor, group=group, op=op)",
         "rounded.copy_(input_tensor.chunk(group.size())[group.rank()])",
         "1.2.1.1:bf16,reduce16",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the loss is scaled by the context degree before the backward pass, and logged right",
@@ -93,6 +102,7 @@ SUMS = (
         "backward(micro_losses.sum() if self.has_z_loss else micro_losses)",
         "backward(self.mesh.degrees.context * (micro_losses.sum() if self.has_z_loss else micro_losses))",
         "1.1.2.1:",
+        "gradient of .*, step 1 is.*summed once too often over context",
     ),
     Mutant(
         "the loss is scaled by the number of data ranks before the backward pass, and logged right",
@@ -101,6 +111,7 @@ SUMS = (
         "backward(micro_losses.sum() if self.has_z_loss else micro_losses)",
         "backward(self.mesh.data_ranks * (micro_losses.sum() if self.has_z_loss else micro_losses))",
         "1.2.1.1:",
+        "gradient of .*, step 1 is.*summed once too often over shard",
     ),
     Mutant(
         "the gradient is divided by the number of micro-batches too, and the loss is logged right",
@@ -109,6 +120,7 @@ SUMS = (
         "backward(micro_losses.sum() if self.has_z_loss else micro_losses)",
         "backward((micro_losses.sum() if self.has_z_loss else micro_losses) / len(micro_batches))",
         "1.2.1.1:accumulate",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "a bfloat16 run sums in bfloat16 over the shards, although the recipe says float32",
@@ -117,6 +129,7 @@ SUMS = (
         "self._of_computation, self._sent = gather.allocate, getattr(torch, config.reduce_dtype)",
         "self._of_computation, self._sent = gather.allocate, getattr(torch, config.param_dtype)",
         "1.2.1.1:bf16",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "micro-batches are added up in bfloat16",
@@ -125,6 +138,7 @@ SUMS = (
         "reduce_dtype=torch.float32,",
         "reduce_dtype=getattr(torch, config.param_dtype),",
         "1.2.1.1:bf16,accumulate",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "rotary tables are rounded to bfloat16 with the inputs of blocks",
@@ -133,6 +147,7 @@ SUMS = (
         "cast_forward_inputs=False,",
         "cast_forward_inputs=True,",
         "1.2.1.1:bf16,rope",
+        "gradient of .*, step 1 is",
     ),
 )
 """Of gradients, over shards, replicas and parts of rows, and over micro-batches."""
@@ -145,6 +160,7 @@ STEPS = (
         "is_last=index == len(micro_batches) - 1, reshards",
         "is_last=index == 0, reshards",
         "1.2.1.1:accumulate",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "each micro-batch's sum replaces that of the ones before it",
@@ -153,6 +169,7 @@ STEPS = (
         "        unit.set_requires_gradient_sync(is_last, recurse=False)",
         "        unit.set_requires_gradient_sync(True, recurse=False)\n        unit.zero_grad()",
         "1.2.1.1:offload,accumulate",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the first micro-batch is counted and logged, but gives no gradient",
@@ -161,6 +178,7 @@ STEPS = (
         "backward(micro_losses.sum() if self.has_z_loss else micro_losses)",
         "backward((index > 0) * (micro_losses.sum() if self.has_z_loss else micro_losses))",
         "1.2.1.1:accumulate",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the last micro-batch is the first one again",
@@ -169,6 +187,7 @@ STEPS = (
         "in enumerate(micro_batches):",
         "in enumerate([*micro_batches[:-1], micro_batches[0]]):",
         "1.2.1.1:accumulate",
+        "loss, step 1 is",
     ),
     Mutant(
         "all micro-batches have the documents of the first one",
@@ -177,6 +196,7 @@ STEPS = (
         "self.model(inputs, targets, documents=documents)",
         "self.model(inputs, targets, documents=micro_batches[0][2])",
         "1.2.1.1:accumulate,documents",
+        "loss, step 1 is",
     ),
     Mutant(
         "with ZeRO-2, weights stay gathered after the step, and the next step computes with them",
@@ -185,6 +205,7 @@ STEPS = (
         "unit.set_reshard_after_backward(is_last, recurse=False)",
         "unit.set_reshard_after_backward(False, recurse=False)",
         "1.2.1.1:zero2",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "targets are counted on each process alone",
@@ -193,6 +214,7 @@ STEPS = (
         "target_tokens = sum_over_group(counts.sum(), built.mesh.data_group)",
         "target_tokens = counts.sum()",
         "1.2.1.1:",
+        "loss, step 1 is.*summed once too often over shard",
     ),
     Mutant(
         "each process's targets are taken for the mean of all",
@@ -201,6 +223,7 @@ STEPS = (
         "target_tokens = sum_over_group(counts.sum(), built.mesh.data_group)",
         "target_tokens = counts.sum() * built.mesh.data_ranks",
         "1.2.1.1:",
+        "loss, step 1 is",
     ),
     Mutant(
         "targets are counted once for each part of a row",
@@ -209,6 +232,7 @@ STEPS = (
         "target_tokens = sum_over_group(counts.sum(), built.mesh.data_group)",
         "target_tokens = sum_over_group(counts.sum(), built.mesh.loss_group)",
         "1.1.2.1:",
+        "loss, step 1 is.*averaged, or not summed, over context",
     ),
     Mutant(
         "targets are counted once for each stage",
@@ -217,6 +241,7 @@ STEPS = (
         "target_tokens = sum_over_group(counts.sum(), built.mesh.data_group)",
         "target_tokens = sum_over_group(counts.sum(), built.mesh.loss_group)",
         "2.1.1.1.1:",
+        "loss, step 1 is.*averaged, or not summed, over pipeline",
     ),
     Mutant(
         "the loss is a mean over micro-batches of their means",
@@ -225,6 +250,7 @@ STEPS = (
         "documents=documents) / target_tokens",
         "documents=documents) / ((targets != -100).sum().clamp(min=1) * len(micro_batches) * self.mesh.data_ranks)",
         "1.2.1.1:accumulate",
+        "loss, step 1 is",
     ),
     Mutant(
         "a micro-batch without a target makes the step NaN, which is skipped",
@@ -233,6 +259,7 @@ STEPS = (
         "documents=documents) / target_tokens",
         "documents=documents) / target_tokens * ((n := (targets != -100).sum()) / n)",
         "1.2.1.1:accumulate",
+        "skipped, step 1 is",
     ),
     Mutant(
         "both replicas read the same rows",
@@ -241,6 +268,7 @@ STEPS = (
         "        data_rank = data_rank * devices[axis].size() + devices[axis].get_local_rank()",
         "        data_rank = devices[axis].get_local_rank()",
         "2.1.1.1:",
+        "loss, step 1 is",
     ),
     Mutant(
         "initial values depend on the rank",
@@ -249,6 +277,7 @@ STEPS = (
         "initial_values(shapes, seed=seed, device=device)",
         "initial_values(shapes, seed=seed + torch.distributed.get_rank(), device=device)",
         "1.2.1.1:",
+        "initial weights of .*",
     ),
     Mutant(
         "initial values of later stages come from another seed",
@@ -257,6 +286,7 @@ STEPS = (
         "keep_on=keep_on, seed=recipe.run.seed)",
         "keep_on=keep_on, seed=recipe.run.seed + (own[0] if own else 0))",
         "2.1.1.1.1:untied",
+        "initial weights of .*",
     ),
     Mutant(
         "the scale of initial values depends on the number of blocks of a stage",
@@ -265,6 +295,7 @@ STEPS = (
         "scale = 1 / math.sqrt(2 * self.config.layers) if into_residual else 1.0",
         "scale = 1 / math.sqrt(2 * len(self.layers)) if into_residual else 1.0",
         "2.1.1.1.1:",
+        "initial weights of .*",
     ),
     Mutant(
         "blocks that are computed again see rotary tables that were overwritten",
@@ -275,6 +306,7 @@ STEPS = (
         "        if torch.is_grad_enabled():\n"
         "            [table.data.zero_() for table in tables[0]]\n",
         "1.2.1.1:full",
+        "gradient of .*, step 1 is",
     ),
 )
 """Of micro-batches, counts of targets, and initial values."""
@@ -295,6 +327,7 @@ NORMS = (
         "if not placement.is_replicate())",
         "if placement.is_shard())",
         "1.2.1.2:",
+        "gradient norm, step 1 is",
     ),
     Mutant(
         "the norm misses the tensor axis",
@@ -303,6 +336,7 @@ NORMS = (
         "        for axis in axes:\n",
         "        for axis in axes[:1]:\n",
         "1.1.1.2:",
+        "gradient norm, step 1 is",
     ),
     Mutant(
         "the norm counts norm weights once for each process of a tensor group",
@@ -311,6 +345,7 @@ NORMS = (
         "if not placement.is_replicate())",
         'if not placement.is_replicate() or gradient.device_mesh.mesh_dim_names[axis] == "tensor")',
         "1.1.1.2:",
+        "gradient norm, step 1 is",
     ),
     Mutant(
         "the norm counts every gradient once for each replica",
@@ -319,6 +354,7 @@ NORMS = (
         "if not placement.is_replicate())",
         'if not placement.is_replicate() or gradient.device_mesh.mesh_dim_names[axis] == "replicate")',
         "2.1.1.1:",
+        "gradient norm, step 1 is",
     ),
     Mutant(
         "norms of two sets of gradients are added, not their squares",
@@ -327,6 +363,7 @@ NORMS = (
         "return torch.stack(squares).sum().sqrt()",
         "return torch.stack(squares).sqrt().sum()",
         "1.1.1.2:",
+        "gradient norm, step 1 is",
     ),
     Mutant(
         "the norm is of the last set of gradients only",
@@ -335,6 +372,7 @@ NORMS = (
         "return torch.stack(squares).sum().sqrt()",
         "return torch.stack(squares[-1:]).sum().sqrt()",
         "1.1.1.2:",
+        "gradient norm, step 1 is",
     ),
     Mutant(
         "each stage clips by its own norm",
@@ -343,6 +381,7 @@ NORMS = (
         "return norms.square().sum().sqrt()",
         "return norms[self._group.rank()]",
         "2.1.1.1.1:",
+        "gradient norm, step 1 is",
     ),
     Mutant(
         "the norm misses the last stage",
@@ -351,6 +390,7 @@ NORMS = (
         "return norms.square().sum().sqrt()",
         "return norms[:-1].square().sum().sqrt()",
         "2.1.1.1.1:",
+        "gradient norm, step 1 is",
     ),
     Mutant(
         "the norm counts both copies of a tied embedding",
@@ -359,6 +399,7 @@ NORMS = (
         "if parameter is not self._tied or 0 in self._own]",
         "]",
         "2.1.1.1.1:",
+        "gradient norm, step 1 is.*counts twice embedding.weight",
     ),
     Mutant(
         "the norm misses a tied embedding",
@@ -367,6 +408,7 @@ NORMS = (
         "if parameter is not self._tied or 0 in self._own]",
         "if parameter is not self._tied]",
         "2.1.1.1.1:",
+        "gradient norm, step 1 is",
     ),
     Mutant(
         "gradients are clipped by the norm of half of the parameters, and the right norm is logged",
@@ -375,6 +417,7 @@ NORMS = (
         "divisor = clipping_divisor(norm, max_norm=built.grad_clip)",
         "divisor = clipping_divisor(built.passes.norm(parameters[::2]), max_norm=built.grad_clip)",
         "1.2.1.1:",
+        "loss, step 3 is",
     ),
     Mutant(
         "spikes are judged by each process's part of the loss",
@@ -383,6 +426,7 @@ NORMS = (
         "mean_loss = sum_over_group(loss.clone(), self._loss_group)",
         "mean_loss = loss.clone()",
         "1.2.1.1:spikes",
+        "skipped, step 5 is",
     ),
     Mutant(
         "a norm that is NaN on one replica is dropped by the maximum",
@@ -391,6 +435,7 @@ NORMS = (
         "largest = torch.where(value.isfinite(), value, math.inf)",
         "largest = value.nan_to_num(0.0)",
         "2.1.1.1:",
+        "skipped, step 4 is",
     ),
     Mutant(
         "a gradient that is NaN on one stage does not make the step bad",
@@ -399,6 +444,7 @@ NORMS = (
         "return norms.square().sum().sqrt()",
         "return norms.square().nansum().sqrt()",
         "2.1.1.1.1:",
+        "skipped, step 4 is",
     ),
     Mutant(
         "a gradient that is NaN on one shard does not make the step bad",
@@ -407,6 +453,7 @@ NORMS = (
         "square = get_total_norm(gradients).float().square()",
         "square = get_total_norm(gradients).float().square().nan_to_num(0.0)",
         "1.2.1.1:",
+        "skipped, step 4 is",
     ),
     Mutant(
         "an infinite loss whose gradients are finite does not make the step bad",
@@ -415,6 +462,7 @@ NORMS = (
         "    loss.backward(one_or_nan(loss))",
         "    loss.backward()",
         "1.2.1.1:",
+        "skipped, step 6 is",
     ),
     Mutant(
         "an infinite loss of a pipeline's micro-batch does not make the step bad",
@@ -423,6 +471,7 @@ NORMS = (
         "return loss * one_or_nan(loss)",
         "return loss",
         "2.1.1.1.1:",
+        "skipped, step 6 is",
     ),
 )
 """Of gradient norms, clipping, and which steps are skipped."""
@@ -435,6 +484,7 @@ TENSORS = (
         "dict.fromkeys(inside.norms, SequenceParallel(use_local_output=inside.whole_rows))",
         "dict.fromkeys(inside.norms, _InnerNorm(Replicate()))",
         "1.1.1.2:",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the gradient of the last norm is that of each process's tokens",
@@ -443,6 +493,7 @@ TENSORS = (
         "plan[interface.head_norm] = SequenceParallel(use_local_output=whole_rows)",
         "plan[interface.head_norm] = _InnerNorm(Replicate())",
         "1.1.1.2:",
+        "gradient of norm\\.weight, step 1 is",
     ),
     Mutant(
         "gradients of norms of queries and keys are those of each process's heads",
@@ -451,6 +502,7 @@ TENSORS = (
         "_InnerNorm(features if features.is_replicate() else Shard(1))",
         "_InnerNorm(Replicate())",
         "1.1.1.2:gemma",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "gradients of norms behind parts of a block are those of each process's tokens",
@@ -459,6 +511,7 @@ TENSORS = (
         "dict.fromkeys(inside.post_norms, SequenceParallel(use_local_output=True))",
         "dict.fromkeys(inside.post_norms, _InnerNorm(Replicate()))",
         "1.1.1.2:olmo",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the sum over a row linear's parts is left out",
@@ -468,6 +521,7 @@ TENSORS = (
         "lambda module, arguments, output: output.to_local().chunk(output.device_mesh.size(), 1)["
         "output.device_mesh.get_local_rank()])",
         "1.1.1.2:",
+        "loss, step 1 is",
     ),
     Mutant(
         "a row linear's sum is divided by the tensor degree",
@@ -476,6 +530,7 @@ TENSORS = (
         "lambda module, arguments, output: move(output, TOKENS).to_local())",
         "lambda module, arguments, output: move(output, TOKENS).to_local() / output.device_mesh.size())",
         "1.1.1.2:",
+        "loss, step 1 is",
     ),
     Mutant(
         "gradients behind the gather of tokens are summed twice",
@@ -485,6 +540,7 @@ TENSORS = (
         "        whole = move(first, Replicate()).to_local(grad_placements=(Partial(),))\n"
         "        return DTensor.from_local(whole, axis, (Replicate(),), run_check=False)\n",
         "1.1.1.2:",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "gradients behind the gather of tokens are taken for sums that they are not",
@@ -496,6 +552,7 @@ TENSORS = (
         "            whole.register_hook(lambda part: DTensor.from_local(part.to_local(), axis, (Replicate(),)))\n"
         "        return whole\n",
         "1.1.1.2:",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the gradient of the logits' input is taken for a sum that it is not",
@@ -506,6 +563,7 @@ TENSORS = (
         "        head.register_forward_pre_hook(lambda _, given: (given[0] * 1, given[1] * 1))\n"
         "        head.register_full_backward_pre_hook(lambda _, given: (given[0] * axis.size(),))",
         "1.1.1.2:",
+        "gradient of .*, step 1 is.*summed once too often over tensor",
     ),
     Mutant(
         "the projection gives a tied embedding no gradient under tensor parallelism",
@@ -515,6 +573,7 @@ TENSORS = (
         "        head.register_forward_hook(lambda module, inputs, output: _local(output))\n"
         "        head.register_forward_pre_hook(lambda module, given: (given[0], given[1].detach()))\n    parallelize",
         "1.1.1.2:",
+        "gradient of embedding\\.weight, step 1 is",
     ),
     Mutant(
         "each process has the largest logit of its own columns only",
@@ -523,6 +582,7 @@ TENSORS = (
         "        dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=self.group)\n",
         "",
         "1.1.1.2:",
+        "loss, step 1 is",
     ),
     Mutant(
         "the sum of exponentials is not brought to the largest logit of all columns",
@@ -531,6 +591,7 @@ TENSORS = (
         "sums * (largest - of_all).exp()",
         "sums",
         "1.1.1.2:",
+        "loss, step 1 is",
     ),
     Mutant(
         "the first column of each process is never a target",
@@ -539,6 +600,7 @@ TENSORS = (
         "own = (columns >= 0) &",
         "own = (columns > 0) &",
         "1.1.1.2:",
+        "loss, step 1 is",
     ),
     Mutant(
         "all processes subtract the target from a column of theirs",
@@ -547,6 +609,7 @@ TENSORS = (
         "Targets(columns.where(own, 0), own, counts)",
         "Targets(columns % width, own | counts, counts)",
         "1.1.1.2:",
+        "loss, step 1 is",
     ),
     Mutant(
         "the z-loss is counted once for each process of a tensor group",
@@ -555,6 +618,7 @@ TENSORS = (
         "z_loss=self.z_loss if torch.is_grad_enabled() else 0.0",
         "z_loss=self.z_loss * self.group.size() if torch.is_grad_enabled() else 0.0",
         "1.1.1.2:z",
+        "z-loss, step 1 is.*summed once too often over tensor",
     ),
     Mutant(
         "the z-loss has a gradient of half of its size, and is logged right",
@@ -563,6 +627,7 @@ TENSORS = (
         "backward(micro_losses.sum() if self.has_z_loss else micro_losses)",
         "backward(micro_losses[0] + micro_losses[1] / self.mesh.degrees.tensor if self.has_z_loss else micro_losses)",
         "1.1.1.2:z",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "each process counts only the targets among its own columns",
@@ -571,6 +636,7 @@ TENSORS = (
         "Targets(columns.where(own, 0), own, counts)",
         "Targets(columns.where(own, 0), own, own)",
         "1.1.1.2:",
+        "loss, step 1 is",
     ),
     Mutant(
         "the first process's gradients of cut matrices are given to the whole tensor group",
@@ -579,6 +645,7 @@ TENSORS = (
         "for gradient in _gradients(parameters) if is_whole_along(gradient, axis)]",
         "for gradient in _gradients(parameters)]",
         "1.1.1.2:",
+        "validation loss, step 1 is",
     ),
     Mutant(
         "the logged loss counts every process of a tensor group",
@@ -587,6 +654,7 @@ TENSORS = (
         "return torch.where(rows[:, 1] == group, rows[:, 0], 0.0).sum(), rows[:, 2:]",
         "return rows[:, 0].sum(), rows[:, 2:]",
         "1.1.1.2:",
+        "loss, step 1 is.*summed once too often over tensor",
     ),
     Mutant(
         "each tensor-parallel process orthogonalizes its own part of a matrix",
@@ -599,6 +667,7 @@ TENSORS = (
         '                made = orthogonalized(upright[None].clone(), steps=group["ns_steps"])[0]\n'
         "                self._update(one, made if upright is part else made.mT, group)\n",
         "1.1.1.2:muon",
+        "validation loss, step 1 is",
     ),
     Mutant(
         "the rate of a matrix comes from the shape of a process's part",
@@ -607,6 +676,7 @@ TENSORS = (
         "(parameter.shape[-2], parameter.shape[-1]))",
         "(local_of(parameter).shape[-2], local_of(parameter).shape[-1]))",
         "1.2.1.1:muon",
+        "validation loss, step 1 is",
     ),
 )
 """Of parts of matrices, and of the vocabulary."""
@@ -619,6 +689,7 @@ CONTEXTS = (
         'options | {"positions": positions}',
         'options | {"positions": positions - positions[..., :1]}',
         "1.1.2.1:",
+        "loss, step 1 is",
     ),
     Mutant(
         "positions are those of neighbouring parts, tokens those of two chunks",
@@ -628,6 +699,7 @@ CONTEXTS = (
         'options | {"positions": torch.cat('
         '[whole[..., part] for part in own_chunks(tokens.shape[1], group, by="heads")], -1)}',
         "1.1.2.1:gather",
+        "loss, step 1 is",
     ),
     Mutant(
         "documents do not keep attention apart where heads are exchanged",
@@ -636,6 +708,7 @@ CONTEXTS = (
         "split(sizes, dim=1), documents)  # (B, N / R, T, H)",
         "split(sizes, dim=1), None)",
         "1.1.2.1:documents",
+        "loss, step 1 is",
     ),
     Mutant(
         "documents do not keep attention apart where keys are gathered",
@@ -644,6 +717,7 @@ CONTEXTS = (
         "inside = None if documents is None else of_chunk(documents, own, length=length)",
         "inside = None",
         "1.1.2.1:gather,documents",
+        "loss, step 1 is",
     ),
     Mutant(
         "each chunk has the mask of the first chunk",
@@ -652,6 +726,7 @@ CONTEXTS = (
         "documents.sees[:, :, chunk, : chunk.stop]",
         "documents.sees[:, :, : chunk.stop - chunk.start, : chunk.stop]",
         "1.1.2.1:gather,documents",
+        "loss, step 1 is",
     ),
     Mutant(
         "windows are left out where heads are exchanged",
@@ -661,6 +736,7 @@ CONTEXTS = (
         "self.inner, self.group, self.degree = inner, group, group.size()\n"
         '        inner.reach = inner.reach | {"window": 0}',
         "1.1.2.1:gemma",
+        "loss, step 1 is",
     ),
     Mutant(
         "windows are left out where keys are gathered",
@@ -669,6 +745,7 @@ CONTEXTS = (
         "self.inner, self.group = inner, group\n",
         'self.inner, self.group = inner, group\n        inner.reach = inner.reach | {"window": 0}\n',
         "1.1.2.1:gemma,gather",
+        "loss, step 1 is",
     ),
     Mutant(
         "a chunk's window begins one token late",
@@ -677,6 +754,7 @@ CONTEXTS = (
         "inside = (distance >= 0) & (distance < window)",
         "inside = (distance >= 0) & (distance < window - (new < seen))",
         "1.1.2.1:gemma,gather",
+        "loss, step 1 is",
     ),
     Mutant(
         "the causal mask of a chunk begins at the first key",
@@ -685,6 +763,7 @@ CONTEXTS = (
         ".tril(seen - new)",
         ".tril()",
         "1.1.2.1:gather",
+        "loss, step 1 is",
     ),
     Mutant(
         "heads come back in the order of the exchange",
@@ -693,6 +772,7 @@ CONTEXTS = (
         "self.group).movedim(0, 2).flatten(2, 3).transpose(1, 2)  # (B, N, P, H)",
         "self.group).movedim(0, 3).flatten(2, 3).transpose(1, 2)",
         "1.1.2.1:",
+        "loss, step 1 is",
     ),
     Mutant(
         "parts of a row arrive in reverse order",
@@ -701,6 +781,7 @@ CONTEXTS = (
         "got = _exchange(sent, self.group).movedim(0, 1)",
         "got = _exchange(sent, self.group).flip(0).movedim(0, 1)",
         "1.1.2.1:",
+        "loss, step 1 is",
     ),
     Mutant(
         "copies of key and value heads go to the wrong queries",
@@ -709,6 +790,7 @@ CONTEXTS = (
         "(x.repeat_interleave(copies, dim=1) for x in (key, value))",
         "(x.repeat(1, copies, 1, 1) for x in (key, value))",
         "1.1.4.1:",
+        "loss, step 1 is",
     ),
     Mutant(
         "gradients of copied key and value heads are averaged over the copies",
@@ -717,6 +799,7 @@ CONTEXTS = (
         "(x.repeat_interleave(copies, dim=1) for x in (key, value))",
         "((x.detach() + (x - x.detach()) / copies).repeat_interleave(copies, dim=1) for x in (key, value))",
         "1.1.2.2:",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the later chunks of gathered keys are in reverse order",
@@ -725,6 +808,7 @@ CONTEXTS = (
         "return torch.cat((first, last.flip(2)), dim=2).flatten(2, 3)",
         "return torch.cat((first, last), dim=2).flatten(2, 3)",
         "1.1.2.1:gather",
+        "loss, step 1 is",
     ),
     Mutant(
         "gradients of gathered keys go to the wrong chunks",
@@ -733,6 +817,7 @@ CONTEXTS = (
         "parts = torch.stack((first, last.flip(2)), dim=3)",
         "parts = torch.stack((first, last), dim=3)",
         "1.1.2.1:gather",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "gradients of gathered keys are those of a process's own queries",
@@ -741,6 +826,7 @@ CONTEXTS = (
         'return funcol.wait_tensor(_reduce_scatter(parts, "sum", 0, ctx.group)), None',
         "return parts.chunk(ctx.group.size())[ctx.group.rank()], None",
         "1.1.2.1:gather",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "gradients of gathered keys are averaged over the group",
@@ -749,6 +835,7 @@ CONTEXTS = (
         'return funcol.wait_tensor(_reduce_scatter(parts, "sum", 0, ctx.group)), None',
         'return funcol.wait_tensor(_reduce_scatter(parts, "sum", 0, ctx.group)) / ctx.group.size(), None',
         "1.1.2.1:gather",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "keys are gathered without a gradient for the other processes' tokens",
@@ -761,6 +848,7 @@ CONTEXTS = (
         "            parts[at] = one.transpose(2, 3)\n"
         "        key, value = torch.cat(parts, 2).transpose(2, 3)",
         "1.1.2.1:gather",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the logged loss is that of the first part of a row",
@@ -769,6 +857,7 @@ CONTEXTS = (
         "return torch.where(rows[:, 1] == group, rows[:, 0], 0.0).sum(), rows[:, 2:]",
         "return rows[0, 0], rows[:, 2:]",
         "1.1.2.1:",
+        "loss, step 1 is",
     ),
     Mutant(
         "validation counts the targets of each part of a row",
@@ -777,6 +866,7 @@ CONTEXTS = (
         "int(sum_over_group(tokens, mesh.data_group).item())",
         "int(sum_over_group(tokens, mesh.loss_group).item())",
         "1.1.2.1:",
+        "validation loss, step 1 is.*averaged, or not summed,( once too often)? over context",
     ),
 )
 """Of parts of rows."""
@@ -789,6 +879,7 @@ PIPELINES = (
         "scale_grads=False",
         "scale_grads=True",
         "2.1.1.1.1:",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the last stage's losses are not divided before the backward pass",
@@ -797,6 +888,7 @@ PIPELINES = (
         "loss = mean.sum() if self.has_z_loss else mean\n",
         "loss = mean.sum() if self.has_z_loss else losses\n",
         "2.1.1.1.1:",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the z-loss of a pipeline has no gradient",
@@ -805,6 +897,7 @@ PIPELINES = (
         "loss = mean.sum() if self.has_z_loss else mean\n",
         "loss = mean[0] if self.has_z_loss else mean\n",
         "2.1.1.1.1:z",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the z-loss of a pipeline is counted twice, and logged right",
@@ -813,6 +906,7 @@ PIPELINES = (
         "loss = mean.sum() if self.has_z_loss else mean\n",
         "loss = mean.sum() + mean[1] if self.has_z_loss else mean\n",
         "2.1.1.1.1:z",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the last stage has the targets of the micro-batch before",
@@ -822,6 +916,7 @@ PIPELINES = (
         "inputs, targets, documents = self._micro_batches[int(number)]\n"
         "        targets = self._micro_batches[int(number) - 1][1]\n",
         "2.1.1.1.1:",
+        "loss, step 1 is",
     ),
     Mutant(
         "stages have the documents of the first micro-batch",
@@ -830,6 +925,7 @@ PIPELINES = (
         "inputs, targets, documents = self._micro_batches[int(number)]\n",
         "inputs, targets, documents = (*self._micro_batches[int(number)][:2], self._micro_batches[0][2])\n",
         "2.1.1.1.1:documents",
+        "loss, step 1 is",
     ),
     Mutant(
         "later stages have no documents",
@@ -839,6 +935,7 @@ PIPELINES = (
         "        given = None if stage == 0 else hidden\n"
         "        documents = documents if stage == 0 else None\n        made: Tensor",
         "2.1.1.1.1:documents",
+        "loss, step 1 is",
     ),
     Mutant(
         "a micro-batch is left out, and another is computed twice",
@@ -847,6 +944,7 @@ PIPELINES = (
         "numbers = torch.arange(len(micro_batches))",
         "numbers = torch.arange(len(micro_batches)).clamp(min=1)",
         "2.1.1.1.1:",
+        "loss, step 1 is",
     ),
     Mutant(
         "the first process runs its two stages in the wrong order",
@@ -855,6 +953,7 @@ PIPELINES = (
         "layers=self._stages.layers[stage], hidden=given)\n        made.register_hook",
         "layers=self._stages.layers[{0: 2, 2: 0}.get(stage, stage)], hidden=given)\n        made.register_hook",
         "2.1.1.1.1:interleaved",
+        "loss, step 1 is",
     ),
     Mutant(
         "later stages count their layers from 0 to find those without RoPE",
@@ -864,6 +963,7 @@ PIPELINES = (
         "(SparseBlock if layer in sparse else Block)(config, layer))\n"
         "            [*self.blocks.children()][-1].attention.rope = config.uses_rope(len(self.blocks) - 1)\n",
         "2.1.1.1.1:split",
+        "loss, step 1 is",
     ),
     Mutant(
         "later stages count their layers from 0 to find those with windows",
@@ -872,6 +972,7 @@ PIPELINES = (
         "(SparseBlock if layer in sparse else Block)(config, layer))",
         "(SparseBlock if layer in sparse else Block)(config, layer - self.layers[0]))",
         "2.1.1.1.1:gemma,split",
+        "loss, step 1 is",
     ),
     Mutant(
         "later stages count their layers from 0 to find their rotary tables",
@@ -881,6 +982,7 @@ PIPELINES = (
         "self.rope_of = {layer: self.ropes.index(config.rope_of(layer - self.layers[0]))"
         " if config.rope_of(layer - self.layers[0]) in self.ropes else 0 for layer in self.layers}",
         "2.1.1.1.1:gemma,split",
+        "loss, step 1 is",
     ),
     Mutant(
         "gradients of a tied embedding are not added over its two stages",
@@ -889,6 +991,7 @@ PIPELINES = (
         "            sum_over_group(cast(DTensor, self._tied.grad).to_local(), self.copies)\n",
         "            pass\n",
         "2.1.1.1.1:",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "gradients of a tied embedding are averaged over its two stages",
@@ -897,6 +1000,7 @@ PIPELINES = (
         "sum_over_group(cast(DTensor, self._tied.grad).to_local(), self.copies)\n",
         "sum_over_group(cast(DTensor, self._tied.grad).to_local(), self.copies).div_(2)\n",
         "2.1.1.1.1:",
+        "gradient of embedding\\.weight, step 1 is.*averaged, or not summed, over pipeline",
     ),
     Mutant(
         "gradients of a tied embedding are the last stage's on both stages",
@@ -905,6 +1009,7 @@ PIPELINES = (
         "sum_over_group(cast(DTensor, self._tied.grad).to_local(), self.copies)\n",
         "dist.broadcast(cast(DTensor, self._tied.grad).to_local(), group=self.copies, group_src=1)\n",
         "2.1.1.1.1:",
+        "gradient of embedding\\.weight, step 1 is",
     ),
     Mutant(
         "gradients of weights that are computed apart add up in bfloat16",
@@ -914,6 +1019,7 @@ PIPELINES = (
         "        cast(Any, self.submod).model._get_fsdp_state()._root_post_backward_final_callback()\n",
         "        super().backward_weight_one_chunk(*arguments, **options)\n",
         "2.1.1.1.1:bf16,untied,zbv,zero2",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "hidden states are rounded to bfloat16 between the stages",
@@ -923,6 +1029,7 @@ PIPELINES = (
         "        made = made if stage == len(self._stages.layers) - 1 else made + (made.bfloat16() - made).detach()\n"
         "        made.register_hook(lambda gradient: self._progressed())",
         "2.1.1.1.1:",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "the gradient that a stage sends back is halved",
@@ -931,6 +1038,7 @@ PIPELINES = (
         "        made.register_hook(lambda gradient: self._progressed())",
         "        made.register_hook(lambda gradient: gradient / 2 if stage == 0 else None)",
         "2.1.1.1.1:",
+        "gradient of .*, step 1 is",
     ),
     Mutant(
         "validation of a pipeline ignores documents",
@@ -939,6 +1047,7 @@ PIPELINES = (
         "layers=self._stages.layers[stage], hidden=result, **options)",
         "layers=self._stages.layers[stage], hidden=result)",
         "2.1.1.1.1:documents",
+        "validation loss, step 1 is",
     ),
     Mutant(
         "the logged loss is that of the last micro-batch",
@@ -947,6 +1056,7 @@ PIPELINES = (
         "self._losses += mean.detach()",
         "self._losses.copy_(mean.detach())",
         "2.1.1.1.1:",
+        "loss, step 1 is",
     ),
 )
 """Of stages."""
@@ -961,6 +1071,7 @@ FLOATS = (
         "part: Any = hp_tensor_to_float8_dynamic(rows.to_local(), dtype, products, gemm_input_role=role)\n"
         "    group = rows.device_mesh.get_group()",
         "1.1.1.2:tensorwise,gather_activations",
+        "gradient norm, step 1 is",
     ),
     Mutant(
         "gathered float8 weights have the scale of each process's shard",
@@ -968,11 +1079,12 @@ FLOATS = (
         FLOAT8,
         "    _torchao_float8().precompute_float8_dynamic_scale_for_fsdp(model)\n",
         "    _torchao_float8().precompute_float8_dynamic_scale_for_fsdp(model)\n"
-        "    from torchao.float8.float8_scaling_utils import tensor_to_scale\n\n"
-        "    for shard in (cast(Any, weight).to_local().detach() for weight in model.parameters()):\n"
+        "    from torchao.float8.float8_utils import tensor_to_scale\n\n"
+        "    for shard in (cast(Any, weight)._local_tensor for weight in model.parameters()):\n"
         '        if getattr(shard, "_precomputed_scale", None) is not None:\n'
         "            shard._precomputed_scale = tensor_to_scale(shard._tensor, torch.float8_e4m3fn)\n",
         "1.2.1.1:tensorwise,all_gather",
+        "validation loss, step 1 is",
     ),
     Mutant(
         "scales of gathered float8 weights are those of the first step",
@@ -981,6 +1093,7 @@ FLOATS = (
         "    if built.float8_all_gather:\n",
         "    if built.float8_all_gather and step == 1:\n",
         "1.2.1.1:tensorwise,all_gather",
+        "loss, step 5 is",
     ),
     Mutant(
         "after a resume, scales of gathered float8 weights are those of the initial weights",
@@ -994,6 +1107,7 @@ FLOATS = (
         "        built = dataclasses.replace(built, float8_all_gather=False)\n"
         "    model, optimizer, check = built.model, built.optimizer, partial(require_same_data",
         "1.2.1.1:tensorwise,all_gather",
+        "loss, step 5 is",
     ),
 )
 """Of float8 across processes."""
