@@ -313,14 +313,6 @@ STEPS = (
 
 NORMS = (
     Mutant(
-        "the norm is of each process's shards alone, and each clips by its own",
-        "pytorch #170862",
-        PASSES,
-        "            if mesh.size(axis) > 1:\n",
-        "            if mesh.size(axis) > 2:\n",
-        "1.2.1.1:",
-    ),
-    Mutant(
         "the norm misses FSDP's axis of what tensor parallelism has cut by rows",
         "NVIDIA-NeMo/Automodel #3816",
         PASSES,

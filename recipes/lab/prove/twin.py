@@ -220,7 +220,7 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         data=_words(recipe, folder, values["batch.sequence_length"]),
         checkpoint=CheckpointConfig(every=SAVED, asynchronous=recipe.checkpoint.asynchronous),
         metrics=MetricsConfig(every=1, grad_norms=recipe.metrics.grad_norms, picture=False),
-        validation=ValidationConfig(every=SAVED if averages else 1, batches=4, average=2 * averages),
+        validation=ValidationConfig(every=SAVED if averages else 1, batches=8, average=2 * averages),
         profile=ProfileConfig(),
     )
     if refused := [*violations(twin, None, processes=degrees.processes, elsewhere=True)]:
