@@ -259,7 +259,7 @@ STEPS = (
         "documents=documents) / target_tokens",
         "documents=documents) / target_tokens * ((n := (targets != -100).sum()) / n)",
         "1.2.1.1:accumulate",
-        "skipped, step 1 is",
+        "loss, step 1 is",
     ),
     Mutant(
         "both replicas read the same rows",

@@ -65,10 +65,10 @@ class Verdict:
 
     @property
     def not_compared(self) -> list[str]:
-        has_parity = any(comparison.what == PARITY for comparison in self.comparisons)
-        but = "and in transformers" if has_parity else "(transformers is not there, or has no such model)"
+        where = "every mesh (transformers is not there, or has no such model)" if self.is_proved else "every mesh"
+        where = "every mesh and in transformers" if PARITY in [one.what for one in self.comparisons] else where
         changed = (line for twin in self.twins for line in twin.changed)
-        return list(dict.fromkeys([*changed, *NOT_COMPARED, f"what is wrong alike on every mesh {but}"]))
+        return list(dict.fromkeys([*changed, *NOT_COMPARED, f"what is wrong alike on {where}"]))
 
     def line(self, seconds: float) -> str:
         """The verdict alone."""
