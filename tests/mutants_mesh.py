@@ -147,7 +147,7 @@ SUMS = (
         "cast_forward_inputs=False,",
         "cast_forward_inputs=True,",
         "1.2.1.1:bf16,rope",
-        "gradient of .*, step 1 is",
+        "loss, step 1 is",
     ),
 )
 """Of gradients, over shards, replicas and parts of rows, and over micro-batches."""
