@@ -18,7 +18,6 @@ explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.cluster.launcher import PROVE, Workers, handle_stop_signals, launch  # noqa: E402
-from recipes.cluster.proof import Proof  # noqa: E402
 from recipes.files.exit_codes import SIGNALS, exit_code, leave  # noqa: E402
 from recipes.files.screen import open_missing, say, tell  # noqa: E402
 from recipes.recipe.load import load, to_toml  # noqa: E402
@@ -44,8 +43,11 @@ def main() -> int:
         workers = Workers(recipe.run.folder if recipe else None)
         handle_stop_signals(workers.stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/restarts.py blocks them until this line
-        proves = recipe is not None and recipe.run.prove_first
-        return launch(sys.argv[1:], workers, Proof(recipe.run.folder, to_toml(recipe)) if recipe and proves else None)
+        if recipe is None or not recipe.run.prove_first:
+            return launch(sys.argv[1:], workers)
+        from recipes.cluster.proof import Proof
+
+        return launch(sys.argv[1:], workers, Proof(recipe.run.folder, to_toml(recipe)))
     except UserError as error:
         tell(str(error))
         return exit_code(error)

@@ -3,8 +3,10 @@
 `python -m tests.proofs CASE ...` prints the verdict on each.
 """
 
+import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,6 @@ def recipe_of(case: str, folder: Path) -> Recipe:
 
 def verdicts(recipes: list[Recipe]) -> list[dict[str, Any]]:
     """The verdicts on recipes, in the processes that call this."""
-    import json
-    import time
-
     world, found = start("cpu", seed=0), []
     for recipe in recipes:
         began = time.monotonic()

@@ -145,7 +145,7 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
         checkpoints.require_space(parameters, recipe.optimizer, matrices=matrices)
     # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
     process.interruption.begin()
-    if process.mesh is None:
+    if process.metrics is None:
         _claim_folder(loaded.recipe, process, built, checkpoint)
     if clock.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
         loader.list_bad_rows_in(recipe.run.folder)
@@ -158,9 +158,9 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     guard.restore(progress)
     recorder = Recorder(stage, process, built, loader, guard=guard, throughput=throughput, progress=progress)
     observers = observers_of(recipe, process, built)
-    if process.mesh is None:
+    if process.metrics is None:
         process = replace(process, first_step=clock.step, trains_since=time.perf_counter())
-    process = replace(process, mesh=built.mesh, metrics=recorder.metrics, goodput=recorder.goodput)
+    process = replace(process, metrics=recorder.metrics, goodput=recorder.goodput)
     return Run(process, stage, built, loader, checkpoints, guard, recorder, observers, tasks)
 
 

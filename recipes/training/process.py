@@ -37,8 +37,6 @@ class Process:
     profiler: "StepProfiler | None" = None
     """Traces steps of this start, if the recipe asks for that."""
     # None until its first stage is built:
-    mesh: Mesh | None = None
-    """Its groups of processes."""
     metrics: MetricsWriter | None = None
     goodput: Goodput | None = None
     # What its results are counted from:

@@ -15,6 +15,7 @@ from recipes.lab.prove.reference import Record
 from recipes.lab.prove.twin import Twin
 
 Limits = Mapping[str, float]
+Key = tuple[int, int, str]
 EQUAL: Limits = dict.fromkeys(KINDS, 0.0)
 LOSSES = "loss", "z-loss", "losses of routers", "validation loss", "guard"
 # Relative. Measured: 2e-7 of a loss, 4e-7 of a norm, 2e-6 of a gradient, 3e-5 of the way of weights.
@@ -34,19 +35,24 @@ CAPS |= {"gradient": 0.45, "gradient norm": 0.2, "weights": 0.9}
 """What is never allowed: twice a gradient is 1.0 off."""
 
 
-def limits_of(twin: Twin, rounded: Record, whole: Record | None, *, on_cpu: bool) -> Limits:
+def limits_of(twin: Twin, away: Mapping[str, Difference], *, on_cpu: bool) -> Limits:
     """How far a twin on a mesh may be from one process in the same precision.
 
     In float32, differences grow a little after the first step. Rounding enlarges them as it does those of one process
-    from float32 (whole), of which twice as much is allowed; but what rounds alike does so until the first update.
+    from float32, of which twice as much is allowed; but what rounds alike does so until the first update.
+
+    Args:
+        twin: what is compared.
+        away: kind -> the worst difference of one process, in the twin's precision, from float32; empty in float32.
+        on_cpu: whether the twin is trained on a CPU.
     """
     recipe, first = twin.recipe, FLOAT32
     later = LATER if recipe.optimizer.state_dtype == "float32" else MOMENTS16
-    if whole is not None:
-        away = {kind: 2 * one.error for kind, one in worst_of(differences(rounded, whole, EQUAL)).items()}
-        away |= dict.fromkeys(LOSSES, max(away[kind] for kind in LOSSES if kind in away))
+    if away:
+        twice = {kind: 2 * one.error for kind, one in away.items()}
+        twice |= dict.fromkeys(LOSSES, max(twice[kind] for kind in LOSSES if kind in twice))
         fixed = BFLOAT16 if recipe.float8.recipe == "none" else FLOAT8
-        later = {kind: max(limit, min(away.get(kind, 0.0), CAPS[kind])) for kind, limit in fixed.items()}
+        later = {kind: max(limit, min(twice.get(kind, 0.0), CAPS[kind])) for kind, limit in fixed.items()}
         first = FLOAT32 if on_cpu and twin.rounds_alike else later
     return {**first, **{f"later {kind}": limit for kind, limit in later.items()}}
 
@@ -81,15 +87,8 @@ def compared(
     gradients = [one for one in here if one.kind == "gradient"]
     ended = f"rank {world.rank}: {found.ended}" if found.ended else ""
     by_itself = str(expected.losses) if expected.repeats else ""
-    mine = (
-        worst_of(here),
-        min((one for one in here if one.is_wrong), default=None),
-        gradients,
-        still,
-        lacking,
-        ended,
-        by_itself,
-    )
+    wrong = min((one for one in here if one.is_wrong), default=None)
+    mine = worst_of(here), wrong, gradients, still, lacking, ended, by_itself
     worst, firsts, gradients_of, stills, lackings, ends, references = zip(*world.messages.from_all(mine), strict=True)
     first = min(filter(None, firsts), default=None)
     why = next(filter(None, ends), "")
@@ -108,7 +107,7 @@ def differences(found: Record, expected: Record, limits: Limits, *, since: int =
     one, other = _numbers(found), _numbers(expected)
     known = [key for key in one if key in other and (not since or key[0] > since - (key[1] in ALSO))]
     total = math.sqrt(sum(float(gradient.square().sum()) for gradient in expected.gradients.values()))
-    return [_difference(key, one[key], other[key], _limit(limits, *key), expected.initial, total) for key in known]
+    return [_difference(key, one[key], other[key], _limit(limits, *key), expected, total) for key in known]
 
 
 def _limit(limits: Limits, step: int, kind: int, _: str) -> float:
@@ -120,7 +119,7 @@ ALSO = KINDS.index("weights"), KINDS.index("guard")
 """What is compared of the step that a run resumes from."""
 
 
-def _numbers(record: Record) -> dict[tuple[int, int, str], Tensor]:
+def _numbers(record: Record) -> dict[Key, Tensor]:
     """(step, index in KINDS, name) -> what a training has found."""
     by_step: dict[str, dict[int, Any]] = {
         "initial weights": {0: record.initial},
@@ -144,14 +143,7 @@ def _numbers(record: Record) -> dict[tuple[int, int, str], Tensor]:
     }
 
 
-def _difference(
-    key: tuple[int, int, str],
-    found: Tensor,
-    expected: Tensor,
-    limit: float,
-    initial: Mapping[str, Tensor],
-    total: float,
-) -> Difference:
+def _difference(key: Key, found: Tensor, expected: Tensor, limit: float, record: Record, total: float) -> Difference:
     square = float(expected.square().sum())
     if torch.equal(found, expected) or (found.isnan().all() and expected.isnan().all()):
         return Difference(*key, 0.0, limit, 1.0, square)
@@ -159,7 +151,7 @@ def _difference(
         return Difference(*key, math.inf, limit, math.nan, square)
     scale, kind = math.sqrt(square), KINDS[key[1]]
     if kind == "weights":  # relative to the way that they have gone
-        before = initial[key[2]].double()
+        before = record.initial[key[2]].double()
         found, expected = found - before, expected - before
         scale = max(float(expected.norm()), 1e-6 * scale)
     if kind == "gradient":

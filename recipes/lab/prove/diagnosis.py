@@ -17,7 +17,7 @@ NEAR = 1e-3
 
 
 class Difference(NamedTuple):
-    """Of one number or tensor from the expected one, on one process. They sort as they follow from each other."""
+    """How far one number or tensor of a process is from the expected one. They sort as one follows from another."""
 
     step: int
     order: int
@@ -42,6 +42,7 @@ class Difference(NamedTuple):
 
     @property
     def finite(self) -> float | None:
+        """The error, as JSON can have it."""
         return self.error if isfinite(self.error) else None
 
     @property
@@ -75,9 +76,7 @@ def diagnosis(first: Difference, gradients: Sequence[Difference], still: Sequenc
     if first.kind == "weights" and still:
         return f"no step changes {', '.join(still[:3])}: does the optimizer have it?"
     if first.kind == "skipped":
-        return (
-            "processes are to skip a step that is NaN, infinite or a spike on any of them, all together, and no other"
-        )
+        return "all processes must skip a step that is NaN, infinite or a spike on any of them, and no other step"
     if factor := _factor(first.ratio, degrees):
         return f"it is {factor}"
     return ""
@@ -85,16 +84,18 @@ def diagnosis(first: Difference, gradients: Sequence[Difference], still: Sequenc
 
 def _factor(ratio: float, degrees: MeshDegrees) -> str:
     """What a number that is this multiple of one process's points to."""
-    if not isfinite(ratio) or abs(ratio) < NEAR:
-        return "zero" if ratio == ratio and abs(ratio) < NEAR else ""
+    if not isfinite(ratio):
+        return ""
+    if abs(ratio) < NEAR:
+        return "zero"
     for count in range(1, len(NAMES)):
         for axes in combinations(degrees.wide((*NAMES, "expert")), count):
             size = degrees.size(axes)
             for times, words in ((size, "summed once too often"), (1 / size, "averaged, or not summed,")):
                 if abs(ratio / times - 1) < NEAR:
-                    return f"{times:g} times those of one process: {words} over {' x '.join(axes)}?"
+                    return f"{times:g} times what one process has: {words} over {' x '.join(axes)}?"
     whole = round(ratio) if ratio > 1 else 1 / round(1 / ratio) if 0 < ratio < 0.9 else 1
-    return f"{whole:g} times those of one process" if whole != 1 and abs(ratio / whole - 1) < NEAR else ""
+    return f"{whole:g} times what one process has" if whole != 1 and abs(ratio / whole - 1) < NEAR else ""
 
 
 def _group(norm: Difference, gradients: Sequence[Difference]) -> str:

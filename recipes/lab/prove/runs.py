@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -22,6 +23,7 @@ from parallel.mesh import build_mesh
 from parallel.passes import sum_over_group
 from recipes.data.batches import MicroBatch
 from recipes.data.loader import DataLoader
+from recipes.files.exit_codes import PREEMPTED, ended_by
 from recipes.files.layout import METRICS
 from recipes.lab.prove.reference import Record, Tensors
 from recipes.lab.prove.twin import SAVED, Twin
@@ -58,7 +60,7 @@ def thinned(micro_batches: Iterable[MicroBatch], first: int, share: int) -> Iter
 
 
 class Stopped(Exception):
-    """A signal, its number, has ended a proof."""
+    """A signal has ended a proof; the argument is its number."""
 
 
 class Watched(Trainer):
@@ -169,12 +171,10 @@ def run_twin(recipe: Recipe, world: World) -> Record:
         trainer = Watched(build_run(LoadedRecipe(recipe), Process(world, console, RunClock(world.device))))
         first, record = trainer.step, trainer.record
         code = trainer.run()
-        if number := trainer.interruption.noted:
-            raise Stopped(number)
+        if code == PREEMPTED or (code and code > ended_by(0)):  # on all processes, whichever got the signal
+            raise Stopped(trainer.interruption.noted or signal.SIGTERM)
         if code:
             record.ended = record.ended or f"the run ended with exit code {code}"
-        if trainer.checkpoints:
-            trainer.checkpoints.finish_copies()
     if world.is_main:  # what users see
         rows = map(json.loads, (recipe.run.folder / METRICS).read_text(encoding="utf-8").splitlines())
         record.losses |= {
@@ -213,7 +213,7 @@ def _rows(loader: DataLoader, recipe: Recipe, text: Any, first: int, available: 
 
 
 def _pairs(loader: DataLoader, recipe: Recipe, text: Any, first: int, available: int | None = None) -> list[MicroBatch]:
-    """The same of pairs, as one process deals them out."""
+    """The micro-batches of a global batch of pairs, as one process deals them out."""
     batch, options = recipe.batch, {"pairing": loader.pairing, "end_of_document": loader.tokenizer.end_of_document}
     options |= {"global_batch_size": batch.global_batch_size, "micro_batch_size": batch.micro_batch_size}
     whole = type(text)(text.sequences, data_rank=0, data_ranks=1, device=torch.device("cpu"), **options)

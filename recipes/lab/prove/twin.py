@@ -37,7 +37,7 @@ ON_CPU = {
     "fsdp.symmetric_memory": False,
     "float8.emulate": True,
 }
-"""What a CPU computes of a recipe."""
+"""Values that a CPU computes with, whatever the recipe says."""
 IN_FLOAT32 = {
     "fsdp.param_dtype": "float32",
     "fsdp.reduce_dtype": "float32",
@@ -100,7 +100,7 @@ class Twin:
 
     @property
     def parts(self) -> int:
-        """Into how many parts a context group cuts rows."""
+        """Number of parts into which a context group cuts rows."""
         return self.degrees.context
 
     @property
@@ -224,11 +224,13 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         profile=ProfileConfig(),
     )
     if refused := [*violations(twin, None, processes=degrees.processes, elsewhere=True)]:
-        raise UserError(f"--prove has no small recipe like this one: {refused}")
+        problems = "; ".join(f"{key} {message}" for key, message in refused)
+        raise UserError(f"--prove cannot make this recipe small, as its twin is refused: {problems}")
     return twin
 
 
 def _words(recipe: Recipe, folder: Path, length: int) -> DataConfig:
+    """The section for random words in rows of this length."""
     data = DataConfig(
         source=str(folder / TEXT),
         tokenizer=str(folder / TOKENIZER),

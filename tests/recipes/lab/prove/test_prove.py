@@ -1,5 +1,9 @@
-"""Proofs raise no false alarm: random recipes, and the small ones of configs/, pass on two processes."""
+"""Proofs raise no false alarm: random recipes, and the small ones of configs/, pass on two processes. The command says
+what was found, and leaves nothing behind."""
 
+import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +17,10 @@ from recipes.lab.prove.text import write_words
 from recipes.lab.prove.twin import Twin, twins_of
 from recipes.recipe.load import load
 from tests.compiling import graphs_only
+from tests.mutants import plant
 from tests.processes import ROOT, run_processes
 from tests.random_recipes import draw, prove_all
+from tests.test_mutants import MUTANTS
 from tests.training import change
 from tests.twins import lean
 
@@ -56,3 +62,27 @@ def test_random_recipes_are_proved(tmp_path: Path) -> None:
 def test_small_recipes_compute_what_one_process_computes(tmp_path: Path) -> None:
     found, *_ = run_processes(2, compare_all, different_twins(tmp_path), tmp_path)
     assert not [f"{name}: {one.first} {one.why}" for name, one in found.items() if one.is_wrong]
+
+
+def prove(checkout: Path, output: Path, *more: str) -> tuple[int, str, str]:
+    command = [sys.executable, "train.py", "configs/smollm3_debug.toml", "--prove", "--run.output", str(output), *more]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_says_what_was_found_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    planted = plant(MUTANTS["a step has the learning rate of the next"], tmp_path / "planted")
+    code, out, _ = prove(ROOT, tmp_path / "right", "--json")
+    assert (code, json.loads(out)["verdict"]) == (0, "proved")
+    code, out, _ = prove(planted, tmp_path / "wrong")
+    assert code == 80 and out.splitlines()[-1].startswith("WRONG") and "learning rate, step 1" in out
+    assert [*(tmp_path / "right").iterdir(), *(tmp_path / "wrong").iterdir()] == []
+
+
+@pytest.mark.slow
+def test_a_wrong_use_of_the_command_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for output, more, said in ((tmp_path, ["--check"], "--check"), (tmp_path / "file" / "x", [], "run.output")):
+        code, _, err = prove(ROOT, output, *more)
+        assert code == 2 and said in err and "Traceback" not in err
