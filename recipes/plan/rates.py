@@ -1,8 +1,8 @@
 """What a step reaches of a device's promised numbers: every constant of the model of time.
 
 A constant marked (fitted) begins at the number that its source gives, or that is assumed where none is named. It is
-then fitted to published measurements by `python scripts/bench.py --suite plan`, with the uncertainty that
-recipes/lab/bench/fit.py states. One marked (measured) is what calibration finds in the record of an H200, a share that
+then fitted to published measurements by `python -m tests.published.errors`, with the uncertainty that
+tests/published/fit.py states. One marked (measured) is what calibration finds in the record of an H200, a share that
 other GPUs are assumed to reach, too. The others are counted or assumed. Calibration replaces fields. Imports no torch.
 """
 
