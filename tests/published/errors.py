@@ -19,13 +19,13 @@ import numpy as np
 
 from recipes.files.markdown import between, markdown_table
 from recipes.files.screen import say
-from recipes.lab.bench.gpu_page import gpu_of_device, step_table
 from recipes.lab.sweep.grid import read_sweep
 from recipes.plan import evidence
 from recipes.plan import rates as rates_module
 from recipes.plan.rates import RATES, Rates
 from recipes.recipe.load import CONFIGS, shown
 from tests.published.fit import ROW, SOURCES, fit, residuals_of
+from tests.published.gpu import SWEEP, gpu_of_device, step_table
 from tests.published.memory import GOAL, memory_table
 from tests.published.rows import Published, projects, read_experts, read_published
 
@@ -206,7 +206,7 @@ def cells_of(errors: Errors) -> Iterator[tuple[str, ...]]:
 def measured_here(rates: Rates) -> list[str]:
     """Runs of this program on a GPU, which no fit has seen, and the errors of their plans."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    sweep = read_sweep(CONFIGS / "sweeps/gpu_bench.toml", output=Path("runs"), processes=1)
+    sweep = read_sweep(SWEEP, output=Path("runs"), processes=1)
     return step_table(record, [sweep], gpu=gpu_of_device(record["environment"]["device"]), rates=rates)
 
 
