@@ -13,7 +13,7 @@ explain_wrong_interpreter()
 
 from recipes.files.screen import say  # noqa: E402
 
-SUITES = ("calibrate", "gpu", "kernels", "null_gpu", "operators", "plan")
+SUITES = ("gpu", "kernels", "null_gpu", "plan")
 
 
 def main(arguments: list[str]) -> int:
