@@ -13,7 +13,7 @@ explain_wrong_interpreter()
 
 from recipes.files.screen import say  # noqa: E402
 
-SUITES = ("calibrate", "data", "gpu", "kernels", "operators")
+SUITES = ("gpu", "kernels")
 
 
 def main(arguments: list[str]) -> int:
