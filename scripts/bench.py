@@ -13,7 +13,7 @@ explain_wrong_interpreter()
 
 from recipes.files.screen import say  # noqa: E402
 
-SUITES = ("calibrate", "data", "gpu", "kernels", "null_gpu", "operators", "plan")
+SUITES = ("gpu", "kernels")
 
 
 def main(arguments: list[str]) -> int:
@@ -23,8 +23,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) < 2 or arguments[0] != "--suite" or arguments[1] not in SUITES:
         say(f"usage: bench.py --suite {{{','.join(SUITES)}}} [options]", to=2)
         return 2
-    name = "null_gpu.suite" if arguments[1] == "null_gpu" else f"bench.{arguments[1]}"
-    suite = importlib.import_module(f"recipes.lab.{name}")
+    suite = importlib.import_module(f"recipes.lab.bench.{arguments[1]}")
     return suite.main(arguments[2:])
 
 

@@ -97,7 +97,6 @@ def _parser() -> argparse.ArgumentParser:
         "--part", type=_part, default=(1, 1), metavar="I/N", help="only make part I of N, on one of N machines"
     )
     parser.add_argument("--status", action="store_true", help="only say how much of each part is there")
-    parser.add_argument("--join", action="store_true", help=argparse.SUPPRESS)  # made one of the parts in 0.2
     return parser
 
 
@@ -140,8 +139,6 @@ def prepare(options: argparse.Namespace) -> None:
         tokenizer = with_beginning(tokenizer)
     _say_ends(fields, tokenizer)
     work = preparation(source, **reading, tokenizer=tokenizer, validation_fraction=options.validation_fraction)
-    if (old := folder.with_name(f"{folder.name}.parts") / "plan.json").is_file():
-        say(f"'{old.parent}' holds parts that version 0.2 left there; they are not read, so remove it")
     new = not folder.exists()
     started = time.perf_counter()
     try:
@@ -171,8 +168,6 @@ def _require_valid(options: argparse.Namespace) -> None:
     """Raises UserError for numbers out of range, and for what is not a rule for documents."""
     from recipes.data.text.plain_text import text_documents_problem
 
-    if options.join:
-        raise UserError("--join is gone: recipes read the parts in order where they are, so nothing needs to be joined")
     if not 0 <= options.validation_fraction < 1:
         raise UserError(
             f"--validation-fraction {options.validation_fraction} must be at least 0 and below 1; write 0.01, or 0 to"

@@ -37,8 +37,6 @@ class ObjectServer:
         """A fault for every request."""
         self.rule: Callable[[str], str] = lambda request: ""
         """The fault for a request, by its method and address."""
-        self.clock = 0.0
-        """Seconds by which the clock of its errors is ahead."""
         self.requests: list[str] = []
         """The method and the address of each request."""
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -51,7 +49,7 @@ class ObjectServer:
     def heal(self) -> None:
         """Let everything pass again."""
         self.faults.clear()
-        self.down, self.always, self.clock, self.rule = False, "", 0.0, lambda request: ""
+        self.down, self.always, self.rule = False, "", lambda request: ""
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -86,7 +84,7 @@ class ObjectServer:
                     return
                 if STATUS.match(status := fault.removeprefix("late ")):
                     time.sleep(2 if fault.startswith("late") else 0)
-                    client.sendall(answer(status, body=not data.startswith(b"HEAD"), clock=time.time() + self.clock))
+                    client.sendall(answer(status, body=not data.startswith(b"HEAD")))
                     return
                 if fault == "reset":
                     break
@@ -110,12 +108,11 @@ class ObjectServer:
         return self.rule(self.requests[-1]) or self.always
 
 
-def answer(status: str, *, body: bool, clock: float) -> bytes:
+def answer(status: str, *, body: bool) -> bytes:
     """An error as S3 sends it."""
     number, _, code = status.partition(" ")
     text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>in other words</Message></Error>" if code else ""
-    date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(clock))
-    head = f"HTTP/1.1 {number} Because\r\nDate: {date}\r\nContent-Length: {len(text) if body else 0}\r\n"
+    head = f"HTTP/1.1 {number} Because\r\nContent-Length: {len(text) if body else 0}\r\n"
     return f"{head}Connection: close\r\n\r\n{text if body else ''}".encode()
 
 

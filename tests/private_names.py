@@ -49,7 +49,6 @@ NAMES: dict[str, tuple[str, str]] = {
         TORCH + "torch/distributed/fsdp/_fully_shard/_fsdp_state.py",
     ),
     "_StridedShard": ("shards of what is cut already", TORCH + "torch/distributed/tensor/placement_types.py"),
-    "_store_based_barrier": ("ranks that are not there", TORCH + "torch/distributed/distributed_c10d.py"),
     "_symmetric_memory": ("fused tensor-parallel messages", TORCH + "torch/distributed/_symmetric_memory/__init__.py"),
     "_utils": ("where a shard lies in its tensor", TORCH + "torch/distributed/tensor/_utils.py"),
     # Compiling

@@ -23,8 +23,8 @@ TOP = (*PACKAGES, "scripts")
 LAYERS = (
     ("train.py", "scripts"),
     (
-        *("recipes/lab/bench", "recipes/lab/curves", "recipes/lab/null_gpu"),
-        *("recipes/lab/average", "recipes/lab/ladder", "recipes/lab/plan", "recipes/lab/prove", "recipes/lab/sweep"),
+        *("recipes/lab/average", "recipes/lab/bench", "recipes/lab/curves", "recipes/lab/ladder"),
+        *("recipes/lab/plan", "recipes/lab/prove", "recipes/lab/sweep"),
     ),
     ("recipes/training",),
     ("recipes/plan",),
@@ -350,9 +350,11 @@ def test_pyproject_lists_every_package() -> None:
 
 
 def test_tests_mirror_the_folders() -> None:
-    """Except tests/ itself, for whole commands, and tests/gpu, for what needs a GPU."""
+    """Except tests/ itself, for whole commands; tests/gpu, which needs a GPU; and tests/null_gpu, which mimics one."""
     folders = {file.parent.relative_to(ROOT / "tests") for file in (ROOT / "tests").rglob("test_*.py")}
-    assert not {str(folder) for folder in folders if folder.name != "gpu" and not (ROOT / folder).is_dir()}
+    assert not {
+        str(folder) for folder in folders if folder.name not in ("gpu", "null_gpu") and not (ROOT / folder).is_dir()
+    }
 
 
 @pytest.mark.slow

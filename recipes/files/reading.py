@@ -61,11 +61,6 @@ def path_problem(text: str | Path, *, inside: int = 0) -> str:
     if len(path) + inside > LONGEST_PATH:
         room = f", with {inside} for the names inside" if inside else ""
         return f"has {len(path):,} bytes, more than the {LONGEST_PATH:,} of a path{room}; write a shorter one"
-    try:
-        os.stat(path)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return "goes through symbolic links that lead in a circle; mend them, or write another path"
     return ""
 
 

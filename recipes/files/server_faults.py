@@ -1,9 +1,7 @@
 """What the errors of a server and of its library mean. It asks for classes and codes, not for words: s3fs rewrites
 messages, but keeps botocore's error as the cause of its own. Imports no torch."""
 
-import time
 from collections.abc import Mapping
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from parallel.errors import TemporaryError, UserError
@@ -22,8 +20,6 @@ RIGHTS = {
     **dict.fromkeys(("UploadPart", "CreateMultipartUpload", "CompleteMultipartUpload"), "s3:PutObject"),
 }
 """Request -> the right that it needs, where that has another name."""
-LARGEST_SKEW = 300.0
-"""Seconds between this machine's clock and a server's that are worth a word; S3 refuses 15 minutes."""
 
 
 class Altered(UserError):
@@ -35,7 +31,7 @@ class Answer:
 
     def __init__(self, error: BaseException | None) -> None:
         self.kinds: set[str] = set()
-        self.status, self.code, self.request, self.headers = 0, "", "", dict[str, str]()
+        self.status, self.code, self.request = 0, "", ""
         while error is not None:
             self.kinds |= {kind.__name__ for kind in type(error).__mro__}
             self.status = self.status or getattr(error, "status", 0)  # of aiohttp
@@ -43,20 +39,9 @@ class Answer:
             if isinstance(response, dict):  # of botocore
                 about: Mapping[str, Any] = response.get("ResponseMetadata", {})
                 self.status = self.status or about.get("HTTPStatusCode", 0)
-                self.code, self.headers = response.get("Error", {}).get("Code", ""), about.get("HTTPHeaders", {})
+                self.code = response.get("Error", {}).get("Code", "")
                 self.request = getattr(error, "operation_name", "")
             error = error.__cause__
-
-    def about_clock(self) -> str:
-        """What the answer's date says about this machine's clock, a wrong one being refused as a wrong key is."""
-        try:
-            ahead = time.time() - parsedate_to_datetime(self.headers["date"]).timestamp()
-        except (KeyError, ValueError, TypeError):
-            return "; or this machine's clock is wrong"
-        where = "ahead of" if ahead > 0 else "behind"
-        return (
-            f"; this machine's clock is {abs(ahead):,.0f} s {where} the server's" if abs(ahead) > LARGEST_SKEW else ""
-        )
 
 
 def problem_of(error: Exception, address: str) -> UserError:
@@ -72,7 +57,7 @@ def problem_of(error: Exception, address: str) -> UserError:
         return TemporaryError(f"{address} cannot be reached now: {said}: {text}")
     if isinstance(error, PermissionError) or known.remedy:
         right = RIGHTS.get(answer.request, f"s3:{answer.request}" if answer.request else "the right to it")
-        remedy = (known.remedy or meaning(403).remedy).format(right=right) + answer.about_clock()
+        remedy = (known.remedy or meaning(403).remedy).format(right=right)
         return UserError(f"{address} may not be used with these credentials: {text} ({said}); {remedy}")
     if kinds & KEYLESS:
         remedy = f"{meaning(401).remedy} (for a public bucket: FSSPEC_S3_ANON=true)"

@@ -23,7 +23,7 @@ class MetricsConfig:
     picture: bool = True
     """Draw curves.png, as scripts/plot.py does, when the run ends."""
     calibrated_by: str = ""
-    """File, as of --plan --calibrated-by, for the plan that a finished run is compared with; a CPU has none without."""
+    """File, as of --plan --calibrated-by, for the plan that a finished run is compared with; a CPU has none."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Rates of a machine from what was measured on it: `--plan --calibrated-by FILE`.
 
-FILE is a record of `bench.py --suite gpu` or `--suite calibrate`, the environment.json of a run on several processes,
-which has the speed of its network, the metrics.jsonl of a run, or a run's folder, which has both. Its content says
-which of them it is. Imports no torch.
+FILE is a record of `bench.py --suite gpu`, the environment.json of a run on several processes, which has the speed of
+its network, the metrics.jsonl of a run, or a run's folder, which has both. Its content says which of them it is.
+Imports no torch.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,6 @@ from typing import Any
 from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, METRICS, RECIPE
 from recipes.files.reading import is_folder, json_object, read_text
-from recipes.plan import host
 from recipes.plan.hardware import Gpu, gpu_of
 from recipes.plan.messages import Group
 from recipes.plan.rates import KERNELS, RATES, SHARES, Rates
@@ -26,9 +25,7 @@ from recipes.recipe.load import load
 
 SKIPPED = 3
 """Logged rows of a run that are left out: they compile, warm up and fill the queues of data."""
-KINDS = (
-    "a record of bench.py --suite gpu or --suite calibrate, a run's environment.json or metrics.jsonl, or its folder"
-)
+KINDS = "a record of bench.py --suite gpu, a run's environment.json or metrics.jsonl, or its folder"
 LEAST, MOST = 1e-3, 1e3
 """Factors that a run may be off its plan; more is another run or another unit."""
 PROMISED = 1.05
@@ -45,7 +42,7 @@ def calibrated(path: Path, gpu: Gpu | None, *, processes: int = 1) -> tuple[Gpu,
     Args:
         path: see KINDS.
         gpu: the device to plan for; None = the file's own.
-        processes: those of the plan. On a CPU they share the cores; a run says little about another number.
+        processes: those of the plan. A run says little about another number.
     """
     try:
         found, rates = _by_content(path, gpu, processes=processes)
@@ -68,8 +65,6 @@ def _by_content(path: Path, gpu: Gpu | None, *, processes: int) -> tuple[Gpu, Ra
     record = _record(text)
     if record is None:
         raise UserError(f"{path} holds no record; write {KINDS}")
-    if record.get("suite") == "calibrate":
-        return host.calibrated(record, path, gpu, processes=processes)
     if record.get("suite") == "gpu":
         return _by_kernels(record, path, gpu)
     if "preflight" in record:
@@ -116,7 +111,7 @@ def _same(device: str, gpu: Gpu | None, path: Path) -> Gpu:
     """The GPU that the file was measured on. Raises UserError if that is not the one to plan for, or is not known."""
     found = gpu_of(device)
     if device == "cpu":
-        raise UserError(f"{path} is of a run on a CPU; write a record of bench.py --suite calibrate instead")
+        raise UserError(f"{path} is of a run on a CPU, for which no times are predicted; write one of a GPU")
     if found is None:
         raise UserError(f"{path} was measured on {device}, whose data sheet is not in recipes/plan/hardware.py; add it")
     variant = gpu is not None and "GB" not in device and gpu.name.partition("-")[0] == found.name  # as "NVIDIA H100"

@@ -1,6 +1,6 @@
 """How far a predicted time may be off: as far as published runs of its kind were, whose project the fit left out.
 
-`python scripts/bench.py --suite plan --write-docs` writes the numbers. Imports no torch.
+`python -m tests.published.errors --write` writes the numbers. Imports no torch.
 """
 
 from functools import lru_cache
@@ -19,7 +19,7 @@ BEYOND_KERNELS = frozenset({*BOTH, "experts", "pipeline", "context", "tensor"})
 FEW = 1.5
 """Power of the largest factor where rows are too few for their nine tenths, or none is like the step. Assumed."""
 # ROWS: kind -> its rows, and how far nine in ten were off, as a share. TOGETHER: trait -> later ones in the same row.
-# Written by bench.py --suite plan.
+# Written by python -m tests.published.errors --write.
 ROWS: dict[str, tuple[int, float]] = {
     "experts and float8": (4, 2.41),
     "pipeline and float8": (20, 0.2),

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from recipes.metrics.hardware import MEMORY, bf16_peak
 
-Family = Literal["hopper", "hopper, HBM3e", "hopper, 500 W", "ampere", "measured"]
+Family = Literal["hopper", "hopper, HBM3e", "hopper, 500 W", "ampere"]
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Promised numbers; what a step reaches of them is in rates.py. A device whose rates were measured is one, too."""
+    """Promised numbers; what a step reaches of them is in rates.py."""
 
     name: str
     memory: int
@@ -35,9 +35,9 @@ class Gpu:
     float32_peak: float | None = None
     """FLOP/s of products of float32; None: half of those of bfloat16."""
     units: int = 132
-    """Parts that compute tiles of a product at the same time: streaming multiprocessors, or cores."""
+    """Parts that compute tiles of a product at the same time: streaming multiprocessors."""
     family: Family = "hopper"
-    """The shares of the peak in rates.py that apply; "measured": the peaks are what products reach."""
+    """The shares of the peak in rates.py that apply."""
 
 
 def _sxm(name: str, *, float8: bool = True, **numbers: Any) -> Gpu:

@@ -1,8 +1,8 @@
 """What a step reaches of a device's promised numbers: every constant of the model of time.
 
 A constant marked (fitted) begins at the number that its source gives, or that is assumed where none is named. It is
-then fitted to published measurements by `python scripts/bench.py --suite plan`, with the uncertainty that
-recipes/lab/bench/fit.py states. One marked (measured) is what calibration finds in the record of an H200, a share that
+then fitted to published measurements by `python -m tests.published.errors`, with the uncertainty that
+tests/published/fit.py states. One marked (measured) is what calibration finds in the record of an H200, a share that
 other GPUs are assumed to reach, too. The others are counted or assumed. Calibration replaces fields. Imports no torch.
 """
 
@@ -24,26 +24,6 @@ KERNELS = {
     "activation to float8, compiled": "cast",
 }
 """Name of a cast that `bench.py --suite gpu` measures -> the field of Rates with its rate."""
-
-
-@dataclass(frozen=True)
-class Host:
-    """Seconds in which a device that queues no work waits for the host: a CPU, which is both."""
-
-    none: float
-    """The operators of a block for one micro-batch, forward and backward."""
-    selective: float
-    """The same with selective checkpointing."""
-    full: float
-    compiled: float
-    gather: float
-    """The gather of a block's weights, besides the message."""
-    reduction: float
-    """The reduction of a block's gradients, besides the message."""
-    micro_batch: float
-    """What is outside of blocks, for each micro-batch."""
-    step: float
-    """What happens once in a step."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +73,6 @@ class Rates:
     """(measured) Rate of the backward pass relative to the forward pass."""
     narrow_heads: float = 1.0
     """(fitted) Rate with heads of 64 relative to heads of 128 (both papers)."""
-    score: float = 0.0
-    """Seconds per score, forward, besides its products: a GPU computes exponentials meanwhile, a CPU does not."""
     ring: float = 0.7922
     """(fitted) Rate where context parallelism attends to parts and merges them, relative to whole rows: prime-rl lost
     29 and 32% of its speed with 64k tokens on 2 and 4 processes, and by exchanging heads for tokens 8% and nothing."""
@@ -104,8 +82,6 @@ class Rates:
     # Memory.
     moved: float = 0.8764
     """(measured) Share of the bandwidth that copies reach, and casts to bfloat16; assumed of compiled kernels."""
-    fused: float = 1.0
-    """The same for compiled kernels in blocks, relative to the others: less on a CPU, which computes meanwhile."""
     added: float = 0.659
     """(measured) Rate of adding gradients up in float32, relative to copies."""
     updated: float = 0.7602
@@ -124,8 +100,6 @@ class Rates:
     """The same for the compiled one."""
 
     # The host.
-    host: Host | None = None
-    """None for a GPU, whose queue hides the host except as below."""
     gap: float = 2e-6
     """Seconds lost between two kernels: the last tiles of one finish, the first of the next one start. Assumed."""
     launch: float = 6e-6
@@ -144,8 +118,6 @@ class Rates:
     """Seconds to start a collective on all of its processes. Assumed."""
     beside: float = 0.2453
     """(fitted) What computation loses while NCCL's kernels run beside it: they take units and bandwidth."""
-    overlaps: float = 1.0
-    """Share of the computation that messages can hide behind: none on a CPU, which also sends them."""
     overlapped: float = 0.6528
     """(fitted) Share of tensor-parallel messages that async tensor parallelism hides."""
 
@@ -159,8 +131,6 @@ class Rates:
 
     def share_of(self, family: Family) -> float:
         """The share of the bfloat16 peak that large products reach."""
-        if family == "measured":
-            return 1.0
         share: float = getattr(self, SHARES[family])
         return share
 

@@ -84,11 +84,9 @@ def step_time(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = 
         raise UserError(
             f'float8.recipe = "{recipe.float8.recipe}": {gpu.name} has no float8 matrix units; write "none"'
         )
-    if recipe.model.experts and gpu.family == "measured":
-        raise UserError("model.experts: their time is modelled for GPUs only; leave out --calibrated-by")
     if recipe.attention.backend == "flash3" and gpu.family == "ampere":
         raise UserError(f'attention.backend = "flash3": runs on Hopper, and {gpu.name} is older; write "auto"')
-    auto: Kernel = "cudnn" if gpu.family.startswith("hopper") else "flash"  # an A100's is flash, and so is a CPU's
+    auto: Kernel = "cudnn" if gpu.family.startswith("hopper") else "flash"  # an A100's is flash
     return time_of(work_of(recipe, degrees, per_node=gpu.per_node, auto=auto), gpu=gpu, rates=rates)
 
 
@@ -106,10 +104,7 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
         "gaps": layers * (forward.gaps + backward.gaps),
     }
     seconds = {piece: work.micro_batches * value for piece, value in per_micro_batch.items()}
-    hiding = {"forward": rates.overlaps * sum(forward), "backward": rates.overlaps * sum(backward)}
-    messages = messages_of(work, gpu, rates, **hiding)
-    if rates.host is not None:
-        seconds["host"] = sum(vars(rates.host)[name] * times for name, times in host_work(work).items())
+    messages = messages_of(work, gpu, rates, forward=sum(forward), backward=sum(backward))
     if work.newton_schulz:
         seconds["Newton-Schulz"] = _newton_schulz(work, gpu, rates)
         rounds = muon.cost(work).rounds  # what the first one gathers and the last one sends back waits
@@ -121,22 +116,6 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
         messages.hidden,
         *range_of(work, gpu, rates),
     )
-
-
-def host_work(work: Work) -> dict[str, float]:
-    """How often a step does each thing that a Host has seconds for."""
-    layers = work.own_layers
-    blocks, kind = work.micro_batches * layers, "compiled" if work.compiled else "none"
-    times = {"none": 0.0, "compiled": 0.0, "selective": 0.0, "full": 0.0}
-    times[kind] += (1 - work.recomputed) * blocks
-    times[kind if work.compiled else work.recompute] += work.recomputed * blocks
-    gathers = layers * (2 * work.micro_batches if work.reshard else 1)
-    return times | {
-        "gather": gathers if work.shard > 1 else 0,
-        "reduction": layers,
-        "micro_batch": work.micro_batches,
-        "step": 1,
-    }
 
 
 def product_seconds(
@@ -159,7 +138,7 @@ def product_seconds(
 
 def _float32_peak(gpu: Gpu) -> float:
     """FLOP/s that products reach in float32, without the units for matrices."""
-    return (gpu.float32_peak or gpu.bf16_peak / 2) * (1.0 if gpu.family == "measured" else 0.9)
+    return 0.9 * (gpu.float32_peak or gpu.bf16_peak / 2)
 
 
 def attention_seconds(
@@ -179,9 +158,9 @@ def attention_seconds(
     elif gpu.family == "hopper, 500 W":
         share *= rates.products_500w / rates.products
     narrow = min(1.0, max(0.0, 2 - head_width / NARROW))
-    peak = gpu.bf16_peak if element == 2 or gpu.family == "measured" else _float32_peak(gpu)
+    peak = gpu.bf16_peak if element == 2 else _float32_peak(gpu)
     rate = share * peak * (1 - narrow * (1 - rates.narrow_heads)) / (1 + rates.ramp / sequence)
-    forward = flops / rate + rates.score * flops / (4 * head_width)
+    forward = flops / rate
     return forward, BACKWARD * forward / rates.attention_backward
 
 
@@ -238,7 +217,7 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> tuple[_P
     if work.compiled and work.float8 != "none" and work.casts == "torchao":
         casts = max(0.0, amount - moved_bytes(replace(work, float8="none"), recompute)[0])
         amount += casts * (1 / rates.cast - 1)
-    moving = (amount + moves) / ((rates.moved * rates.fused if work.compiled else rates.eager) * gpu.bandwidth)
+    moving = (amount + moves) / ((rates.moved if work.compiled else rates.eager) * gpu.bandwidth)
     computing = forward + backward + again + attention + attention_backward + moving
     if recompute == "full":
         attention_backward += attention

@@ -1,6 +1,6 @@
 """One training step in neutral numbers: what is computed, moved and sent, whoever wrote the program.
 
-A recipe is one way to state a step; a published measurement of another program is another (recipes/lab/bench/plan.py).
+A recipe is one way to state a step; a published measurement of another program is another (tests/published/rows.py).
 Imports no torch.
 """
 

@@ -92,7 +92,6 @@ def test_part_with_other_options_or_files_is_refused(tmp_path: Path, tokenizer: 
         (("--part", "4/3"), "'4/3' is not a part"),
         (("--part", "one"), "'one' is not a part"),
         (("--part", "2/3", "--text-field", "body"), "name a text field"),
-        (("--join",), "--join is gone: recipes read the parts in order where they are"),
         (("--status",), "holds no part yet"),
     ],
 )
@@ -109,16 +108,3 @@ def test_hub_is_refused_for_parts(tmp_path: Path, tokenizer: Path) -> None:
     write_rows(tmp_path / "data" / "train.jsonl", 5)
     said = run(f"hf:{tmp_path / 'data'}", tmp_path / "out", "--tokenizer", tokenizer, "--part", "1/2", code=2)
     assert "--part needs files: download the dataset" in said
-
-
-def test_parts_of_an_earlier_version_are_not_read(tmp_path: Path, tokenizer: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", 50)
-    (tmp_path / "out.parts").mkdir()
-    for name in ("plan.json", "00000.json", "00000-tokens.npy"):
-        (tmp_path / "out.parts" / name).write_text("{}")
-    said = run(tmp_path / "rows.jsonl", tmp_path / "out", "--tokenizer", tokenizer)
-    assert (
-        f"'{tmp_path / 'out.parts'}' holds parts that version 0.2 left there; they are not read, so remove it" in said
-    )
-    run(tmp_path / "rows.jsonl", tmp_path / "other", "--tokenizer", tokenizer)
-    assert everything(tmp_path / "out") == everything(tmp_path / "other")

@@ -1,7 +1,10 @@
-"""Measure the kernels of one GPU and training runs on it, and compare with what was predicted: `--suite gpu`.
+"""Measure the kernels of one GPU and training runs on it: `--suite gpu`.
 
 The runs are the sweep gpu_bench, as scripts/sweep.py runs it. Each finished group of kernels and each run is written at
-once, and the same command continues where an earlier one stopped, however it ended. Imports no torch.
+once, and the same command continues where an earlier one stopped, however it ended.
+
+The record is a JSON object: "environment" of the last call, "code" (a hash of the sources) and "rows", which has what
+was measured by the name of a group of kernels or of a training run. Imports no torch.
 """
 
 import argparse
@@ -10,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,13 +22,15 @@ from typing import Any
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
 from recipes.files.screen import say
-from recipes.lab.bench.gpu_page import GROUPS, Record, page
-from recipes.lab.sweep.grid import Sweep, read_sweep
+from recipes.lab.sweep.grid import read_sweep
 from recipes.lab.sweep.loop import run_sweep
 from recipes.lab.sweep.results import current_results, json_lines
 from recipes.lab.sweep.runner import exit_code_of, run
 from recipes.recipe.load import CONFIGS
 
+Record = dict[str, Any]
+GROUPS = ("bandwidth", "products", "attention", "loss", "documents")
+"""Groups of kernels, each measured in a process of its own."""
 PAGES = CONFIGS.parent / "docs" / "benchmarks"
 SCRIPT = CONFIGS.parent / "scripts" / "bench.py"
 GROUP_LIMIT = 180.0
@@ -36,7 +41,7 @@ SAME = ("device", "python", "cuda", "packages")
 
 
 def main(arguments: list[str]) -> int:
-    """Measure and write NAME.json and NAME.md. Returns the exit code: 0, 2 for a user error, 128 + n after signal n."""
+    """Measure and write NAME.json. Returns the exit code: 0, 2 for a user error, 128 + n after signal n."""
     parser = argparse.ArgumentParser(
         prog="bench.py --suite gpu",
         description=__doc__.removesuffix("Imports no torch.\n"),
@@ -77,27 +82,27 @@ def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
             say(f"{name}: measured before")
             continue
         say(f"{name}: running, at most {GROUP_LIMIT:.0f} s")
-        with _saved(file, record, sweeps):
-            record["rows"][name] = _run_group(name, logs, tiny=options.tiny)
+        with _saved(file, record):
+            record["rows"][name] = ended = _run_group(name, logs, tiny=options.tiny)
+        say(f"{name}: {', '.join(filter(None, (ended['outcome'], ended['reason'])))}")
     for sweep in [] if options.no_steps else sweeps:
-        with _saved(file, record, sweeps):
+        with _saved(file, record):
             try:
                 run_sweep(sweep, retry=options.retry, log=say, option="--runs")
             finally:
                 record["rows"] |= current_results(sweep)
-    say(f"written: {file} and .md")
+    say(f"written: {file}")
     return 0
 
 
 @contextmanager
-def _saved(file: Path, record: Record, sweeps: Sequence[Sweep]) -> Iterator[None]:
-    """Write the record and its page at the end, whatever ends this. Raises UserError if a disk is full."""
+def _saved(file: Path, record: Record) -> Iterator[None]:
+    """Write the record at the end, whatever ends this. Raises UserError if a disk is full."""
     try:
         try:
             yield
         finally:
-            write_whole(file, json.dumps(record, indent=1) + "\n", sync=True)  # first: a page can be made again
-            write_whole(file.with_suffix(".md"), page(record, sweeps), sync=True)
+            write_whole(file, json.dumps(record, indent=1) + "\n", sync=True)
     except OSError as error:
         remedy = "free space, or write another --output and --runs"
         raise UserError(f"{error.filename or file} cannot be written: {error.strerror}; {remedy}") from None

@@ -31,7 +31,7 @@ from parallel.config import AttentionConfig
 from parallel.dist import let_segments_grow
 from parallel.errors import UserError
 from parallel.kernels import choose_attention, compiled_loss_kernels
-from recipes.lab.bench.gpu_page import GROUPS
+from recipes.lab.bench.gpu import GROUPS
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.metrics.breakdown import ATTENTION_NAMES
 from recipes.optimization.config import OptimizerConfig

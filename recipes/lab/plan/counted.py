@@ -100,7 +100,7 @@ def counted(recipe: Recipe, world: World) -> Counted:
         flops = {kind: _step_flops(recipe, kind) for kind in kinds}
     except ValueError as error:
         raise UserError(f"model: {error}") from None
-    return Counted(recipe, degrees, world, predict(recipe, degrees, context=world.gpu.family != "measured"), flops)
+    return Counted(recipe, degrees, world, predict(recipe, degrees), flops)
 
 
 def _step_flops(recipe: Recipe, kind: AttentionFlops) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 from parallel.errors import UserError
 from recipes.lab.plan.numbers import numbers_of
 from recipes.lab.plan.plan import Plan, TrainingCost, plan
-from recipes.lab.plan.screen import Money, about, answers, costs, device_word, duration, in_units, layout, number
+from recipes.lab.plan.screen import Money, about, answers, costs, duration, in_units, layout, number
 from recipes.lab.plan.world import World
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage, stages_of, tokens_of
@@ -50,7 +50,7 @@ def stages_screen(recipe: Recipe, stages: Sequence[StagePlan]) -> list[str]:
         *lines,
         "",
         f"all stages: {in_units(total.tokens)} tokens in {duration(total.days)},"
-        f" {number(total.gpu_hours)} {device_word(stages[0].plan)}-hours{paid}",
+        f" {number(total.gpu_hours)} GPU-hours{paid}",
     ]
 
 

@@ -55,10 +55,8 @@ class Plan:
         """The shortest and the longest seconds of a step that the spread of the prediction allows."""
         return self.time.step_seconds / (1 + self.time.spread), self.time.step_seconds * (1 + self.time.spread)
 
-    def mfu(self, attention: AttentionFlops) -> float | None:
-        """MFU as in recipes/metrics/throughput.py, for whole sequences; None for a CPU, whose peak nobody promises."""
-        if self.world.gpu.family == "measured":
-            return None
+    def mfu(self, attention: AttentionFlops) -> float:
+        """MFU as in recipes/metrics/throughput.py, for whole sequences."""
         flops = self.recipe.model.flops_per_token(self.recipe.batch.sequence_length, attention)
         return self.time.tokens_per_second * flops / self.world.gpu.bf16_peak
 
@@ -77,8 +75,8 @@ class Plan:
 
 def plan(recipe: Recipe, world: World) -> Plan:
     """Predict memory and time. Raises UserError if the mesh does not fit these GPUs."""
-    degrees, has_cuda = degrees_of(recipe, world), world.gpu.family != "measured"
-    memory = predict(recipe, degrees, context=has_cuda, imbalance=world.rates.imbalance)
+    degrees = degrees_of(recipe, world)
+    memory = predict(recipe, degrees, imbalance=world.rates.imbalance)
     return Plan(recipe, degrees, world, memory, step_time(recipe, degrees, gpu=world.gpu, rates=world.rates))
 
 

@@ -264,7 +264,7 @@ def write_fastest(result: SearchResult, file: Path, *, base: Path) -> None:
     changed = changes(load(base, rules=False), best)
     if "run.name" not in result.looked.space.fixed:
         changed = {"run": changed.pop("run", {}) | {"name": file.stem}, **changed}
-    if world.gpu.name in MEMORY:  # else measured, as a CPU is
+    if world.gpu.name in MEMORY:  # else a variant, such as A100-40
         count = f"{world.nodes}x{world.processes // world.nodes}" if world.nodes > 1 else f"{world.processes}x"
         hardware = {"hardware": f"{count}{world.gpu.name.lower()}"}
         changed = {"run": changed.pop("run", {}) | hardware, **changed}

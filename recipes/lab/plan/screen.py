@@ -113,13 +113,12 @@ def layout(plan: Plan) -> list[str]:
 def answers(plan: Plan) -> list[str]:
     """Whether the recipe fits, and how fast it is."""
     time, (shortest, longest) = plan.time, plan.range
-    mfu, mfu_full = plan.mfu("causal"), plan.mfu("full")
-    share = f"; MFU {mfu:.1%} (causal attention), {mfu_full:.1%} (full)" if mfu and mfu_full else ""
+    share = f"MFU {plan.mfu('causal'):.1%} (causal attention), {plan.mfu('full'):.1%} (full)"
     return [
         memory_line(plan.memory, plan.world.gpu),
-        f"speed   {number(time.tokens_per_second)} tokens/s per {device_word(plan)} ({number(time.tokens / longest)} to"
+        f"speed   {number(time.tokens_per_second)} tokens/s per GPU ({number(time.tokens / longest)} to"
         f" {number(time.tokens / shortest)}), {number(time.tokens_per_second * plan.degrees.processes)} in all",
-        f"step    {seconds(time.step_seconds)} ({between(seconds(shortest), seconds(longest))}){share}",
+        f"step    {seconds(time.step_seconds)} ({between(seconds(shortest), seconds(longest))}); {share}",
     ]
 
 
@@ -130,7 +129,7 @@ def _loads(plan: Plan) -> list[str]:
     speed, fits = number(worst.time.tokens_per_second), "" if worst.fits else " (DOES NOT FIT)"
     peak = f"{worst.memory.peak / 1e9:.1f} GB{fits}"
     load = f"assumed equal; {IMBALANCE} x the mean on one process"
-    return [f"loads   {load}: {peak}, {speed} tokens/s per {device_word(plan)}"]
+    return [f"loads   {load}: {peak}, {speed} tokens/s per GPU"]
 
 
 def unequal(equal: Plan) -> Plan | None:
@@ -141,11 +140,6 @@ def unequal(equal: Plan) -> Plan | None:
     return plan(equal.recipe, replace(equal.world, rates=rates))
 
 
-def device_word(plan: Plan) -> str:
-    """The word for one of the plan's devices: "GPU", or "process" on a CPU."""
-    return "process" if plan.world.gpu.family == "measured" else "GPU"
-
-
 def costs(plan: Plan, money: Money) -> list[str]:
     """How long it takes, and what it costs."""
     cost, (shortest, longest) = money.of(plan), (end / plan.time.step_seconds for end in plan.range)
@@ -153,7 +147,7 @@ def costs(plan: Plan, money: Money) -> list[str]:
     return [
         f"time    {in_units(cost.tokens)} tokens in {duration(cost.days)}"
         f" ({between(duration(cost.days * shortest), duration(cost.days * longest))})",
-        f"cost    {number(cost.gpu_hours)} {device_word(plan)}-hours{paid}",
+        f"cost    {number(cost.gpu_hours)} GPU-hours{paid}",
         *([] if (loss := money.loss(plan)) is None else _loss(loss)),
     ]
 

@@ -106,7 +106,7 @@ def _device(recipe: Recipe, asked: Asked, *, processes: int) -> tuple[Gpu, Rates
     if named:
         return GPUS[named.gpu], RATES, named_by
     if recipe.run.device == "cpu":
-        return GPUS[ASSUMED], RATES, 'assumed: run.device is "cpu", which --calibrated-by FILE describes'
+        return GPUS[ASSUMED], RATES, 'assumed: run.device is "cpu"'
     for device, memory in devices()[:1]:
         if gpu := known(device, memory):
             return gpu, RATES, "this machine has it"

@@ -23,19 +23,7 @@ LARGEST_NOISE = 0.05
 """A bf16 row that rounds elsewhere is not a yardstick if it is further from the reference than this."""
 NORM_RATIO = (0.9, 1.1)
 """Range of the median, over the logged steps, of the gradient norm divided by the reference's."""
-RULE = (
-    "A row passes if no step was skipped, all its losses and gradient norms are finite, the magnitude of its loss gap"
-    " is at most the limit, the median over the logged steps of its gradient norm divided by the reference's is between"
-    f" {NORM_RATIO[0]:g} and {NORM_RATIO[1]:g}, and no sampled cast overflowed. Loss gap: the mean loss over the last"
-    " quarter of the logged steps, relative to the reference's. A row without float8 is a yardstick without a verdict:"
-    " it sees the same batches and rounds elsewhere, so its gap is the effect of rounding alone. Limit:"
-    f" {100 * LARGEST_LOSS_GAP:g}%, or the largest gap of a yardstick if that is larger; a yardstick is ignored if it"
-    " skipped a step, is not finite, leaves the range of gradient norms or is more than"
-    f" {100 * LARGEST_NOISE:g}% away. Underflow has no limit of its own: its cost shows in the loss. Overflow: the"
-    " largest share of values beyond the range of float8 among all casts of sampled steps. Underflow: the largest share"
-    f" of nonzero values that became zero, and where. Losses and norms of fewer than {LEAST_STEPS} steps are too short"
-    " to judge."
-)
+HOW_TO_READ = "docs/benchmarks/README.md says when a row passes."
 YARDSTICK = "yardstick"
 MOST_NAMED = 5
 """How many skipped steps a verdict lists."""
@@ -59,7 +47,7 @@ class Comparison:
     limit: float | None
     """The largest magnitude of loss_gap that passes; None for a yardstick."""
     verdict: str
-    """The verdict by RULE: "pass", or what failed."""
+    """The verdict: "pass", or what failed."""
 
 
 def compare(sweep: Sweep, results: dict[str, Result]) -> list[Comparison]:
@@ -137,7 +125,7 @@ def numerics_table(sweep: Sweep, results: dict[str, Result]) -> str:
     columns = ("loss gap, %", "limit, %", "largest gap", "gradient-norm ratio", "overflow", "underflow, %", "verdict")
     rows = [(row.label, *_cells(row)) for row in comparisons]
     lines = markdown_table((f"against {reference_title(sweep, results)}", *columns), rows, align="lrrrrrrl")
-    return "\n".join(["## Numerics", "", *lines, "", RULE, ""])
+    return "\n".join(["## Numerics", "", *lines, "", HOW_TO_READ, ""])
 
 
 def _cells(row: Comparison) -> list[str]:

@@ -14,7 +14,6 @@ from recipes.files.markdown import markdown_table
 from recipes.lab.sweep.grid import Row, Sweep, windows
 from recipes.lab.sweep.runner import Ended
 from recipes.metrics.hardware import bf16_peak
-from recipes.recipe.fields import toml
 from recipes.training.same_run import identity_differences
 
 LEAST_STEPS = 100
@@ -259,7 +258,11 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
     if skipping:
         lines += ["", "Rows that skipped optimizer steps because gradients were not finite or far too large:", ""]
         lines += [f"- {result['label']}: {', '.join(map(str, result['skipped_steps']))}" for result in skipping]
-    return "\n".join([*lines, "", _how_to_read(sweep, reference_title(sweep, results), slow), ""])
+    reference = reference_title(sweep, results)
+    compared = f"row {reference}" if reference else "no row, because none without float8 has finished"
+    faster = f"row {slow.label}" if slow else "nothing yet"
+    read = f"Speed-up: over {faster}. Loss gap: to {compared}. docs/benchmarks/README.md says how numbers are measured."
+    return "\n".join([*lines, "", read, ""])
 
 
 def _seeds(sweep: Sweep, results: dict[str, Result]) -> list[str]:
@@ -311,21 +314,6 @@ def _conditions(sweep: Sweep, done: Sequence[Result]) -> str:
     }
     lines += [f"{name}: {', '.join(dict.fromkeys(values))}." for name, values in facts.items() if values]
     return " ".join(lines)
-
-
-def _how_to_read(sweep: Sweep, reference: str, slow: Row | None) -> str:
-    first = sweep.rows[0]
-    compared = f"row {reference}" if reference else "no row, because none without float8 has finished"
-    return (
-        f"Step time: the median over windows of `metrics.every` = {toml(first.recipe.metrics.every)} steps (first row);"
-        " the loop waits for the device only at the end of a window. Windows that begin before step"
-        f" {first.skip_steps}, such as those with compilation, are excluded. Speed-up: over"
-        f" {f'row {slow.label}' if slow else 'nothing yet'}. Spread: fastest and slowest window relative to the median."
-        " TFLOP/s counts causal attention and no recomputation. MFU: share of the dense bf16 peak, also for float8."
-        " With document masks, TFLOP/s and both MFUs count attention at the mean length of the documents, as the run"
-        " logged it. Memory: rank 0's peak, on a CPU that of the whole process. Loss gap: mean difference over the last"
-        f" quarter of the logged steps to {compared}."
-    )
 
 
 def _logged(path: Path) -> list[dict[str, Any]]:

@@ -289,12 +289,6 @@ def test_a_refusal_names_the_right_that_is_missing_or_the_clock(
     assert exit_code(raised.value) == REFUSED
 
 
-def test_a_wrong_clock_is_told_by_the_servers_own(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.always, server.clock = "403", -7200.0
-    with pytest.raises(UserError, match=r"this machine.s clock is 7,\d+ s ahead of the server"):
-        remote.state("s3://bucket/x")
-
-
 def test_damage_that_the_clients_checksum_finds_is_no_fault_that_passes(
     server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

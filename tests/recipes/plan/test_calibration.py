@@ -182,7 +182,7 @@ BAD = {
     "another record": ('{"a": 1}', "is of no known kind; write a record of"),
     "a record without rows": ('{"suite": "gpu", "environment": {"device": "NVIDIA H100"}, "rows": {}}', "no kernels"),
     "half a record": ('{"suite": "gpu"}', "is damaged"),
-    "a CPU's": ('{"suite": "calibrate", "processes": {"1": {}}}', "measured on a CPU, not on H100"),
+    "a CPU's, of an older version": ('{"suite": "calibrate", "processes": {"1": {}}}', "is of no known kind"),
     "messages in negative time": (
         '{"device": "NVIDIA H100", "preflight": {"links": [{"axis": "shard", "processes": 8, "stride": 1,'
         ' "per_node": 8, "all_gather": [[1, -5.0], [2, -7.0]], "reduce_scatter": [[1, 1], [2, NaN]]}]}}',
@@ -227,7 +227,7 @@ def test_messages_without_a_time_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_record_and_no_folder_of_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b"\xff\xfe\x00")
-    half = written(tmp_path, {"suite": "calibrate", "processes": {"1": {}}})
+    half = written(tmp_path, {"suite": "gpu", "rows": {}})
     refused = {tmp_path / "missing.json": "cannot be read", tmp_path / "a.json": "is not UTF-8", half: "is damaged"}
     for path, message in (refused | {tmp_path: "cannot be read"}).items():
         with pytest.raises(UserError, match=message):

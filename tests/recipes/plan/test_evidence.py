@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipes.lab.bench.fit import residuals_of
-from recipes.lab.bench.published import Published, read_experts, read_published
 from recipes.plan.evidence import ROWS, TOGETHER, kind_of, range_of, traits_of
 from recipes.plan.hardware import GPUS
 from recipes.plan.rates import RATES
 from recipes.plan.time import StepTime, step_time, time_of
 from recipes.recipe.load import CONFIGS, load
+from tests.published.fit import residuals_of
+from tests.published.rows import Published, read_experts, read_published
 
 ALL = [*read_published(), *read_experts()]
 MIXTURE = "qwen3_30b_a3b_16x8h100.toml"

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import parallel.experts
 from parallel.config import MeshDegrees
-from parallel.errors import UserError
 from recipes.lab.plan.plan import plan
 from recipes.lab.plan.search import peak
 from recipes.lab.plan.search_space import numerics_of
@@ -206,12 +205,6 @@ def test_a_search_tries_float8_for_experts_as_the_rules_allow_it(fixed: frozense
     assert set(found) == ({"bf16 moments"} if fixed else {"float8", "float8 rowwise", "bf16 moments", "all of these"})
     for recipe in found.values():
         assert not [*violations(recipe, None, processes=128, nodes=16, elsewhere=True)]
-
-
-def test_a_cpu_has_no_time_of_experts() -> None:
-    recipe = recipe_of()
-    with pytest.raises(UserError, match=r"model\.experts"):
-        step_time(recipe, MeshDegrees(replicate=1, shard=1), gpu=replace(H100, family="measured"))
 
 
 def test_experts_as_many_as_one_cost_about_what_a_dense_layer_does() -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from parallel.errors import UserError
-from recipes.lab.bench.gpu_page import gpu_of_device
 from recipes.lab.plan.world import gpu_named
+from tests.published.gpu import gpu_of_device
 
 
 @pytest.mark.parametrize(

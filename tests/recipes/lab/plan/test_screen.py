@@ -84,12 +84,6 @@ def test_a_recipe_beyond_94_percent_of_the_memory_does_not_fit() -> None:
     assert any("DOES NOT FIT (95.0% > 94%)" in line for line in lines(tight))
 
 
-def test_a_cpu_has_no_mfu() -> None:
-    found = planned()
-    cpu = replace(WORLD, gpu=replace(WORLD.gpu, family="measured"))
-    assert replace(found, world=cpu).mfu("causal") is None
-
-
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [

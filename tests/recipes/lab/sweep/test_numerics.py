@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 
 from recipes.lab.sweep.grid import Sweep, read_sweep
-from recipes.lab.sweep.numerics import compare, numerics_table
+from recipes.lab.sweep.numerics import (
+    HOW_TO_READ,
+    LARGEST_LOSS_GAP,
+    LARGEST_NOISE,
+    NORM_RATIO,
+    compare,
+    numerics_table,
+)
 from recipes.lab.sweep.plots import OPERANDS, UNDERFLOW, draw_sweep, loss_curves, underflow
-from recipes.lab.sweep.results import Result, result_of
+from recipes.lab.sweep.results import LEAST_STEPS, Result, result_of
 from recipes.lab.sweep.runner import Ended
 from recipes.recipe.load import CONFIGS
 
@@ -106,7 +113,15 @@ def test_a_comparison_has_gap_norm_ratio_and_worst_casts(sweep: Sweep) -> None:
     assert (again.underflow, again.limit, again.verdict) == (None, None, "yardstick")
     page = numerics_table(sweep, results)
     cells = "+0.250 | 0.500 | -0.5000 at step 16 | 1.050 | 0 | 50 in blocks.1.attention.q_proj, weight | pass |"
-    assert f"| fp8 | {cells}\n| again | +0.000 | none | " in page and "Limit: 0.5%, or the largest gap of a" in page
+    assert f"| fp8 | {cells}\n| again | +0.000 | none | " in page and HOW_TO_READ in page
+
+
+def test_the_page_that_says_when_a_row_passes_has_the_numbers_of_the_rule() -> None:
+    page = " ".join((CONFIGS.parent / "docs/benchmarks/README.md").read_text(encoding="utf-8").split())
+    low, high = NORM_RATIO
+    assert f"the **limit**: {LARGEST_LOSS_GAP:.1%} (" in page and f"is between {low} and {high};" in page
+    assert f"more than {LARGEST_NOISE:.0%} away" in page
+    assert f"Fewer than {LEAST_STEPS} steps are judged by the first and the last alone" in page
 
 
 def verdicts(sweep: Sweep, again: Result, fp8: float) -> list[tuple[float | None, str]]:

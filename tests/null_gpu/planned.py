@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from parallel.config import MeshDegrees
-from recipes.lab.null_gpu.calls import Sent
 from recipes.plan.hardware import Gpu
 from recipes.plan.messages import messages_of
 from recipes.plan.rates import RATES, Rates
 from recipes.plan.work import work_of
 from recipes.recipe.schema import Recipe
+from tests.null_gpu.calls import Sent
 
 
 def planned(recipe: Recipe, degrees: MeshDegrees) -> dict[str, Sent]:

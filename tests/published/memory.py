@@ -21,10 +21,10 @@ from parallel.config import (
 )
 from recipes.data.config import BatchConfig
 from recipes.files.markdown import markdown_table
-from recipes.lab.bench.published import Published
 from recipes.plan.memory import predict
 from recipes.plan.sizes import Pieces, Sizes
 from recipes.recipe.schema import Recipe
+from tests.published.rows import Published
 
 AT = "the gradient of the logits"
 """The moment at which all of them are the fullest: a loss that is not chunked has several copies of the logits."""

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from recipes.lab.null_gpu.build import NullGpu, build
-from recipes.lab.null_gpu.suite import DEBUG, SHORT, step, whole
 from recipes.recipe.load import CONFIGS
+from tests.null_gpu.build import NullGpu, build
+from tests.null_gpu.suite import DEBUG, SHORT, step, whole
 
 PYTHON = os.environ.get("SHARDWRIGHT_NULL_GPU_PYTHON")
 on_null_gpu = [
@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 def faulty_script(folder: Path, fault: str, *, on_all_ranks: bool) -> Path:
     """step.py, or drive.py, whose every step begins with this line."""
-    module = "recipes.lab.null_gpu.step" if not on_all_ranks else "recipes.lab.null_gpu.drive"
+    module = "tests.null_gpu.step" if not on_all_ranks else "tests.null_gpu.drive"
     stepping = module if not on_all_ranks else "recipes.training.trainer"
     file = folder / "faulty.py"
     root = str(CONFIGS.parent)

@@ -1,8 +1,8 @@
 """The predicted memory of other programs' runs, beside what they published."""
 
-from recipes.lab.bench.plan import PAGE
-from recipes.lab.bench.plan_memory import GOAL, memory_table, peak_of, rows_with_memory
-from recipes.lab.bench.published import read_published
+from tests.published.errors import PAGE
+from tests.published.memory import GOAL, memory_table, peak_of, rows_with_memory
+from tests.published.rows import read_published
 
 PUBLISHED = read_published()
 ROWS, PIPELINES = rows_with_memory(PUBLISHED)
@@ -29,4 +29,4 @@ def test_a_plan_for_more_gpus_needs_less() -> None:
 
 def test_the_table_of_the_page_is_up_to_date() -> None:
     lines = memory_table(PUBLISHED, least=GOAL)
-    assert "\n".join(lines) in PAGE.read_text(encoding="utf-8"), "run bench.py --suite plan --write-docs"
+    assert "\n".join(lines) in PAGE.read_text(encoding="utf-8"), "run python -m tests.published.errors --write"

@@ -11,9 +11,9 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from recipes.lab.bench.published import Published
 from recipes.plan.rates import Rates
 from recipes.plan.time import time_of
+from tests.published.rows import Published
 
 SOURCES = {
     # constant: (value of its source, how far off it may be, as a logarithm); where rates.py names no source, assumed

@@ -1,15 +1,16 @@
-"""Fit the model of a step's time to published runs, and show how far off time and memory are: `bench.py --suite plan`.
+"""Fit the model of a step's time to published runs, and show how far off time and memory are.
 
+`python -m tests.published.errors` prints constants and errors; `--write` writes them where they are used and described.
 A project's rows are predicted three ways: fitted with all others, left out (the whole project is, as a program would be
 that nobody has measured), and left out but for three rows that calibrate. Imports no torch.
 """
 
-import argparse
 import csv
 import json
 import math
 import random
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,22 +19,21 @@ import numpy as np
 
 from recipes.files.markdown import between, markdown_table
 from recipes.files.screen import say
-from recipes.lab.bench.fit import ROW, SOURCES, fit, residuals_of
-from recipes.lab.bench.gpu_page import gpu_of_device, step_table
-from recipes.lab.bench.plan_memory import GOAL, memory_table
-from recipes.lab.bench.published import TABLE, Published, projects, read_experts, read_published
 from recipes.lab.sweep.grid import read_sweep
-from recipes.lab.sweep.runner import exit_code_of
 from recipes.plan import evidence
 from recipes.plan import rates as rates_module
 from recipes.plan.rates import RATES, Rates
 from recipes.recipe.load import CONFIGS, shown
+from tests.published.fit import ROW, SOURCES, fit, residuals_of
+from tests.published.gpu import SWEEP, gpu_of_device, step_table
+from tests.published.memory import GOAL, memory_table
+from tests.published.rows import Published, projects, read_experts, read_published
 
 PAGE = CONFIGS.parent / "docs/plan.md"
 ALL_ROWS = CONFIGS.parent / "docs/benchmarks/published_errors.csv"
 RECORD = CONFIGS.parent / "docs/benchmarks/gpu-nvidia-h200.json"
-BEGIN = "<!-- Written by scripts/bench.py --suite plan --write-docs. -->\n"
-END = "<!-- Written by scripts/bench.py --suite plan --write-docs: end. -->\n"
+BEGIN = "<!-- Written by python -m tests.published.errors --write. -->\n"
+END = "<!-- Written by python -m tests.published.errors --write: end. -->\n"
 GOALS = {"left out": (0.10, 0.20), "three rows": (0.08, 0.15), "compiled FSDP, fitted": (0.05, 0.12)}
 """Median and 90th percentile of the errors of rows of trust A."""
 CALIBRATING = 3
@@ -56,36 +56,23 @@ class Errors:
     """Rows of trust A that did not calibrate, and their errors, for each draw."""
 
 
-def main(arguments: list[str]) -> int:
-    """Print constants and errors. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="bench.py --suite plan", description=__doc__.removesuffix("Imports no torch.\n"), allow_abbrev=False
-    )
-    parser.add_argument("--table", type=Path, default=TABLE, help="measurements (%(default)s)")
-    parser.add_argument(
-        "--write-docs", action="store_true", help=f"write recipes/plan/rates.py, {shown(PAGE)} and {shown(ALL_ROWS)}"
-    )
-    options = parser.parse_args(arguments)
-    return exit_code_of(lambda: _run(options), interrupted="interrupted")
-
-
-def _run(options: argparse.Namespace) -> int:
-    rows = read_published(options.table)
+def main(arguments: list[str]) -> None:
+    """Print constants and errors, or write them."""
+    rows = read_published()
     fitted = fit(rows, by_sources())
     errors = errors_of(rows, fitted)
-    if not options.write_docs:
+    if arguments != ["--write"]:
         rows_of_all = markdown_table(COLUMNS, cells_of(errors), align="rrlrl")
         tables = [summary(errors), ranges(errors), constants(fitted), rows_of_all, memory_table(rows)]
         say("\n\n".join("\n".join(table) for table in tables))
-        return 0
+        return
     write_rates(fitted)
     write_evidence(errors)
     part = "\n".join([*generated(errors, fitted), ""])
     PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, part), encoding="utf-8")
     with ALL_ROWS.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *cells_of(errors)])
-    say(f"written: recipes/plan/rates.py, {shown(PAGE)}, {shown(ALL_ROWS)}")
-    return 0
+    say(f"written: recipes/plan/rates.py and evidence.py, {shown(PAGE)}, {shown(ALL_ROWS)}")
 
 
 def by_sources() -> Rates:
@@ -219,7 +206,7 @@ def cells_of(errors: Errors) -> Iterator[tuple[str, ...]]:
 def measured_here(rates: Rates) -> list[str]:
     """Runs of this program on a GPU, which no fit has seen, and the errors of their plans."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    sweep = read_sweep(CONFIGS / "sweeps/gpu_bench.toml", output=Path("runs"), processes=1)
+    sweep = read_sweep(SWEEP, output=Path("runs"), processes=1)
     return step_table(record, [sweep], gpu=gpu_of_device(record["environment"]["device"]), rates=rates)
 
 
@@ -261,5 +248,9 @@ def write_evidence(errors: Errors) -> None:
     pairs = [f'    "{trait}": "{" ".join(sorted(seen[trait]))}",' for trait in sorted(seen)]
     known = ["ROWS: dict[str, tuple[int, float]] = {", *known, "}"]
     part = "\n".join([*known, "TOGETHER: dict[str, str] = {", *pairs, "}", ""])
-    begin = "# Written by bench.py --suite plan.\n"
+    begin = "# Written by python -m tests.published.errors --write.\n"
     file.write_text(between(file.read_text(encoding="utf-8"), begin, "# End.\n", part), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Recipes on a GPU that computes nothing: `bench.py --suite null_gpu`. It shows memory, waits and messages, no speed.
+"""Recipes on a GPU that computes nothing, `python -m tests.null_gpu.suite`: memory, waits and messages, no speed.
 
 The null GPU is a stub of CUDA and NCCL below a CUDA build of torch; allocator, autograd, FSDP2, Inductor and Triton are
 real. Recipes for H100s are stepped at their real size as one rank of theirs; small ones run whole, on 2 and 4 ranks.
@@ -18,19 +18,19 @@ from parallel.errors import UserError
 from recipes.files.atomic import write_whole
 from recipes.files.markdown import between, markdown_table
 from recipes.files.screen import say
-from recipes.lab.null_gpu.build import NullGpu, build
-from recipes.lab.null_gpu.calls import disorders, read_logs
-from recipes.lab.null_gpu.generated import table as table_of_generated
 from recipes.lab.sweep.grid import read_sweep
 from recipes.lab.sweep.runner import exit_code_of, run
 from recipes.metrics.hardware import hardware_of
 from recipes.recipe.load import CONFIGS, read_toml, shown, to_toml
+from tests.null_gpu.build import NullGpu, build
+from tests.null_gpu.calls import disorders, read_logs
+from tests.null_gpu.generated import table as table_of_generated
 
 HERE = Path(__file__).parent
 DOCS = CONFIGS.parent / "docs/benchmarks"
 PAGE, RECORD = DOCS / "null_gpu.md", DOCS / "null_gpu.json"
-BEGIN = "<!-- Written by scripts/bench.py --suite null_gpu --write-docs. -->\n"
-END = "<!-- Written by scripts/bench.py --suite null_gpu --write-docs: end. -->\n"
+BEGIN = "<!-- Written by python -m tests.null_gpu.suite --write-docs. -->\n"
+END = "<!-- Written by python -m tests.null_gpu.suite --write-docs: end. -->\n"
 RECIPES = ("*h100*.toml", "smollm3_3b_long_*.toml")
 MODELS = {"qwen3_0.6b_8xh100": 151_936, "t5_3b_8xh100": 32_128}
 LONG = dict.fromkeys(("smollm3_3b_long_32k", "smollm3_3b_long_64k"), 128_256)
@@ -65,9 +65,7 @@ LIMIT = 900
 
 def main(arguments: list[str]) -> int:
     """Run the suite. Returns the exit code: 1 if a run failed."""
-    parser = argparse.ArgumentParser(
-        prog="bench.py --suite null_gpu", description=__doc__.removesuffix("Imports no torch.\n"), allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__.removesuffix("Imports no torch.\n"), allow_abbrev=False)
     parser.add_argument(
         "--python", type=Path, nargs="*", default=[Path(sys.executable)], help="with a CUDA torch (this)"
     )
@@ -233,3 +231,7 @@ def _messages(sent: Mapping[str, Mapping[str, float]], planned: Mapping[str, Map
         return " of ".join(dict.fromkeys(pair))
 
     return f"{of('messages', 1, ',.0f')}; {of('sent', 1e9, '.1f')} GB"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,35 +1,42 @@
-"""The record of the gpu suite as Markdown, with every prediction beside what was measured.
+"""Predictions beside the record of bench.py's suite gpu: `python -m tests.published.gpu RECORD` prints them.
 
-The record is a JSON object: "environment" of the last call, "code" (a hash of the sources) and "rows", which has what
-was measured by the name of a group of kernels or of a training run. Imports no torch.
+Imports no torch.
 """
 
+import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from models.sizes import SIZES
 from parallel.errors import UserError, listed
 from recipes.files.markdown import markdown_table
-from recipes.lab.sweep.grid import Row, Sweep
-from recipes.lab.sweep.results import table
-from recipes.lab.sweep.runner import short_reason
-from recipes.metrics.hardware import bf16_peak
+from recipes.files.screen import say
+from recipes.lab.bench.gpu import Record
+from recipes.lab.sweep.grid import Row, Sweep, read_sweep
 from recipes.plan.hardware import GPUS, Gpu, gpu_of
 from recipes.plan.memory import predict as predict_memory
 from recipes.plan.rates import KERNELS, RATES, Rates
 from recipes.plan.time import attention_seconds, moving_seconds, product_seconds, time_of, update_bytes
 from recipes.plan.work import work_of
 from recipes.recipe.fields import value_of
+from recipes.recipe.load import CONFIGS
 
+SWEEP = CONFIGS / "sweeps/gpu_bench.toml"
 Json = dict[str, Any]
-Record = dict[str, Any]
-GROUPS = ("bandwidth", "products", "attention", "loss", "documents")
-"""Groups of kernels, each measured in a process of its own."""
 DOCUMENTS = "flash"
 """The kernel that attention within documents uses."""
 IN_BLOCK = {"q_proj, o_proj": 2, "k_proj, v_proj": 2, "gate_proj, up_proj": 2, "down_proj": 1}
 """Linears of a block by the names of their measurements, and how many of them there are."""
+
+
+def main(record: Path) -> None:
+    """Print both tables."""
+    found = json.loads(record.read_text(encoding="utf-8"))
+    gpu, sweep = gpu_of_device(found["environment"]["device"]), read_sweep(SWEEP, output=Path("runs"), processes=1)
+    say("\n".join([*step_table(found, [sweep], gpu=gpu, rates=RATES), "", *kernels_table(found, gpu)]))
 
 
 def gpu_of_device(name: str) -> Gpu:
@@ -40,49 +47,16 @@ def gpu_of_device(name: str) -> Gpu:
     return gpu
 
 
-def page(record: Record, sweeps: Sequence[Sweep]) -> str:
-    """The whole page."""
-    measured = [result for name in GROUPS for result in record["rows"].get(name, {}).get("measurements", [])]
-    try:
-        gpu = gpu_of_device(record["environment"]["device"])
-        steps = step_table(record, sweeps, gpu=gpu, rates=RATES)
-        kernels = list(_kernels(measured, gpu))
-    except UserError as error:
-        steps = kernels = [f"No predictions: {error}."]
-    sections = {
-        "Training runs": _runs(record, sweeps),
-        "Predicted and measured steps": steps,
-        "Kernels": kernels,
-        "Not measured": _missing(record, sweeps, measured),
-    }
-    lines = [f"# One {record['environment']['device']}", "", _conditions(record)]
-    for title, text in sections.items():
-        lines += ["", f"## {title}", "", *text]
-    return "\n".join([*lines, ""])
-
-
-def _conditions(record: Record) -> str:
-    facts, peak = record["environment"], bf16_peak(record["environment"]["device"])
-    changes = " with uncommitted changes" if facts["git_uncommitted_changes"] else ""
-    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
-    when = f"{facts['date']}: " if "date" in facts else ""
-    seconds = sum(row.get("seconds", 0) for row in record["rows"].values())
-    return (
-        f"{when}Python {facts['python']}, CUDA {facts['cuda']}, {packages}; commit {facts['git_commit']}{changes}. Peak"
-        f" for dense bf16: {'unknown' if peak is None else f'{peak / 1e12:g} TFLOP/s'}. Took {seconds:.0f} s."
-        " [README.md](README.md#one-gpu) explains how to read this. Predictions are those of [plan.md](../plan.md) at"
-        " that commit."
-    )
-
-
-def _runs(record: Record, sweeps: Sequence[Sweep]) -> Iterator[str]:
-    """The sweeps' own tables, and what must be known of a row."""
-    for sweep in sweeps:
-        known = {row.label: result for row, result in _results(record, sweep) if "final_loss" in result}
-        if rows := tuple(row for row in sweep.rows if row.label in known):
-            yield from table(replace(sweep, rows=rows), known).splitlines()[4:-2]  # without its title, how to read it
-            yield ""
-    yield from (f"- {name}: {result['note']}" for name, result in record["rows"].items() if "note" in result)
+def kernels_table(record: Record, gpu: Gpu) -> list[str]:
+    """Predicted and measured kernels. A ratio above 1 is slower than predicted."""
+    measured = [row for group in record["rows"].values() for row in group.get("measurements", [])]
+    done = [row for row in measured if "seconds" in row]
+    lines = []
+    for name, predicted, row in [*_products(done, gpu), *_others(done, gpu)]:
+        times = f"{1e3 * predicted:.3g}", f"{1e3 * row['seconds']:.3g}", f"{row['seconds'] / predicted:.2f}"
+        moved = f"{row['bytes_per_second'] / 1e12:.2f}" if "bytes_per_second" in row else ""
+        lines.append((name, *times, f"{row['tflops']:,.0f}" if "tflops" in row else "", moved))
+    return markdown_table(("what", "predicted, ms", "measured", "ratio", "TFLOP/s", "TB/s"), lines)
 
 
 def _results(record: Record, sweep: Sweep) -> Iterator[tuple[Row, Json]]:
@@ -120,20 +94,6 @@ def step_table(record: Record, sweeps: Sequence[Sweep], *, gpu: Gpu, rates: Rate
     return markdown_table(("run", "tokens/s", "error", "peak, GB", "error"), lines)
 
 
-def _missing(record: Record, sweeps: Sequence[Sweep], measured: list[Json]) -> Iterator[str]:
-    """Every row and operation without a measurement, and why."""
-    known: dict[str, Json | None] = {name: record["rows"].get(name) for name in GROUPS}
-    for sweep in sweeps:
-        known |= dict.fromkeys(row.label for row in sweep.rows)
-        known |= {row.label: result for row, result in _results(record, sweep)}
-    failed = {name: row for name, row in known.items() if row and row["outcome"] != "done"}
-    lines = [f"- {name}: {row['outcome']}: {row['reason']}" for name, row in failed.items()]
-    lines += dict.fromkeys(f"- {_name_of(row)}: {short_reason(row['error'])}" for row in measured if "error" in row)
-    if left := [name for name, row in known.items() if not row]:
-        lines.append(f"- not run yet: {', '.join(left)}")
-    yield from lines or ["Everything was measured."]
-
-
 def _name_of(row: Json) -> str:
     where = [row[name] for name in ("backend", "passes") if name in row] or [f"{row.get('documents')} documents"]
     return {
@@ -145,17 +105,6 @@ def _name_of(row: Json) -> str:
         "cast": lambda: f"{row['name']}, {row['model']}",
         "optimizer": lambda: f"AdamW, {row['parameters']:,} parameters, {row['moments']} moments",
     }[row["operation"]]()
-
-
-def _kernels(measured: list[Json], gpu: Gpu) -> Iterator[str]:
-    """Above 1 is slower than predicted."""
-    done = [row for row in measured if "seconds" in row]
-    lines = []
-    for name, predicted, row in [*_products(done, gpu), *_others(done, gpu)]:
-        times = f"{1e3 * predicted:.3g}", f"{1e3 * row['seconds']:.3g}", f"{row['seconds'] / predicted:.2f}"
-        moved = f"{row['bytes_per_second'] / 1e12:.2f}" if "bytes_per_second" in row else ""
-        lines.append((name, *times, f"{row['tflops']:,.0f}" if "tflops" in row else "", moved))
-    yield from markdown_table(("what", "predicted, ms", "measured", "ratio", "TFLOP/s", "TB/s"), lines)
 
 
 Compared = Iterator[tuple[str, float, Json]]
@@ -213,3 +162,7 @@ def _attention(row: Json, gpu: Gpu) -> float:
         sequence=row["tokens"] / row.get("documents", 1),
     )
     return forward + backward if both else forward
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

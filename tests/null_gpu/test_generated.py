@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.lab.null_gpu.build import NullGpu
-from recipes.lab.null_gpu.generated import count, table
-from recipes.lab.null_gpu.suite import step
-from tests.recipes.lab.null_gpu.test_faults import RECIPE, gpu, on_null_gpu
+from tests.null_gpu.build import NullGpu
+from tests.null_gpu.generated import count, table
+from tests.null_gpu.suite import step
+from tests.null_gpu.test_faults import RECIPE, gpu, on_null_gpu
 
 __all__ = ["gpu"]
 CODE = """

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from parallel.config import MeshDegrees
-from recipes.lab.null_gpu.calls import Call, along_axes, disorders, read_log, read_logs
-from recipes.lab.null_gpu.planned import planned
-from recipes.lab.null_gpu.suite import RECIPES, is_bad, table, variants
 from recipes.recipe.load import CONFIGS, load
+from tests.null_gpu.calls import Call, along_axes, disorders, read_log, read_logs
+from tests.null_gpu.planned import planned
+from tests.null_gpu.suite import RECIPES, is_bad, table, variants
 
 LOG = """init aa rank 0 of 4
 call aa all_reduce 1 f32

@@ -1,16 +1,15 @@
 """The fit to published measurements: that its constants are in use, its rows as published, and its table up to date."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from recipes.lab.bench import plan
-from recipes.lab.bench.fit import SOURCES, fit, residuals_of
-from recipes.lab.bench.published import TABLE, Published, projects, read_published
 from recipes.plan.evidence import ROWS as IN_USE
 from recipes.plan.rates import RATES
+from tests.published import errors as plan
+from tests.published.fit import SOURCES, fit, residuals_of
+from tests.published.rows import Published, projects, read_published
 
 ROWS = read_published()
 TRUSTED = np.array([row.trust == "A" for row in ROWS])
@@ -25,7 +24,7 @@ def test_the_constants_in_use_are_those_of_the_fit() -> None:
     found = asdict(fit(ROWS, plan.by_sources()))
     for name in SOURCES:
         assert found[name] == pytest.approx(asdict(RATES)[name], rel=0.01), (
-            f"{name}: run python scripts/bench.py --suite plan --write-docs"
+            f"{name}: run python -m tests.published.errors --write"
         )
 
 
@@ -33,7 +32,7 @@ def test_the_constants_in_use_are_those_of_the_fit() -> None:
 def test_the_ranges_in_use_and_on_the_page_are_those_of_rows_whose_project_is_left_out() -> None:
     errors = plan.errors_of(ROWS, RATES)
     assert "\n".join(plan.ranges(errors)) in plan.PAGE.read_text(encoding="utf-8"), (
-        "run bench.py --suite plan --write-docs"
+        "run python -m tests.published.errors --write"
     )
     least = plan.least_of(errors)
     assert {kind: (len(sizes), plan.spread_of(sizes, least)) for kind, sizes in plan.by_kind(errors).items()} == IN_USE
@@ -44,12 +43,12 @@ def test_the_fitted_errors_of_the_page_are_those_of_the_constants_in_use() -> No
     lines = plan.summary(plan.Errors(ROWS, errors, errors, []))
     page = plan.PAGE.read_text(encoding="utf-8")
     for line in lines[2 : 2 + len(projects(ROWS)) + 1]:
-        assert "|".join(line.split("|")[:4]) in page, "run python scripts/bench.py --suite plan --write-docs"
+        assert "|".join(line.split("|")[:4]) in page, "run python -m tests.published.errors --write"
 
 
 def test_runs_on_a_gpu_are_compared_on_the_page_and_stay_out_of_the_fit() -> None:
     lines, page = plan.measured_here(RATES), plan.PAGE.read_text(encoding="utf-8")
-    assert "\n".join(lines) in page, "run python scripts/bench.py --suite plan --write-docs"
+    assert "\n".join(lines) in page, "run python -m tests.published.errors --write"
     assert len(lines) == 2 + 6 and not any("smollm" in row.name for row in ROWS)
     for line in lines[2:]:
         name, _, time, _, memory = (cell.strip() for cell in line.strip("|").split("|"))
@@ -107,23 +106,3 @@ def test_a_fit_finds_the_constants_that_made_the_measurements() -> None:
     ]
     found = fit(made, plan.by_sources(), row=0.005, equal=True)
     assert found.products == pytest.approx(0.8, rel=0.02) and found.network == pytest.approx(0.7, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("H100-500W-96GB", "H101", "line 129: 'H101' is not known; write it as in published_throughput.csv"),
-        ("hidden", "width", "line 2: 'hidden' is not known"),
-        (",1007.0,", ",0,", "line 2: tok_s_gpu = 0 must be more than 0"),
-        (",1007.0,", ",nan,", "line 2: tok_s_gpu = nan must be more than 0"),
-        ("\n", ",", "has no rows"),
-    ],
-)
-def test_a_table_with_what_nobody_knows_gets_one_line(
-    old: str, new: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "rows.csv").write_text(TABLE.read_text(encoding="utf-8").replace(old, new))
-    assert plan.main(["--table", str(tmp_path / "rows.csv")]) == 2
-    assert message in capsys.readouterr().err
-    assert plan.main(["--table", str(tmp_path / "none.csv")]) == 2
-    assert "none.csv" in capsys.readouterr().err

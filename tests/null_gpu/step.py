@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,6 @@ from parallel.mesh import Mesh
 from parallel.messages import Messages
 from parallel.nodes import arrange
 from recipes.data.batches import MicroBatch
-from recipes.lab.null_gpu.calls import along_axes, read_log
-from recipes.lab.null_gpu.generated import count
-from recipes.lab.null_gpu.planned import planned
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.plan.memory import predict
@@ -45,8 +42,11 @@ from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.process import NO_RECORD
 from recipes.training.step import train_step
+from tests.null_gpu.calls import along_axes, read_log
+from tests.null_gpu.generated import count
+from tests.null_gpu.planned import planned
 
-ROOT = str(Path(__file__).resolve().parents[3])
+ROOT = str(Path(__file__).resolve().parents[2])
 STEPS = 4
 MICRO_BATCHES = 3
 """At most: further ones of a step repeat the second."""
