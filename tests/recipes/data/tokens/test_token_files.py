@@ -24,8 +24,12 @@ from recipes.data.sequences import Sequences
 from recipes.data.text.sources import is_prepared, source_problem
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
 from recipes.data.tokens.token_files import token_files
+from recipes.files.exit_codes import REFUSED
 from recipes.files.layout import TOKENIZER
+from recipes.training.check import check
+from tests.commands import run_command
 from tests.recipes.data.texts import shards_in, tokenizer_for, work_on, write_rows
+from tests.training import DEBUG
 
 LENGTH = 16
 Documents = list[list[int]]
@@ -306,3 +310,51 @@ def test_a_tokenizer_of_the_cache_reads_the_same_files(
         str(folder / "prepared" / TOKENIZER), sources=[source], text_field="text", cache=tmp_path, log=lambda line: None
     )
     assert np.array_equal(sequences_of(source, again).rows(0, 9), sequences_of(source, tokenizer).rows(0, 9))
+
+
+def checked(folder: Path, source: str, *more: str) -> None:
+    words = ["--run.output", str(folder / "runs"), "--data.source", source, "--data.validation_fraction", "0"]
+    words += ["--data.tokenizer", str(folder / "prepared" / TOKENIZER), "--validation.every", "0"]
+    check(str(DEBUG), [*words, "--validation.sample_tokens", "0", *more], processes=1, nodes=1)
+
+
+def test_check_says_how_large_the_files_are_and_how_often_they_are_read(
+    corpus: tuple[Path, Tokenizer, Documents], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = sum(map(len, corpus[2]))
+    source = write_several(tmp_path / "many", corpus[2])
+    size = ["--run.steps", "10", "--schedule.warmup_steps", "1", "--schedule.decay_steps", "1"]
+    batch = ["--batch.sequence_length", "32", "--batch.global_batch_size", "8", "--batch.micro_batch_size", "1"]
+    checked(corpus[0], source, *size, *batch)
+    line = f"# tokens: {source} has {tokens:,} in 4 files, read {10 * 8 * 32 / tokens:.3g} times"
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_fields_that_tokenizing_would_read_are_refused_by_name(
+    corpus: tuple[Path, Tokenizer, Documents], tmp_path: Path
+) -> None:
+    source = write_megatron(tmp_path / "a.bin", corpus[2])
+    asked = {
+        "data.tokenizer": ("train:300", "name their tokenizer"),
+        "data.bos": ("true", "write false"),
+        "data.text_field": ("body", "omit this"),
+        "data.text_documents": ("line", "omit this"),
+        "data.validation_fraction": ("0.1", "documents are held out by a hash of their text: write 0"),
+        "data.prompt_field": ("a", "pairs need text"),
+    }
+    for field, (value, says) in asked.items():
+        with pytest.raises(UserError) as error:
+            checked(corpus[0], source, f"--{field}", value)
+        assert f"holds tokens, which are read as they are; {says}" in str(error.value), str(error.value)
+    cut(tmp_path / "a.idx")
+    with pytest.raises(UserError, match="cut off, or not of text alone"):
+        checked(corpus[0], source)
+
+
+def test_prepare_data_says_that_nothing_needs_preparing(
+    corpus: tuple[Path, Tokenizer, Documents], tmp_path: Path
+) -> None:
+    arguments = (write_npy(tmp_path / "a.npy", corpus[2]), tmp_path / "out", "--tokenizer", "train:300")
+    code, _, says = run_command("scripts/prepare_data.py", *arguments)
+    assert code == REFUSED and "holds tokens already, so nothing needs preparing" in says
+    assert not (tmp_path / "out").exists()
