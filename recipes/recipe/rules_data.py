@@ -67,23 +67,20 @@ def tokens_are_read_as_they_are(data: DataConfig, *, validation: ValidationConfi
     sources = [*data.sources, *filter(None, validation.texts.values())]
     if not (files := [source for source in sources if is_token_files(source)]):
         return
-    held_out = data.validation_fraction and files[0] in data.sources
-    its_own = (
-        'documents are held out by a hash of their text: write 0, and a file of its own, [validation] source = "FILE"'
-    )
-    wrong = {
-        "tokenizer": (data.tokenizer.startswith("train:"), 'name their tokenizer, as in "gpt2/tokenizer.json"'),
-        "bos": (data.bos, "write false"),
-        "source": (data.has_pairs, "pairs need text"),
-        "validation_fraction": (held_out, its_own),
-        **{
-            name: (getattr(data, name) != getattr(DataConfig, name) and all(map(is_prepared, sources)), "omit this")
-            for name in ("text_field", "text_documents")
-        },
+    remedies = {
+        "tokenizer": data.tokenizer.startswith("train:") and 'name their tokenizer, as in "gpt2/tokenizer.json"',
+        "bos": data.bos and "write false",
+        "source": data.has_pairs and "pairs need text",
+        "validation_fraction": data.validation_fraction
+        and files[0] in data.sources
+        and "documents are held out by a"
+        ' hash of their text: write 0, and a file of its own, [validation] source = "FILE"',
     }
-    for name, (is_wrong, instead) in wrong.items():
-        if is_wrong:
-            yield f"data.{name}", f"'{files[0]}' holds tokens, which are read as they are; {instead}"
+    for name in ("text_field", "text_documents") if all(map(is_prepared, sources)) else ():
+        remedies[name] = getattr(data, name) != getattr(DataConfig, name) and "omit this"
+    for name, remedy in remedies.items():
+        if remedy:
+            yield f"data.{name}", f"'{files[0]}' holds tokens, which are read as they are; {remedy}"
 
 
 def text_can_be_cut(data: DataConfig) -> Iterator[Violation]:
@@ -176,10 +173,11 @@ def _look_at(source: str) -> tuple["Index | None", str]:
     """The index of a prepared source, and what is wrong with a source and what to write instead; "" if nothing is."""
     from recipes.data.text.sources import is_prepared, is_token_files, source_problem
     from recipes.data.tokens.shards import PARTS, open_index
-    from recipes.data.tokens.token_files import token_files
 
     try:
         if is_token_files(source):
+            from recipes.data.tokens.token_files import token_files
+
             token_files(source)
             return None, ""
         if is_prepared(source):

@@ -342,7 +342,9 @@ def _by_kind(files: "Sequence[File]") -> str:
 
 def _json_hint(files: Sequence[Path]) -> str:
     names = [file.name.lower() for file in files]
-    tokens = '; of tokens, name the files, as in "FOLDER/*.ds"' if any(map(is_token_files, names)) else ""
+    tokens = (
+        '; of tokens, name the files, as in "FOLDER/*.ds"' if any(name.endswith(TOKEN_FILES) for name in names) else ""
+    )
     return tokens + (f"; of .json, {ARRAY}" if any(name.endswith((".json", ".json.gz")) for name in names) else "")
 
 
