@@ -345,12 +345,14 @@ def test_fields_that_tokenizing_would_read_are_refused_by_name(
     for field, (value, says) in asked.items():
         with pytest.raises(UserError) as error:
             checked(corpus[0], source, f"--{field}", value)
-        assert f"holds tokens, which are read as they are; {says}" in str(error.value), str(error.value)
+        assert f"holds tokens, which are read as they are; {says}" in " ".join(str(error.value).split())
     cut(tmp_path / "a.idx")
-    with pytest.raises(UserError, match="cut off, or not of text alone"):
+    with pytest.raises(UserError) as error:
         checked(corpus[0], source)
+    assert "cut off, or not of text alone" in " ".join(str(error.value).split())
 
 
+@pytest.mark.slow
 def test_prepare_data_says_that_nothing_needs_preparing(
     corpus: tuple[Path, Tokenizer, Documents], tmp_path: Path
 ) -> None:
