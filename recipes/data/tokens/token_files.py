@@ -160,7 +160,7 @@ def _megatron(path: Path, *, index: Path) -> TokenFile:
         raise ValueError(f"'{index}' has {size:,} bytes, not {whole:,}: it is cut off, or not of text alone")
 
     def ends() -> np.ndarray:
-        lengths, starts = (_map(index, *where, sequences) for where in (("<i4", MEGATRON.itemsize), ("<i8", places)))
+        lengths, starts = _map(index, "<i4", MEGATRON.itemsize, sequences), _map(index, "<i8", places, sequences)
         following = np.cumsum(np.concatenate(([0], lengths)), dtype=np.int64)
         documents = _map(index, "<i8", places + 8 * sequences, count)
         if documents[:1] != [0] or np.any(starts != following[:-1] * dtype.itemsize):
