@@ -152,9 +152,9 @@ def _datatrove(path: Path) -> TokenFile:
 def _megatron(path: Path, *, index: Path) -> TokenFile:
     """What _IndexWriter of Megatron-LM writes: megatron/core/datasets/indexed_dataset.py."""
     size, header = index.stat().st_size, np.fromfile(index, MEGATRON, 1)
-    if [header["magic"], header["version"]] != [b"MMIDIDX", 1] or int(header["type"][0]) not in MEGATRON_TYPES:
+    magic, version, code, sequences, count = header[0].tolist() if len(header) else (b"", 0, 0, 0, 0)
+    if (magic, version) != (b"MMIDIDX", 1) or code not in MEGATRON_TYPES:
         raise ValueError(f"'{index}' does not begin as an index of Megatron-LM of version 1 for integers does")
-    _, _, code, sequences, count = header[0].tolist()
     places, dtype = MEGATRON.itemsize + 4 * sequences, np.dtype(MEGATRON_TYPES[code])
     if size != (whole := places + 8 * sequences + 8 * count):
         raise ValueError(f"'{index}' has {size:,} bytes, not {whole:,}: it is cut off, or not of text alone")
@@ -163,7 +163,7 @@ def _megatron(path: Path, *, index: Path) -> TokenFile:
         lengths, starts = _map(index, "<i4", MEGATRON.itemsize, sequences), _map(index, "<i8", places, sequences)
         following = np.cumsum(np.concatenate(([0], lengths)), dtype=np.int64)
         documents = _map(index, "<i8", places + 8 * sequences, count)
-        if documents[:1] != [0] or np.any(starts != following[:-1] * dtype.itemsize):
+        if documents[:1].tolist() != [0] or np.any(starts != following[:-1] * dtype.itemsize):
             raise ValueError("the sequences of the tokens do not follow each other")
         return following.take(documents[1:], mode="clip")
 

@@ -229,6 +229,8 @@ def broken(kind: str, folder: Path) -> str:
             index[34 + 4 * 5 + 8] += 2
         elif kind == "bin of wrong documents":
             index[-8] -= 1
+        elif kind == "bin of a short index":
+            del index[20:]
         elif kind == "bin of another magic":
             index[0] = ord("T")
         (folder / "a.idx").write_bytes(index)
@@ -273,6 +275,7 @@ BROKEN = {
     "ds a.ds.index cut": "does not tell of the 5 tokens",
     "bin of floats": "of version 1 for integers",
     "bin of another version": "of version 1 for integers",
+    "bin of a short index": "of version 1 for integers",
     "bin of another magic": "of version 1 for integers",
     "bin of wrong places": "do not follow each other",
     "bin of wrong documents": "are not those of",
