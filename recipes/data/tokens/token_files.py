@@ -29,7 +29,7 @@ READER_VERSION = 1
 BLOCK = 2**22
 """Tokens that are looked at together."""
 LOOKED_AT = 64
-"""Files, and documents of each, whose ends are looked at before a run."""
+"""Files, and documents of each, whose ends are looked at before a run; fewer than twice as many, evenly spread."""
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """Magic number and version -> type, as in dev/data/data_common.py of llm.c."""
 MEGATRON = np.dtype([("magic", "S9"), ("version", "<u8"), ("type", "u1"), ("sequences", "<i8"), ("ends", "<i8")])
@@ -98,11 +98,6 @@ def _read(path: Path, read: Callable[[], Result]) -> Result:
 def _map(path: Path, dtype: "np.dtype | str", offset: int, count: int) -> np.ndarray:
     # As a plain array, because slicing a numpy.memmap is twenty times slower.
     return np.asarray(np.memmap(path, dtype, "r", offset, (count,))) if count else np.empty(0, dtype)
-
-
-def _spread(count: int) -> np.ndarray:
-    """At most LOOKED_AT of `count` numbers."""
-    return np.unique(np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(np.int64))
 
 
 def _opened(path: Path, stated: str) -> TokenFile:
@@ -215,14 +210,13 @@ class TokenFiles(Shards):
             for start in range(0, self.tokens, BLOCK):
                 self.read(start, np.empty(min(BLOCK, self.tokens - start), np.int64))
         problem = ""
-        for number in _spread(len(self.files)).tolist():
+        for number in range(0, len(self.files), max(1, len(self.files) // LOOKED_AT)):
             file, array = self.files[number], self.files[number].array()
             if not file.index and not np.any(array[: 4 * BLOCK] == self._end):
                 problem = f"no document ends in the first {4 * BLOCK:,} tokens of '{file.path}'"
             ends = self._ends_in(number) if file.index else np.empty(0, np.int64)
-            looked = ends[_spread(len(ends))]
-            for end in looked[looked > 0].tolist():
-                if array[end - 1] != self._end:
+            for end in ends[:: max(1, len(ends) // LOOKED_AT)].tolist():
+                if end and array[end - 1] != self._end:
                     problem = f"the document before token {end:,} of '{file.path}' ends with {array[end - 1]}"
         if problem:
             problem += f", but data.tokenizer ends documents with {self._end}"
