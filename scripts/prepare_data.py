@@ -120,7 +120,7 @@ def prepare(options: argparse.Namespace) -> None:
     _require_valid(options)
     folder = user_path(options.folder)
     if is_prepared(options.source):
-        raise UserError(f"'{options.source}' is prepared already; use it as data.source")
+        raise UserError(f"'{options.source}' holds tokens already, so nothing needs preparing; use it as data.source")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"'{folder}' is a file; give a folder, or a name that does not exist")
     source = pinned(options.source)

@@ -14,7 +14,7 @@ from parallel.nodes import files_of_tokens
 from recipes.data.config import HELD_OUT, BatchConfig, DataConfig
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source, require_documents, require_sequence
-from recipes.data.text.sources import describe, fingerprint, is_prepared, notes, pinned
+from recipes.data.text.sources import describe, fingerprint, is_prepared, is_token_files, notes, pinned
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
 from recipes.data.tokens.shards import TRAIN, Shard, Shards, problem_path
 from recipes.data.tokens.workspace import (
@@ -222,8 +222,18 @@ class _Opening:
         name, setting: as the recipe writes them. text: the source, at a commit if it is on the hub. then: its entry in
         the data_state to resume from. fraction: of its documents that are held out. seed: of its order."""
         settings, launch, background, shards = self.settings, self.launch, None, None
+        row: Shards | None = None
         prepared = is_prepared(name) if launch.looks else then["prepared"]
-        if prepared:
+        maps = max(1, files_of_tokens() // len(settings.data.sources))
+        if is_token_files(name):
+            from recipes.data.tokens.token_files import TokenFiles
+
+            files = TokenFiles(name, self.tokenizer, maps=maps, fingerprint="" if launch.looks else then["tokens"])
+            if launch.writes:
+                files.verify(document_mask=settings.data.document_mask, log=launch.log)
+            folder, row, about = files.folder, files, f"{len(files.files):,} files with {files.tokens:,} tokens"
+            entry = _entry(text, files.fingerprint, files.fingerprint, prepared=True, about=about)
+        elif prepared:
             from recipes.data.prepared import prepared_folder, prepared_index
 
             folder = prepared_folder(name, Path(settings.data.cache), log=launch.log)
@@ -244,7 +254,7 @@ class _Opening:
         window = max(1, settings.data.shuffle_tokens // length) if windows else None
         source = Source(
             name,
-            Shards(folder, TRAIN, only=shards, maps=max(1, files_of_tokens() // len(settings.data.sources))),
+            row or Shards(folder, TRAIN, only=shards, maps=maps),
             SequenceOrder(length, seed, window, every_epoch=windows and several),
             bad_row_budget=settings.data.bad_row_budget,
             problem=problem_path(folder, launch.run),

@@ -10,7 +10,7 @@ from typing import Any
 
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import OTHERWISE, Source, require_documents, require_sequence
-from recipes.data.text.sources import find_files, is_hub, is_prepared
+from recipes.data.text.sources import find_files, is_hub, is_prepared, is_token_files
 from recipes.data.tokens.shards import TRAIN, VALIDATION, Shards
 
 FEW = 8
@@ -41,7 +41,9 @@ def whole_text(source: Source, *, pairs: bool = False) -> Source:
 
 
 def _read_once(source: Source, kind: str) -> Source:
-    shards = Shards(source.shards.folder, kind, only=source.first_shards, maps=FEW)
+    shards = source.shards
+    if not is_token_files(source.name):
+        shards = Shards(shards.folder, kind, only=source.first_shards, maps=FEW)
     return Source(source.name, shards, SequenceOrder(source.order.sequence_length, 0, None), read_once=True)
 
 

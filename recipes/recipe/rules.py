@@ -20,6 +20,7 @@ from recipes.recipe.rules_data import (
     needs_are_met,
     text_can_be_cut,
     tokenizer_fits,
+    tokens_are_read_as_they_are,
     validation_is_there,
 )
 from recipes.recipe.rules_mesh import batch_divides, mesh_fits
@@ -101,6 +102,7 @@ def violations(
             weights_fit(model, weights, written=written),
             text_can_be_cut(recipe.data),
             data_is_there(recipe.data, batch=recipe.batch),
+            tokens_are_read_as_they_are(recipe.data, validation=recipe.validation),
             tokenizer_fits(recipe, weights),
             validation_is_there(recipe.validation),
             ladder_is_comparable(recipe),

@@ -60,6 +60,29 @@ def data_is_there(data: DataConfig, *, batch: BatchConfig) -> Iterator[Violation
             yield "data.mixture", message
 
 
+def tokens_are_read_as_they_are(data: DataConfig, *, validation: ValidationConfig) -> Iterator[Violation]:
+    """Nothing asks for other tokens than those in the files of other trainers."""
+    from recipes.data.text.sources import is_prepared, is_token_files
+
+    sources = [*data.sources, *filter(None, validation.texts.values())]
+    if not (files := [source for source in sources if is_token_files(source)]):
+        return
+    remedies = {
+        "tokenizer": data.tokenizer.startswith("train:") and 'name their tokenizer, as in "gpt2/tokenizer.json"',
+        "bos": data.bos and "write false",
+        "source": data.has_pairs and "pairs need text",
+        "validation_fraction": data.validation_fraction
+        and files[0] in data.sources
+        and "documents are held out by a"
+        ' hash of their text: write 0, and a file of its own, [validation] source = "FILE"',
+    }
+    for name in ("text_field", "text_documents") if all(map(is_prepared, sources)) else ():
+        remedies[name] = getattr(data, name) != getattr(DataConfig, name) and "omit this"
+    for name, remedy in remedies.items():
+        if remedy:
+            yield f"data.{name}", f"'{files[0]}' holds tokens, which are read as they are; {remedy}"
+
+
 def text_can_be_cut(data: DataConfig) -> Iterator[Violation]:
     """There is a folder for the tokens, and a text file is divided as the recipe says."""
     from recipes.data.text.plain_text import text_documents_problem
@@ -148,10 +171,15 @@ def validation_is_there(validation: ValidationConfig) -> Iterator[Violation]:
 
 def _look_at(source: str) -> tuple["Index | None", str]:
     """The index of a prepared source, and what is wrong with a source and what to write instead; "" if nothing is."""
-    from recipes.data.text.sources import is_prepared, source_problem
+    from recipes.data.text.sources import is_prepared, is_token_files, source_problem
     from recipes.data.tokens.shards import PARTS, open_index
 
     try:
+        if is_token_files(source):
+            from recipes.data.tokens.token_files import token_files
+
+            token_files(source)
+            return None, ""
         if is_prepared(source):
             return open_index(source), ""
     except TemporaryError:

@@ -13,7 +13,8 @@ from parallel.errors import TemporaryError, UserError, listed
 from parallel.float8_limits import advice
 from recipes.data.text.pair_format import PairFormat
 from recipes.data.text.rows import first_problem
-from recipes.data.text.sources import is_hub, is_prepared
+from recipes.data.text.sources import is_hub, is_prepared, is_token_files
+from recipes.data.tokens.token_files import token_files
 from recipes.files.exit_codes import FINISHED
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 from recipes.files.reading import is_remote
@@ -225,11 +226,21 @@ def _lines_of_stages(stages: Sequence[Facts], other: str) -> list[str]:
         if degrees.pipeline > 1:
             lines.append(f"pipeline: {recipe.pipeline.schedule}, {recipe.pipeline_stages(degrees.pipeline)}")
         lines.append(f"batch: {recipe.batch.global_batch_size:,} sequences = {recipe.batch.divided(degrees)}")
-        lines += _parts(recipe)
+        lines += [*_sizes(facts.stage), *_parts(recipe)]
         indent = "  " if facts.stage.name else ""
         found += [_steps(facts.stage), *(f"{indent}{line}" for line in lines if line not in before)]
         before = lines
     return found
+
+
+def _sizes(stage: Stage) -> Iterator[str]:
+    """The size of each source of tokens of other trainers, and how often the stage reads it."""
+    sources = stage.recipe.data.sources
+    for source in filter(is_token_files, sources):
+        files = token_files(source)
+        tokens = sum(file.tokens for file in files)
+        times = tokens_of(stage) * sources[source] / sum(sources.values()) / tokens
+        yield f"tokens: {source} has {tokens:,} in {len(files):,} files, read {times:.3g} times"
 
 
 def _head(recipe: Recipe) -> Iterator[str]:

@@ -27,6 +27,11 @@ NAMED = ".csv"
 """Read where the source names such files, itself or by a glob that ends so: folders of text hold other tables."""
 SUPPORTED = ", ".join((*SUFFIXES, NAMED))
 
+TOKEN_FILES = (".ds", ".npy", ".bin")
+"""Names of files of tokens end so."""
+STATED_TYPE = re.compile("(u?int(?:16|32|64)):")
+"""Before the name of a file of tokens that does not say it itself."""
+
 STDLIB = "python-stdlib"
 """Python's standard library; "python-stdlib/asyncio" is one of its packages."""
 
@@ -50,8 +55,18 @@ def is_stdlib(source: str) -> bool:
     return source.partition("/")[0] == STDLIB
 
 
+def is_token_files(source: str) -> bool:
+    """Whether the source names files of tokens that other trainers wrote (recipes/data/tokens/token_files.py)."""
+    if STATED_TYPE.match(source):
+        return True
+    named = source.lower().endswith(TOKEN_FILES) and not is_hub(source) and not is_remote(source)
+    return named and not user_path(source).is_dir()
+
+
 def is_prepared(source: str) -> bool:
-    """Whether the source is a folder of token shards written by scripts/prepare_data.py."""
+    """Whether the source holds tokens: files of other trainers, or a folder written by scripts/prepare_data.py."""
+    if is_token_files(source):
+        return True
     if is_remote(source):
         from recipes.data.text.remote import is_prepared_there
 
@@ -64,6 +79,8 @@ def is_prepared(source: str) -> bool:
 
 def source_problem(source: str) -> str | None:
     """What is wrong with data.source and what to write instead, or None. Checks names and sizes; reads no text."""
+    if is_token_files(source):
+        return f"{source!r} holds tokens, not text"
     if is_hub(source):
         from recipes.data.text.hub import hub_problem
 
@@ -123,8 +140,8 @@ def _fingerprint(source: str, text_field: "Fields", text_documents: str) -> str:
         dataset = _dataset(pinned(source))
         settings = (READER_VERSION, text_field, dataset.config, dataset.split)
         if dataset.folder:
-            return _identity(settings, paths, root=dataset.folder)
-        return _identity((*settings, dataset.name, dataset.revision), [], root=Path())
+            return identity(settings, paths, root=dataset.folder)
+        return identity((*settings, dataset.name, dataset.revision), [], root=Path())
     has_rows = any(_suffix(file, source) not in (".txt", None) for file in files)  # None: Python sources
     settings = (READER_VERSION, text_field if has_rows else None)
     if text_documents != PIECES and any(_suffix(file) == ".txt" for file in files):
@@ -133,7 +150,7 @@ def _fingerprint(source: str, text_field: "Fields", text_documents: str) -> str:
         from recipes.data.text.remote import remote_fingerprint
 
         return remote_fingerprint(settings, _remote_files(source))
-    return _identity(settings, paths, root=Path(os.path.commonpath([path.parent for path in paths])))
+    return identity(settings, paths)
 
 
 def file_states(source: str) -> dict[str, tuple[int, int | str]]:
@@ -213,27 +230,28 @@ def describe(source: str) -> str:
     return f"{len(files):,} files with {sum(file.stat().st_size for file in files):,} bytes"
 
 
-def _identity(settings: tuple[object, ...], files: Sequence[Path], *, root: Path) -> str:
-    """Raises UserError for a file that cannot be read, TemporaryError if that may pass."""
-    identity = xxhash.xxh3_128(repr(settings).encode())
-    file = root
+def identity(settings: tuple[object, ...], files: Sequence[Path], *, root: Path | None = None) -> str:
+    """The identity of files and of how they are read. root: folder that all are in; None = the nearest. Raises
+    UserError for a file that cannot be read, TemporaryError if that may pass."""
+    found = xxhash.xxh3_128(repr(settings).encode())
+    file = root = root or Path(os.path.commonpath([path.parent for path in files]))
     try:
         total = sum(file.stat().st_size for file in files)
         for file in files:
             state = file.stat()
-            identity.update(repr((file.relative_to(root).as_posix(), state.st_size)).encode())
+            found.update(repr((file.relative_to(root).as_posix(), state.st_size)).encode())
             if total > HASH_CONTENTS_UP_TO:
-                identity.update(repr(state.st_mtime_ns).encode())
+                found.update(repr(state.st_mtime_ns).encode())
                 continue
             with file.open("rb") as content:
                 while block := content.read(1 << 22):
-                    identity.update(block)
+                    found.update(block)
     except OSError as error:
         place = f"data.source: cannot read '{error.filename or file}'"
         if may_pass(error):
             raise fault(f"{place} now", error) from error
         raise UserError(f"{place}: {error.strerror}; is it being changed?") from error
-    return identity.hexdigest()
+    return found.hexdigest()
 
 
 def document_hash(text: str) -> int:
@@ -323,7 +341,11 @@ def _by_kind(files: "Sequence[File]") -> str:
 
 
 def _json_hint(files: Sequence[Path]) -> str:
-    return f"; of .json, {ARRAY}" if any(file.name.lower().endswith((".json", ".json.gz")) for file in files) else ""
+    names = [file.name.lower() for file in files]
+    tokens = (
+        '; of tokens, name the files, as in "FOLDER/*.ds"' if any(name.endswith(TOKEN_FILES) for name in names) else ""
+    )
+    return tokens + (f"; of .json, {ARRAY}" if any(name.endswith((".json", ".json.gz")) for name in names) else "")
 
 
 def pinned(source: str) -> str:

@@ -350,9 +350,9 @@ class Shards:
         while count > 0:
             start %= self.tokens
             number = int(np.searchsorted(self._ends, start, side="right")) - 1
-            records = _mapped(self._path(number, DOCUMENTS))
             offset = start - int(self._ends[number])
             stop = min(offset + count, int(self._ends[number + 1] - self._ends[number]))
+            records = self._records(number, offset, stop)
             first = int(np.searchsorted(records["end"], offset, side="right"))
             last = int(np.searchsorted(records["end"], stop - 1, side="right"))
             beginning = int(records["end"][first - 1]) if first else 0
@@ -375,6 +375,10 @@ class Shards:
 
     def _path(self, place: int, kind: str) -> Path:
         return array_path(self.folder, self.shards[place].number, kind)
+
+    def _records(self, place: int, offset: int, stop: int) -> np.ndarray:
+        """At least the documents with tokens in offset .. stop - 1 of a shard, and the one before."""
+        return _mapped(self._path(place, DOCUMENTS))
 
     def _array(self, number: int) -> np.ndarray:
         array = self._map(self.shards[number].number)

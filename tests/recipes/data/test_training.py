@@ -16,6 +16,7 @@ from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
 from tests.recipes.data.text.test_hub import c4, tiny_stories
 from tests.recipes.data.texts import shards_in, tokenizer_for, work_on, write_rows
+from tests.recipes.data.tokens.test_token_files import write_datatrove, write_megatron
 from tests.training import change, rows, run_all, train
 
 pytestmark = pytest.mark.slow
@@ -237,3 +238,37 @@ def test_resume_refuses_tokens_that_differ_when_made_again(small: Recipe, tmp_pa
     make(lacking=False)
     with pytest.raises(Exception, match=gives.format(2, "could not be read then, or .*: restore the old data.cache")):
         run_on(1, change(other, run={"steps": 6}))
+
+
+def test_tokens_of_other_trainers_train_as_the_same_text_on_two_processes_and_then_on_one(
+    small: Recipe, tmp_path: Path
+) -> None:
+    texts, held = write_rows(tmp_path / "rows.jsonl", 300), write_rows(tmp_path / "held.jsonl", 60, 300)
+    tokenizer = tokenizer_for(tmp_path / "rows.jsonl")
+    for name in ("rows", "held"):
+        shards_in(tmp_path / name, work_on(tmp_path / f"{name}.jsonl", fraction=0, tokenizer=tokenizer))
+    tokens = [[[*tokenizer.encode(text), tokenizer.end_of_document] for text in some] for some in (texts, held)]
+    ours = change(
+        small,
+        run={"name": "ours_prepared"},
+        data={
+            "source": str(tmp_path / "rows"),
+            "tokenizer": str(tmp_path / "rows" / "tokenizer.json"),
+            "validation_fraction": 0.0,
+            "document_mask": True,
+        },
+        checkpoint={"every": 100},
+        validation={"every": 3, "source": str(tmp_path / "held")},
+    )
+    theirs = change(
+        ours,
+        run={"name": "theirs"},
+        data={"source": write_megatron(tmp_path / "rows.bin", tokens[0])},
+        validation={"source": write_datatrove(tmp_path / "held.ds", tokens[1])},
+    )
+    for processes, steps in ((2, 3), (1, 6)):
+        run_on(processes, *(change(recipe, run={"steps": steps}) for recipe in (ours, theirs)))
+    assert [row["step"] for row in rows(theirs) if "loss" in row] == list(range(1, 7))
+    compared = ("loss", "grad_norm", "validation_loss", "attention_length", "tokens")
+    expected, found = ([[row.get(name) for name in compared] for row in rows(recipe)] for recipe in (ours, theirs))
+    assert found == expected
