@@ -32,8 +32,10 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 """The linears of a block, in their order."""
 LINEARS_IN = {"blocks": LINEARS, "attention": LINEARS[:4], "feed_forward": LINEARS[4:]}
 """Part of a dotted name -> the linears of a block whose names have it."""
-OF_EXPERTS = ("expert", "shared_experts", "dense_layers", "sparse_every", "further_dense_layers", "router")
-OF_EXPERTS += ("normalize_scores", "groups_per_token")
+OF_EXPERTS = (
+    *("expert", "shared_experts", "dense_layers", "sparse_every", "further_dense_layers"),
+    *("router", "normalize_scores", "groups_per_token"),
+)
 """Beginnings of the fields of a model that a dense one does not have."""
 PATTERNS = {
     "uses_rope": ("no_rope_every", "no_rope_layers"),
@@ -255,7 +257,7 @@ class ModelConfig:
 
     def shortened(self, layers: int) -> "ModelConfig":
         """The model with only so many layers, its first."""
-        lists = {field: tuple(layer for layer in getattr(self, field) if layer < layers) for field in LISTS}
+        lists: Any = {field: tuple(n for n in getattr(self, field) if n < layers) for field in LISTS}
         return replace(self, layers=layers, **lists)
 
     def window_of(self, layer: int) -> int:

@@ -66,10 +66,10 @@ class Routers(nn.Module):
     def noted(self, layer: int, x: Tensor, routed: Routed) -> Tensor:
         """What a sparse block has returned, without what balancing reads: that is counted, and its losses are added.
 
-        The balance loss is E / (K T) x hits x mean share, summed over experts, times T: the tokens of the row (DeepSeek-V3,
-        section 2.1.2), so that it adds up to the same on any mesh and with any number of micro-batches. Or hits are
-        those of all processes in the step's micro-batches up to this one, and K T their sum (arXiv 2501.11873, section
-        3): the global batch's where each process has one micro-batch, else those that are known by then.
+        The balance loss is one of each row by itself (DeepSeek-V3, section 2.1.2), E / (K T) x hits x mean share,
+        summed over experts, times T: so it adds up to the same on any mesh and with any number of micro-batches. Over
+        the batch (arXiv 2501.11873), hits are those of all processes in the micro-batches of the step up to this one,
+        and K T their sum: the global batch where each has one micro-batch, else what is known of it by then.
         """
         hits, probabilities, squares = routed
         if self._scale is None or not torch.is_grad_enabled():

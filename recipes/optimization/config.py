@@ -113,13 +113,13 @@ class ExpertsConfig:
     balance: Literal["none", "loss", "bias", "bias_and_loss"] = "none"
     """"loss" adds one of each sparse layer; "bias" moves a bias of each expert, for the choice only (DeepSeek-V3)."""
     loss_weight: Annotated[float, Ge(0)] = 0.001
-    """Weight of the balance loss: a sum over layers, each 1 where loads are equal (DeepSeek-V3, beside biases: 1e-4)."""
+    """Weight of the balance loss, a sum over layers, each 1 where loads are equal (DeepSeek-V3, with biases: 1e-4)."""
     loss_over: Literal["row", "batch"] = "row"
     """The loss counts loads in each "row" by itself, or in the step's micro-batches of all processes so far (Qwen3)."""
     bias_rate: Annotated[float, Gt(0)] = 0.001
     """By how much each step moves a bias, up where the load is below the mean, else down."""
     z_loss: Annotated[float, Ge(0)] = 0.0
-    """Add this x log(Z)^2 of every token's routers, a sum over layers, to what is trained on (ST-MoE: 1e-3); 0 = off."""
+    """Add this x log(Z)^2 of every token's routers, summed over layers, to the loss (ST-MoE: 1e-3); 0 = off."""
 
     @property
     def adds_loss(self) -> bool:
