@@ -32,8 +32,18 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 """The linears of a block, in their order."""
 LINEARS_IN = {"blocks": LINEARS, "attention": LINEARS[:4], "feed_forward": LINEARS[4:]}
 """Part of a dotted name -> the linears of a block whose names have it."""
-OF_EXPERTS = ("expert", "shared_experts", "dense_layers", "router", "normalize_scores", "groups_per_token")
+OF_EXPERTS = (
+    *("expert", "shared_experts", "dense_layers", "sparse_every", "further_dense_layers"),
+    *("router", "normalize_scores", "groups_per_token"),
+)
 """Beginnings of the fields of a model that a dense one does not have."""
+PATTERNS = {
+    "uses_rope": ("no_rope_every", "no_rope_layers"),
+    "window_of": ("window", "full_attention_every", "full_attention_layers"),
+    "is_sparse": ("dense_layers", "sparse_every", "further_dense_layers"),
+}
+"""The method that says what a layer is -> the fields it follows from: an interval, and a list of single layers."""
+LISTS = tuple(fields[-1] for fields in PATTERNS.values())
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,8 @@ class ModelConfig:
     """Tokens that a token of a sliding layer sees, itself included; 0 = all, in every layer."""
     full_attention_every: Annotated[int, Ge(0)] = 0
     """Every n-th layer has no window (Gemma 3: 6, OLMo 3: 4); 0 = all have it (Mistral)."""
+    full_attention_layers: tuple[Annotated[int, Ge(0)], ...] = ()
+    """Indices (from 0) of further layers without a window, for irregular patterns."""
     attention_scale_width: Annotated[int, Ge(0)] = 0
     """Scores are divided by the square root of this (Gemma 3's query_pre_attn_scalar); 0 = head_width."""
     qk_norm: Literal["none", "head", "all"] = "none"
@@ -124,6 +136,10 @@ class ModelConfig:
     """Experts that compute every token, as one feed-forward of their summed width."""
     dense_layers: Annotated[int, Ge(0)] = 0
     """The first so many layers have a dense feed-forward."""
+    sparse_every: Annotated[int, Ge(0)] = 0
+    """Every n-th layer has experts, the others a dense feed-forward (Qwen3-MoE's decoder_sparse_step); 0 = all do."""
+    further_dense_layers: tuple[Annotated[int, Ge(0)], ...] = ()
+    """Indices (from 0) of further layers with a dense feed-forward, for irregular patterns."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of experts: softmax (Qwen3), or sigmoid (DeepSeek-V3)."""
     router_bias: bool = False
@@ -173,16 +189,20 @@ class ModelConfig:
             found["key_value_heads"] = f"must divide heads = {heads}; write one of its divisors, such as {heads}"
         if self.head_width % 2:
             found["head_width"] = f"must be even for rotary embeddings; write {self.head_width + 1}"
-        if beyond := [layer for layer in self.no_rope_layers if layer >= self.layers]:
-            found["no_rope_layers"] = f"names layers {beyond}, but the last layer is {self.layers - 1}"
-        found |= self._problems_of_experts() if self.experts else {}
+        for field in LISTS:
+            if beyond := [layer for layer in getattr(self, field) if layer >= self.layers]:
+                found[field] = f"names layers {beyond}, but the last layer is {self.layers - 1}"
+        found |= self._problems_of_experts() if self.experts and "layers" not in found else {}
         if self.rope_scaling == "llama3" and self.rope_high_frequency_factor <= low:
             found["rope_high_frequency_factor"] = f"must exceed rope_low_frequency_factor = {low}"
         if self.rope_scaling == "yarn" and self.rope_beta_fast <= self.rope_beta_slow:
             found["rope_beta_fast"] = f"must exceed rope_beta_slow = {self.rope_beta_slow}"
         if self.full_attention_every == 1:
             found["full_attention_every"] = "leaves no layer a window; write 2 or more, or 0 for a window in all"
-        of_windows = {"full_attention_every": 0, "rope_local_theta": 0.0, "rope_scaled_layers": "all"}
+        elif self.window and not any(map(self.window_of, range(self.layers))):
+            found["full_attention_layers"] = "leaves no layer a window; name fewer layers"
+        of_windows = {"full_attention_every": 0, "full_attention_layers": (), "rope_local_theta": 0.0}
+        of_windows |= {"rope_scaled_layers": "all"}
         for field, default in of_windows.items():
             if not self.window and getattr(self, field) != default:
                 found[field] = f"has no effect without windows; write window = 4096 or so, or {default!r} here"
@@ -196,8 +216,10 @@ class ModelConfig:
             found["experts_per_token"] = f"is more than experts = {self.experts}; write {self.experts} at most"
         if self.activation != "silu":
             found["activation"] = 'is not for experts, which compute with "silu"; write that'
-        if self.dense_layers >= self.layers:
-            found["dense_layers"] = f"leaves none of the {self.layers} layers to experts; write less, or experts = 0"
+        if len(self.dense) == self.layers:
+            field = "dense_layers" if self.dense_layers >= self.layers else "further_dense_layers"
+            field = "sparse_every" if self.sparse_every > self.layers else field
+            found[field] = f"leaves none of the {self.layers} layers to experts; write less, or experts = 0"
         if self.experts % self.expert_groups:
             found["expert_groups"] = f"must divide experts = {self.experts}; write one of its divisors, or 1"
         elif self.groups_per_token > self.expert_groups:
@@ -221,17 +243,27 @@ class ModelConfig:
 
     def uses_rope(self, layer: int) -> bool:
         """Whether this layer (index from 0) applies rotary embeddings."""
-        by_interval = self.no_rope_every > 0 and (layer + 1) % self.no_rope_every == 0
-        return not by_interval and layer not in self.no_rope_layers
+        return not _is_at(self.no_rope_every, layer) and layer not in self.no_rope_layers
 
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer (index from 0) has routed experts."""
-        return self.experts > 0 and layer >= self.dense_layers
+        is_dense = layer < self.dense_layers or layer in self.further_dense_layers
+        return self.experts > 0 and not is_dense and (not self.sparse_every or _is_at(self.sparse_every, layer))
+
+    @property
+    def dense(self) -> tuple[int, ...]:
+        """The layers of a model with experts that have none."""
+        return tuple(layer for layer in range(self.layers) if self.experts and not self.is_sparse(layer))
+
+    def shortened(self, layers: int) -> "ModelConfig":
+        """The model with only so many layers, its first."""
+        lists: Any = {field: tuple(n for n in getattr(self, field) if n < layers) for field in LISTS}
+        return replace(self, layers=layers, **lists)
 
     def window_of(self, layer: int) -> int:
         """Tokens that a token of this layer (index from 0) sees; 0 = all."""
-        every = self.full_attention_every
-        return 0 if every and (layer + 1) % every == 0 else self.window
+        is_full = _is_at(self.full_attention_every, layer) or layer in self.full_attention_layers
+        return 0 if is_full else self.window
 
     def rope_of(self, layer: int) -> "ModelConfig":
         """A config with the rotary fields of this layer."""
@@ -300,6 +332,11 @@ class ModelConfig:
         share = self.attention_share(sequence_length)
         full_attention = round(12 * self.layers * self.heads * self.head_width * sequence_length * share)
         return 6 * self.matmul_params() + (full_attention if attention == "full" else full_attention // 2)
+
+
+def _is_at(every: int, layer: int) -> bool:
+    """Whether a layer (index from 0) is the last of so many; of 0, none is."""
+    return every > 0 and (layer + 1) % every == 0
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class Routers(nn.Module):
         for layer in layers:
             self.add_module(str(layer), Router(config))
         self.sum_of_rows = nn.Identity()  # of hits, (B, E): replaced where a process has a part of the rows' tokens
+        self.sum_of_batch: nn.Module | None = None  # of (1, E): what loads are counted in, if not each row by itself
         self.balance_weight = self.z_weight = 0.0
         self._scale: Tensor | None = None
         self.found = torch.zeros(0)
@@ -66,16 +67,22 @@ class Routers(nn.Module):
         """What a sparse block has returned, without what balancing reads: that is counted, and its losses are added.
 
         The balance loss is one of each row by itself (DeepSeek-V3, section 2.1.2), E / (K T) x hits x mean share,
-        summed over experts, times T: so it adds up to the same on any mesh and with any number of micro-batches.
+        summed over experts, times T: so it adds up to the same on any mesh and with any number of micro-batches. Over
+        the batch (arXiv 2501.11873), hits are those of all processes in the micro-batches of the step up to this one,
+        and K T their sum: the global batch where each has one micro-batch, else what is known of it by then.
         """
         hits, probabilities, squares = routed
         if self._scale is None or not torch.is_grad_enabled():
             return x
-        whole = self.sum_of_rows(hits)
+        place = self.places[layer]
+        if self.sum_of_batch is None:
+            whole = self.sum_of_rows(hits)
+        else:
+            whole = self.sum_of_batch(self.found[place, None, :-2] + hits.sum(0))  # (1, E)
         shares = whole * self.count / whole.sum(1, keepdim=True)  # (B, E); 1 each if loads are equal
         balance = (shares * probabilities).sum()
         of_step = [hits.sum(0), torch.stack([balance.detach(), squares.detach()])]
-        self.found[self.places[layer]] += torch.cat(of_step)
+        self.found[place] += torch.cat(of_step)
         if not (self.balance_weight or self.z_weight):
             return x
         loss = self.balance_weight * balance + self.z_weight * squares

@@ -43,6 +43,8 @@ IN_BLOCK = {
 Files have a tensor for each expert; ours are all experts of a layer together."""
 PRE_NORM = "pre_feedforward_layernorm.weight"
 """The norm before the feed-forward where attention has one after it, which then has its name."""
+OF_MIXTRAL = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""Parts of names in files -> those that Mixtral has there."""
 OF_ROUTER = {"weight": "mlp.gate.weight", "bias": "mlp.gate.e_score_correction_bias"}
 
 
@@ -104,9 +106,11 @@ def layout_of(model: ModelConfig) -> Layout:
         from models.transformers import stored_layout
 
         return stored_layout(replace(model, name="", weights="", config="", dropout=False))  # remembered by the rest
-    tensors = {}
+    tensors, other = {}, OF_MIXTRAL if family_of(model) == "mixtral" else {}
     for name, shape in parameter_shapes(model):
         stored, each = hf_name(name, norms=model.norms), tuple[str, ...]()
+        for part, theirs in other.items():
+            stored = stored.replace(part, theirs)
         if ".feed_forward.experts." in name:
             before, after = stored.split("experts.")
             each = tuple(f"{before}experts.{number}.{after}.weight" for number in range(model.experts))
@@ -124,6 +128,13 @@ def beyond_hf(model: ModelConfig) -> str | None:
     if model.logit_softcap:
         name, missing = "llama", ["logit_softcap"]
     return f"{missing[0]} = {getattr(model, missing[0])}: a {FAMILIES[name].head} of transformers would ignore it"
+
+
+def export_of(model: ModelConfig) -> str:
+    """Whether a model can be exported, and as what, in words."""
+    if problem := beyond_hf(model):
+        return f"cannot be exported to Hugging Face, because of model.{problem}"
+    return f"can be exported as {model.settings['model_type'] if model.by_transformers else family_of(model)}"
 
 
 def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32") -> dict[str, Any]:
@@ -151,7 +162,7 @@ def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32"
         "max_position_embeddings": facts.context_length,
         **_rope(model, family),
         **_windows(model, family),
-        **_of_experts(model),
+        **_of_experts(model, family),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
@@ -177,22 +188,22 @@ def _of_gate(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _of_experts(model: ModelConfig) -> dict[str, Any]:
-    """The keys of experts: Qwen3-MoE's, or those of dots1, DeepSeek-V3's feed-forwards beside attention like ours."""
-    if not model.experts:
+def _of_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """The keys of experts: of the families with softmax, or of dots1, DeepSeek-V3's feed-forwards beside attention like
+    ours."""
+    if family.experts is None:
         return {}
-    keys = {
-        "num_experts_per_tok": model.experts_per_token,
-        "moe_intermediate_size": model.expert_width,
-        "norm_topk_prob": model.normalize_scores,
-    }
-    if model.router == "softmax":
-        dense = [*range(model.dense_layers)]
-        return keys | {"num_experts": model.experts, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+    keys = {family.count: model.experts, "num_experts_per_tok": model.experts_per_token}
+    keys[family.expert_width] = model.expert_width
+    if "normalize_scores" not in family.experts:
+        keys["norm_topk_prob"] = model.normalize_scores
+    if family.dense == "any":
+        return keys | {"decoder_sparse_step": 1, "mlp_only_layers": [*model.dense]}
+    if not family.dense:
+        return keys
     return keys | {
-        "n_routed_experts": model.experts,
         "n_shared_experts": model.shared_experts,
-        "first_k_dense_replace": model.dense_layers,
+        "first_k_dense_replace": len(model.dense),
         "routed_scaling_factor": model.router_scale,
         "n_group": model.expert_groups,
         "topk_group": model.groups_per_token,
@@ -204,7 +215,7 @@ def _windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The keys of windows."""
     layers = [model.window_of(layer) for layer in range(model.layers)]
     if family.windows == "all":
-        return {"sliding_window": model.window}
+        return {"sliding_window": model.window or None}
     if not family.windows:
         return {"use_sliding_window": False} if "no_rope_every" in family.says else {}
     kinds = {"layer_types": ["sliding_attention" if window else "full_attention" for window in layers]}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.config import ModelConfig
+from models.config import PATTERNS, ModelConfig
 
 PARTS: dict[str, Any] = {
     "qk_norm": "none",
@@ -68,8 +68,15 @@ class Family:
     """Further fields of ours that its config.json can say."""
     experts: Mapping[str, Any] | None = None
     """Of a family with routed experts, the fields of theirs that it fixes."""
+    count: str = "num_experts"
+    expert_width: str = "moe_intermediate_size"
+    """The keys of their number and width."""
+    dense: str = ""
+    """Which layers of such a family may be dense: "any", the "first" ones, or ""."""
     whole_heads: bool = False
     """Whether transformers refuses widths that are not a multiple of the heads."""
+    square: bool = False
+    """Whether it takes all queries together for as wide as the model."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -79,6 +86,8 @@ class Family:
 
 _OLMO = {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": 50279, "vocab_size": 50304, "rms_norm_eps": 1e-5}
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+_BY_SOFTMAX = {"router": "softmax", "router_bias": False, "shared_experts": 0, "router_scale": 1.0}
+_BY_SOFTMAX |= {"expert_groups": 1, "groups_per_token": 1}
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", {}, whole_heads=True),
     "smollm3": Family(
@@ -108,8 +117,26 @@ FAMILIES = {
         | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "num_experts_per_tok": 8}
         | {"moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1, **_NO_TOKENS},
         {"qk_norm": "head"},
-        experts={"router": "softmax", "router_bias": False, "shared_experts": 0, "router_scale": 1.0}
-        | {"expert_groups": 1, "groups_per_token": 1},
+        experts=_BY_SOFTMAX,
+        dense="any",
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 1e6}
+        | {"rms_norm_eps": 1e-5, "num_experts_per_tok": 2},
+        windows="all",
+        experts={**_BY_SOFTMAX, "normalize_scores": True},
+        count="num_local_experts",
+        expert_width="intermediate_size",
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        {**_OLMO, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16}
+        | {"max_position_embeddings": 4096, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        {"qk_norm": "all"},
+        experts=_BY_SOFTMAX,
+        expert_width="intermediate_size",
+        square=True,
     ),
     "dots1": Family(
         "Dots1ForCausalLM",
@@ -118,6 +145,8 @@ FAMILIES = {
         | {"routed_scaling_factor": 1.0, "sliding_window": 4096, "max_window_layers": 62},
         {"qk_norm": "head"},
         experts={"router": "sigmoid", "router_bias": True},
+        count="n_routed_experts",
+        dense="first",
     ),
     "olmo2": Family("Olmo2ForCausalLM", _OLMO, {"qk_norm": "all", "norms": "after"}),
     "olmo3": Family(
@@ -156,8 +185,13 @@ def unsaid(model: ModelConfig, name: str) -> Iterator[str]:
         yield "experts"
     elif family.experts is not None:
         yield from (one for one, value in family.experts.items() if getattr(model, one) != value)
+        dense = model.dense
+        if dense and family.dense != "any" and not (family.dense == "first" and dense[-1] == len(dense) - 1):
+            yield next(field for field in reversed(PATTERNS["is_sparse"]) if getattr(model, field))
     if family.whole_heads and model.width % model.heads:
         yield "heads"
+    if family.square and model.heads * model.head_width != model.width:
+        yield "head_width"
     asked = {
         "no_rope_every": not all(map(model.uses_rope, range(model.layers))),
         "attention_scale_width": model.attention_scale_width not in (0, model.head_width),
@@ -167,8 +201,8 @@ def unsaid(model: ModelConfig, name: str) -> Iterator[str]:
     yield from (one for one, is_asked in asked.items() if is_asked and one not in family.says)
     if model.window and not family.windows:
         yield "window"
-    if model.full_attention_every and family.windows == "all":
-        yield "full_attention_every"
+    if model.window and family.windows == "all" and not all(map(model.window_of, range(model.layers))):
+        yield "full_attention_every" if model.full_attention_every else "full_attention_layers"
     scales_full = model.rope_scaling == "none" or model.rope_scaled_layers == "full"
     if model.window and model.rope_scaling != "none" and scales_full != (family.windows == "kinds"):
         yield "rope_scaled_layers"

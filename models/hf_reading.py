@@ -4,7 +4,7 @@ The classes of transformers are the reference for what its keys mean. Imports no
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from models.config import ModelConfig, TextFacts
@@ -31,6 +31,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention_dropout": ((0, None), "dropout on the attention weights"),
     "rope_interleaved": ((False, None), "rotary embeddings of neighbouring elements"),
     "is_causal": ((True, None), LATER),
+    "router_jitter_noise": ((0, None), "noise of routers"),
+    "clip_qkv": ((None,), "clipped queries, keys and values"),
     "partial_rotary_factor": ((1, None), "rotary embeddings of a part of each head"),
     "quantization_config": ((None,), "quantized weights"),
     "compression_config": ((None,), "compressed weights"),
@@ -92,6 +94,8 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         given.problems += [
             f"{SPELLED.get(field, field)} = {getattr(model, field)}: {message}" for field, message in model.problems()
         ]
+    if family.square and model.heads * model.head_width != model.width:
+        given.decline("head_dim", "only hidden_size / num_attention_heads is supported for this model_type")
     if given.problems:
         raise ValueError("\n".join(given.problems + given.unsupported))
     if given.unsupported:
@@ -211,19 +215,24 @@ def _windows(given: Reader, family: Family, layers: int) -> dict[str, Any]:
     if not family.windows or (types is None and family.windows == "layer_types"):
         return {}
     every = given.values.get("sliding_window_pattern") or family.every
-    if types is not None:
-        every = types.index(KINDS[0]) + 1 if KINDS[0] in types else 0
-    elif type(every) is not int or every < 1:
+    if types is None and (type(every) is not int or every < 1):
         given.refuse("sliding_window_pattern", "must be an integer >= 1")
         return {}
-    full = [layer for layer in range(layers) if every and not (layer + 1) % every]
     if types is not None and len(types) != layers:
         given.refuse("layer_types", f"must name the kinds of {layers} layers")
-    elif types is not None and full != [layer for layer, kind in enumerate(types) if kind == KINDS[0]]:
-        given.decline("layer_types", "only every n-th layer may be 'full_attention', or none")
-    if len(full) == layers:
+    full = [layer for layer, kind in enumerate(types or ()) if kind == KINDS[0]]
+    if len(full) == layers or (types is None and every == 1):
         return {}
-    return {"window": given.integer("sliding_window"), "full_attention_every": every}
+    pattern = {"full_attention_every": every} if types is None else _pattern("full_attention", full, layers)
+    return {"window": given.integer("sliding_window"), **pattern}
+
+
+def _pattern(name: str, chosen: Sequence[int], layers: int) -> dict[str, Any]:
+    """The fields that name these layers: an interval if they follow one, or a list; none if there are none."""
+    every = chosen[0] + 1 if chosen else 0
+    if every and [*chosen] == [*range(every - 1, layers, every)]:
+        return {f"{name}_every": every}
+    return {f"{name}_layers": tuple(chosen)} if chosen else {}
 
 
 def _rope(given: Reader) -> dict[str, Any]:
@@ -312,36 +321,38 @@ def _no_rope(given: Reader, layers: int) -> dict[str, Any]:
     if not isinstance(pattern, list) or len(pattern) < layers or any(flag not in (0, 1) for flag in pattern):
         given.refuse("no_rope_layers", f"must be a list of 1 (rotary) or 0 (none) for each of the {layers} layers")
         return {}
-    without = tuple(layer for layer in range(layers) if not pattern[layer])
-    if not without:
+    return _pattern("no_rope", [layer for layer in range(layers) if not pattern[layer]], layers)
+
+
+def _dense(given: Reader, layers: int) -> dict[str, Any]:
+    """The layers of Qwen3-MoE without experts: the first ones, all but every n-th, or others."""
+    listed, step = given.values.get("mlp_only_layers") or [], given.integer("decoder_sparse_step")
+    if not isinstance(listed, list) or any(type(layer) is not int or layer < 0 for layer in listed):
+        given.refuse("mlp_only_layers", "must be a list of layers, from 0 on")
         return {}
-    interval = without[0] + 1
-    if without == tuple(range(interval - 1, layers, interval)):
-        return {"no_rope_every": interval}
-    return {"no_rope_layers": without}
+    sparse = [layer for layer in range(layers) if not (layer + 1) % step and layer not in listed]
+    dense = [layer for layer in range(layers) if layer not in sparse]
+    if dense == [*range(len(dense))]:
+        return {"dense_layers": len(dense)}
+    every = _pattern("sparse", sparse, layers)
+    return every if "sparse_every" in every else {"further_dense_layers": tuple(dense)}
 
 
 def _experts(given: Reader, family: Family, layers: int) -> dict[str, Any]:
     """The fields of experts of a config.json."""
-    of_qwen = family.experts is not None and family.experts["router"] == "softmax"
+    fixed = family.experts or {}
     keys = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in given.values]
     if len({given.values[key] for key in keys if type(given.values[key]) is int}) > 1:
         given.refuse(keys[0], f"is not {keys[1]} = {given.values[keys[1]]}, which says the same")
     values = {
-        **(family.experts or {}),
-        "experts": given.integer(keys[-1] if keys else "num_experts" if of_qwen else "n_routed_experts"),
+        "experts": given.integer(keys[-1] if keys else family.count),
         "experts_per_token": given.integer("num_experts_per_tok"),
-        "expert_width": given.integer("moe_intermediate_size"),
-        "normalize_scores": given.boolean("norm_topk_prob"),
+        "expert_width": given.integer(family.expert_width),
+        **({} if "normalize_scores" in fixed else {"normalize_scores": given.boolean("norm_topk_prob")}),
+        **fixed,
     }
-    if of_qwen:
-        dense = given.values.get("mlp_only_layers") or []
-        if given.values.get("decoder_sparse_step") != 1:
-            given.decline("decoder_sparse_step", "dense layers among sparse ones are not supported")
-        if dense != [*range(len(dense))] if isinstance(dense, list) else True:
-            given.decline("mlp_only_layers", "only the first layers may be dense")
-            dense = []
-        return values | {"dense_layers": len(dense)}
+    if family.dense != "first":
+        return values | (_dense(given, layers) if family.dense else {})
     first, window = given.values.get("first_k_dense_replace") or 0, given.values.get("sliding_window")
     if type(first) is not int or first < 0:
         given.refuse("first_k_dense_replace", "must be an integer >= 0")

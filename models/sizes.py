@@ -79,6 +79,26 @@ _QWEN3_MOE = _sizes(
 )
 _QWEN3_MOE["moe_debug"] = replace(_QWEN3_MOE["moe_debug"], experts=8, experts_per_token=2, expert_width=192)
 _QWEN3_MOE["qwen3_235b_a22b"] = replace(_QWEN3_MOE["qwen3_235b_a22b"], expert_width=1536)
+_MIXTRAL = _sizes(  # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1
+    {"mixtral_8x7b": (32, 4096, 14336, 32, 8, 128, 32000)},
+    tied_embeddings=False,
+    norm_eps=1e-5,
+    rope_theta=1_000_000.0,
+    experts=8,
+    experts_per_token=2,
+    expert_width=14336,
+)
+_OLMOE = _sizes(  # https://huggingface.co/allenai/OLMoE-1B-7B-0924
+    {"olmoe_1b_7b": (16, 2048, 1024, 16, 16, 128, 50304)},
+    tied_embeddings=False,
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+    qk_norm="all",
+    experts=64,
+    experts_per_token=8,
+    expert_width=1024,
+    normalize_scores=False,
+)
 _QWEN3_TIED = _sizes(
     {
         "qwen3_0.6b": (28, 1024, 3072, 16, 8, 128, 151936),
@@ -134,5 +154,6 @@ _GEMMA3["gemma3_debug"] = replace(_GEMMA3["gemma3_debug"], window=64, full_atten
 _GEMMA3["gemma3_1b"] = replace(_GEMMA3["gemma3_1b"], window=512)
 _GEMMA3["gemma3_27b"] = replace(_GEMMA3["gemma3_27b"], attention_scale_width=168)
 
-_ALL = _SMOLLM2 | _SMOLLM3 | _LLAMA2 | _LLAMA3 | _QWEN3_MOE | _QWEN3_TIED | _QWEN3 | _OLMO3 | _GEMMA3
+_ALL = _SMOLLM2 | _SMOLLM3 | _LLAMA2 | _LLAMA3 | _MIXTRAL | _OLMOE
+_ALL |= _QWEN3_MOE | _QWEN3_TIED | _QWEN3 | _OLMO3 | _GEMMA3
 SIZES = dict(sorted(_ALL.items(), key=lambda size: not size[0].endswith("_debug")))

@@ -102,7 +102,7 @@ class OwnPart(nn.Module):
 
 
 class Sum(nn.Module):
-    """Sums hits over the processes that have other parts of the same rows."""
+    """Sums hits over processes that have other tokens: of the same rows, or of the same batch."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()

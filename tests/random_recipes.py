@@ -34,6 +34,7 @@ NUMBERS = """
 model.layers: 2 3 4 5 6 8 12 | model.heads: 2 4 6 8 9 12 16 | model.head_width: 32 64
 model.key_value_heads: 1 2 3 4 8 | model.norm_eps: 1e-06 1e-05 | model.rope_theta: 100.0 10000.0 1000000.0
 model.no_rope_every: 0 2 3 4 | model.no_rope_layers: () (0,) (1,) (0,1) | model.window: 0 128
+model.full_attention_layers: () (0,) (1,) | model.sparse_every: 0 1 2 | model.further_dense_layers: () (0,) (1,)
 model.full_attention_every: 0 2 3 | model.attention_scale_width: 0 20 | model.rope_factor: 2.0 8.0
 model.logit_softcap: 0.0 5.0 30.0 | model.experts: 0 6 8 64 | model.experts_per_token: 1 2 3 8
 model.rope_local_theta: 0.0 50.0 | model.rope_attention_factor: 0.0 1.2 | model.expert_width: 128

@@ -62,6 +62,7 @@ def test_check_prints_the_resolved_recipe_without_torch(folder: Path) -> None:
     assert verdict == f"# ok: sources whose first row was read: 1; not looked at: {unseen}"
     steps = "300 of 16 x 256 = 4,096 tokens, 1,228,800 in all; learning rate 0.003, wsd, warm-up 30, final decay 60"
     assert f"# steps: {steps}\n# on 2 processes: replicate 1 x shard 2; " in summary
+    assert "# export: can be exported as smollm3\n" in summary
     assert "# validation: every 50 steps, on 0.02 of the documents\n# checkpoints: every 50 steps" in summary
     assert all(line.startswith("# ") for line in summary.splitlines())
     assert list(tomli.loads(out)) == list(sections())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.experts import Routers
 from models.interface import interface_of
+from parallel.experts import Sum
 from parallel.mesh import Mesh
 from parallel.passes import sum_over_group
 from recipes.optimization.config import ExpertsConfig
@@ -36,7 +37,9 @@ class Balance:
         if not name:  # a stage of dense layers, which counts nothing
             self._routers.begin(torch.ones((), device=mesh.devices.device_type))
         self._tokens, self._config = mesh.experts.tokens, config
-        self._routers.balance_weight = config.loss_weight if config.balance == "loss" else 0.0
+        self._routers.balance_weight = config.loss_weight if config.adds_loss else 0.0
+        if config.loss_over == "batch":
+            self._routers.sum_of_batch = Sum(self._tokens)
         self._routers.z_weight = config.z_loss
         self._stages = [mesh.pipeline.get_group()] if mesh.pipeline is not None else []
         self._layers = [layer for layer in range(whole.layers) if whole.is_sparse(layer)]
@@ -61,7 +64,7 @@ class Balance:
         kept = skip.to(counted.device) == 0
         self._counted = self._counted + counted.where(kept, 0.0)
         self._steps += 1
-        if self._config.balance == "bias":
+        if self._config.moves_biases:
             loads = sum_over_group(counted[:, :-2].clone(), self._tokens)  # (layers, E)
             steps = (loads.mean(1, keepdim=True) - loads).sign() * self._config.bias_rate * kept
             for layer, place in self._routers.places.items():

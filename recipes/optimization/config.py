@@ -110,14 +110,24 @@ class OptimizerConfig:
 class ExpertsConfig:
     """What keeps the loads of routed experts equal; a model without experts does not read it."""
 
-    balance: Literal["none", "loss", "bias"] = "none"
-    """"loss" adds a loss per row; "bias" moves a bias of each expert, for the choice only (DeepSeek-V3)."""
+    balance: Literal["none", "loss", "bias", "bias_and_loss"] = "none"
+    """"loss" adds one of each sparse layer; "bias" moves a bias of each expert, for the choice only (DeepSeek-V3)."""
     loss_weight: Annotated[float, Ge(0)] = 0.001
-    """balance = "loss": weight of that loss, which is 1 where loads are equal."""
+    """Weight of the balance loss, a sum over layers, each 1 where loads are equal (DeepSeek-V3, with biases: 1e-4)."""
+    loss_over: Literal["row", "batch"] = "row"
+    """The loss counts loads in each "row" by itself, or in the step's micro-batches of all processes so far (Qwen3)."""
     bias_rate: Annotated[float, Gt(0)] = 0.001
-    """balance = "bias": by how much each step moves a bias, up where the load is below the mean, else down."""
+    """By how much each step moves a bias, up where the load is below the mean, else down."""
     z_loss: Annotated[float, Ge(0)] = 0.0
-    """Add this x log(Z)^2 of every token's router to the loss that is trained on (ST-MoE: 1e-3); 0 = off."""
+    """Add this x log(Z)^2 of every token's routers, summed over layers, to the loss (ST-MoE: 1e-3); 0 = off."""
+
+    @property
+    def adds_loss(self) -> bool:
+        return "loss" in self.balance
+
+    @property
+    def moves_biases(self) -> bool:
+        return "bias" in self.balance
 
 
 Phase = Annotated[int, Ge(0)] | Annotated[float, Interval(gt=0, lt=1)]

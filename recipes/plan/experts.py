@@ -17,6 +17,16 @@ class SparseSizes(Sizes):
     """Rows of this process's experts, relative to the mean."""
 
     @cached_property
+    def dense(self) -> tuple[int, ...]:
+        """Positions of the blocks without experts."""
+        return self.recipe.model.dense
+
+    @cached_property
+    def dense_again(self) -> tuple[int, ...]:
+        """Those of them that recompute."""
+        return tuple(layer for layer in self.recomputed if layer in self.dense)
+
+    @cached_property
     def rows(self) -> float:
         """Rows that this process's experts compute, per token of its own; its own alone, if it has all experts."""
         own = self.recipe.model.experts_per_token / self.degrees.tensor
@@ -40,7 +50,7 @@ class SparseSizes(Sizes):
     @cached_property
     def block(self) -> Unit:
         rest, experts, dense = self.rest, self.experts, super().block
-        layers, few = self.recipe.model.layers, self.recipe.model.dense_layers
+        layers, few = self.recipe.model.layers, len(self.dense)
         total = (rest + experts) * (layers - few) + dense * few
         return Unit(total.share // layers, total.whole // layers, total.tensors // layers)
 
@@ -48,7 +58,7 @@ class SparseSizes(Sizes):
     def routers(self) -> Unit:
         model = self.recipe.model
         router = Unit.of((model.experts, model.width), shards=self.shards)
-        return router * (model.layers - model.dense_layers)
+        return router * (model.layers - len(self.dense))
 
     @cached_property
     def norm(self) -> Unit:
@@ -88,8 +98,7 @@ class SparseSizes(Sizes):
 
     def saved_before(self, layer: int) -> float:
         """Also what routers give to all blocks, in float32, and keep gathered so."""
-        few = min(layer, self.recipe.model.dense_layers)
-        dense, again = bisect_left(self.recomputed, few), bisect_left(self.recomputed, layer)
+        few, dense, again = (bisect_left(some, layer) for some in (self.dense, self.dense_again, self.recomputed))
         (plain, recomputing), (sparse, recomputing_sparse) = map(super().saved_by, self.kept), self.saved
         of_dense = (few - dense) * plain + dense * recomputing
         of_sparse = (layer - few - again + dense) * sparse + (again - dense) * recomputing_sparse
@@ -102,7 +111,7 @@ class SparseSizes(Sizes):
         return self.element * model.experts_per_token * model.width / self.degrees.tensor
 
     def inside(self, layer: int) -> tuple[int, int]:
-        if layer < self.recipe.model.dense_layers:
+        if layer in self.dense:
             return super().inside(layer)
         model, (plain, kept), element = self.recipe.model, self.kept, self.element
         whole, before = self.saved[0], 0.0
@@ -132,7 +141,7 @@ class SparseSizes(Sizes):
     def state_by_kind(self) -> Pieces:
         """Parameters and moments of experts apart."""
         state = self.state
-        layers = self.recipe.model.layers - self.recipe.model.dense_layers
+        layers = self.recipe.model.layers - len(self.dense)
         elements = layers * self.experts.share if state["parameters"] else 0
         moments = self.recipe.optimizer.state_bytes(elements, 0, matrices=(elements, 0))
         of_experts = {"parameters": 4 * elements, "moments": moments}

@@ -42,7 +42,7 @@ class Cost:
 def matrix_params(model: ModelConfig) -> int:
     """Parameters in the matrices of all blocks, and of all their experts."""
     idle = 3 * model.expert_width * (model.experts - model.experts_per_token) - model.experts  # without routers
-    of_experts = (model.layers - model.dense_layers) * model.width * idle if model.experts else 0
+    of_experts = (model.layers - len(model.dense)) * model.width * idle if model.experts else 0
     return model.matmul_params() - model.vocabulary * model.width + of_experts
 
 

@@ -160,8 +160,8 @@ def parts(recipe: Recipe, degrees: MeshDegrees, *, imbalance: float = 1.0) -> It
         layers, alone = tuple(found.layers[stage] for stage in numbers), replace(degrees, pipeline=1)
         arguments = alone, layers, recipe, degrees.pipeline, rank
         if recipe.model.experts:
-            dense = sum(layer < recipe.model.dense_layers for layer in found.layers_of(rank))
-            own = replace(own, dense_layers=dense)
+            dense = tuple(n for n, layer in enumerate(found.layers_of(rank)) if not recipe.model.is_sparse(layer))
+            own = replace(own, dense_layers=0, sparse_every=0, further_dense_layers=dense)
             yield name, _sparse_part()(replace(recipe, model=own), *arguments, imbalance=imbalance)
         else:
             yield name, Part(replace(recipe, model=own), *arguments)

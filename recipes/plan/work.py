@@ -252,14 +252,15 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
 
 
 def _experts(model: ModelConfig, degrees: MeshDegrees) -> Experts:
-    share = 1 - model.dense_layers / model.layers
+    share = 1 - len(model.dense) / model.layers
     return Experts(model.experts, model.experts_per_token, model.expert_width, share, degrees.expert)
 
 
 def _inner(model: ModelConfig) -> int:
     """As in Work."""
-    shared = (model.layers - model.dense_layers) * model.shared_experts * model.expert_width
-    return round((model.dense_layers * model.feed_forward_width + shared) / model.layers)
+    dense = len(model.dense)
+    shared = (model.layers - dense) * model.shared_experts * model.expert_width
+    return round((dense * model.feed_forward_width + shared) / model.layers)
 
 
 def _stages(recipe: Recipe, degrees: MeshDegrees) -> tuple[int, int]:

@@ -173,7 +173,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     # Experts.
     ("mesh.expert", lambda r: r.mesh.expert > 1 and not r.model.experts,
      "divides routed experts, but the model has none (model.experts = 0); write 1"),
-    ("experts.balance", lambda r: r.experts.balance == "bias" and r.model.experts and not r.model.router_bias,
+    ("experts.balance", lambda r: r.experts.moves_biases and r.model.experts and not r.model.router_bias,
      '"bias" moves biases of routers, but model.router_bias = false; write router_bias = true, or balance = "loss"'),
     ("float8.exclude", lambda r: r.model.experts and r.float8.recipe != "none" and "experts" not in r.float8.exclude,
      "torchao (0.18) multiplies experts by multiples of 16 rows only, and tokens are not padded here; add "

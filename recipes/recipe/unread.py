@@ -31,9 +31,9 @@ def _of_one_optimizer() -> Iterator[tuple[str, Callable[[Recipe], object], str]]
 # fmt: off
 NEEDS: tuple[tuple[str, Callable[[Recipe], object], str], ...] = (
     (f"{OF_MODEL} experts.balance experts.z_loss", lambda r: r.model.experts, "model.experts = 8 or so"),
-    ("experts.loss_weight", lambda r: r.model.experts and r.experts.balance == "loss",
+    ("experts.loss_weight experts.loss_over", lambda r: r.model.experts and r.experts.adds_loss,
      'experts.balance = "loss" of a model with experts'),
-    ("experts.bias_rate", lambda r: r.model.experts and r.experts.balance == "bias",
+    ("experts.bias_rate", lambda r: r.model.experts and r.experts.moves_biases,
      'experts.balance = "bias" of a model with experts'),
     ("model.rope_factor", lambda r: r.model.rope_scaling != "none", 'model.rope_scaling = "linear", for example'),
     ("model.rope_low_frequency_factor model.rope_high_frequency_factor", lambda r: r.model.rope_scaling == "llama3",

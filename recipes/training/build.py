@@ -184,7 +184,7 @@ def _roles(model: nn.Module, whole: ModelConfig | None) -> dict[str, tuple[nn.Pa
     if whole is None:
         return roles
     with torch.device("meta"):
-        one_block = build_model(replace(whole, layers=1, dense_layers=0))
+        one_block = build_model(replace(whole, layers=1, dense_layers=0, sparse_every=0, further_dense_layers=()))
     return {role: roles.get(role, ()) for role in parameters_by_role(one_block)}
 
 

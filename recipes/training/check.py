@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from models.hf import beyond_hf
+from models.hf import export_of
 from parallel.config import MeshDegrees
 from parallel.errors import TemporaryError, UserError, listed
 from parallel.float8_limits import advice
@@ -250,8 +250,7 @@ def _head(recipe: Recipe) -> Iterator[str]:
     yield f"{recipe.run.name}: {recipe.model.name} with {recipe.model.parameters}{total}"
     if recipe.model.name.startswith("from_"):
         yield f"model: {recipe.model.computed_by}"
-    if problem := beyond_hf(recipe.model):
-        yield f"export: none as a Hugging Face folder, because of model.{problem}"
+    yield f"export: {export_of(recipe.model)}"
 
 
 def _steps(stage: Stage) -> str:

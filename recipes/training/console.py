@@ -10,6 +10,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from models.config import ModelConfig
+from models.hf import beyond_hf, export_of
 from parallel.config import MeshDegrees
 from recipes.files.atomic import Lines, utc_now
 from recipes.files.interpreter import ROOT
@@ -106,6 +107,7 @@ def run_header(stage: Stage, degrees: MeshDegrees, throughput: Throughput, repor
         f" = {batch.divided(degrees)}",
         *([f"attention: inside {inside}, with positions from 0 in each"] if masked and not encoder_decoder else []),
         f"flops: {_flops(model, throughput, masked=masked)}, peak of the device {peak}",
+        f"export: {export_of(model)}",
     ]
     return [headline, *(f"  {line}" for line in lines)]
 
@@ -174,14 +176,13 @@ def last_lines(folder: Path, model: ModelConfig) -> list[str]:
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     lines = [f"written to {folder}: {' '.join(names)}"]
     if CHECKPOINTS in names:
-        from models.hf import beyond_hf
-
+        there = beyond_hf(model) or Path(f"{folder}-hf").exists()
         python = "python scripts" if Path.cwd() == ROOT else f"python {shlex.quote(str(ROOT))}/scripts"
         run = shlex.quote(str(folder))
         lines += [
             "next:",
             f'  {python}/generate.py {run} "Once upon a time"',
             f"  {python}/checkpoint.py list {run}",
-            *([] if beyond_hf(model) else [f"  {python}/convert_hf.py export {run} {run}-hf"]),
+            *([] if there else [f"  {python}/convert_hf.py export {run} {run}-hf"]),
         ]
     return lines

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from models.config import OF_EXPERTS, ModelConfig, TextFacts
+from models.config import OF_EXPERTS, PATTERNS, ModelConfig, TextFacts
 from parallel.errors import UserError
 from recipes.files.layout import MODEL, TOKENIZER
 from recipes.files.reading import read_text
@@ -107,9 +107,9 @@ def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, 
         yield from ((key, theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key))
         return
     # Which layers have rotary embeddings and windows counts, not how that is said.
-    patterns = {"uses_rope": ("no_rope_every", "no_rope_layers"), "window_of": ("window", "full_attention_every")}
-    skipped = {*UNCHECKED, *patterns["uses_rope"], *patterns["window_of"]}
+    patterns, skipped = dict(PATTERNS), {*UNCHECKED}.union(*PATTERNS.values())
     if not (model.experts and stored.experts):  # upcycling_problems() has the rest
+        del patterns["is_sparse"]
         skipped |= {one.name for one in fields(ModelConfig) if one.name.startswith(OF_EXPERTS)}
         skipped -= set() if model.upcycle else {"experts"}
     if model.rope_scaling == "none" or stored.rope_scaling == "none":

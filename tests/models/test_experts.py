@@ -10,7 +10,7 @@ from torch.nn.functional import linear, silu
 
 from models.config import ModelConfig
 from models.decoder import build_model
-from models.experts import SparseFeedForward
+from models.experts import Routers, SparseFeedForward
 from models.sizes import SIZES
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer, matrices_of
@@ -97,6 +97,35 @@ def test_all_tokens_to_one_expert_leave_the_others_without_gradients(favourite: 
         assert alone == [favourite] and parameter.grad.isfinite().all()
 
 
+def test_layers_are_what_their_intervals_and_lists_say() -> None:
+    model = replace(SPARSE, layers=6, dense_layers=1, sparse_every=2, further_dense_layers=(3,), window=8)
+    model = replace(model, full_attention_every=3, full_attention_layers=(0,), no_rope_every=4, no_rope_layers=(1,))
+    layers = range(6)
+    assert not model.problems() and model.dense == (0, 2, 3, 4)
+    assert [model.is_sparse(layer) for layer in layers] == [False, True, False, False, False, True]
+    assert [model.window_of(layer) for layer in layers] == [0, 8, 0, 8, 8, 0]
+    assert [model.uses_rope(layer) for layer in layers] == [True, False, True, False, True, True]
+    shorter = model.shortened(3)
+    assert (shorter.layers, shorter.further_dense_layers, shorter.dense) == (3, (), (0, 2))
+    assert set(build_model(model).routers.places) == {1, 5}
+    assert replace(model, experts=0).dense == () and replace(SPARSE, layers=10**12).problems()
+
+
+def test_a_balance_loss_over_the_batch_counts_all_micro_batches_so_far() -> None:
+    """arXiv 2501.11873: E / (K T) x counts x mean scores, whose counts are those of the step, not of a row."""
+    routers = Routers(SPARSE, [0])
+    routers.balance_weight, routers.sum_of_batch = 0.5, torch.nn.Identity()
+    routers.begin(torch.tensor(4.0))
+    parts = [(torch.randint(0, 9, (2, 8)).float(), torch.rand(2, 8, requires_grad=True)) for _ in range(2)]
+    x, so_far, expected = torch.zeros(1, requires_grad=True), torch.zeros(8), 0.0
+    for hits, scores in parts:
+        routers.noted(0, x, (hits, scores, torch.zeros(()))).sum().backward()
+        so_far = so_far + hits.sum(0)
+        expected += float((8 * so_far / so_far.sum() * scores.detach().sum(0)).sum())
+        torch.testing.assert_close(scores.grad, 0.5 / 4 * (8 * so_far / so_far.sum()).expand(2, 8))
+    assert float(routers.found[0, -2]) == pytest.approx(expected) and torch.equal(routers.found[0, :8], so_far)
+
+
 def test_a_model_has_routers_for_its_sparse_layers_only_and_counts_its_parameters() -> None:
     config = replace(SPARSE, layers=3, dense_layers=1, **LIKE_DEEPSEEK)
     with torch.device("meta"):
@@ -139,6 +168,9 @@ def test_biases_of_routers_start_at_zero_and_experts_as_other_matrices_do() -> N
 PROBLEMS = {
     "experts_per_token": {"experts_per_token": 9},
     "dense_layers": {"dense_layers": 2},
+    "sparse_every": {"sparse_every": 3},
+    "further_dense_layers": {"further_dense_layers": (0, 1)},
+    "full_attention_layers": {"window": 8, "full_attention_layers": (0, 1)},
     "expert_groups": {"expert_groups": 3},
     "groups_per_token": {"expert_groups": 2, "groups_per_token": 3},
 }

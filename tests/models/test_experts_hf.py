@@ -15,9 +15,9 @@ from torch import Tensor
 from models.cache import KeyValueCache
 from models.config import ModelConfig, TextFacts
 from models.decoder import Decoder
-from models.hf import beyond_hf, config_to_hf, layout_of, parameter_shapes
+from models.hf import beyond_hf, config_to_hf, export_of, layout_of, parameter_shapes
 from models.hf_config import read_model
-from models.hf_families import FAMILIES
+from models.hf_families import FAMILIES, unsaid
 from models.hf_reading import Unsupported, config_from_hf
 from models.sizes import SIZES
 from recipes.weights.convert import export_checkpoint, import_folder, load_weights
@@ -38,11 +38,19 @@ SHARED: dict[str, Any] = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 }
 DOTS: dict[str, Any] = {"n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 2.5}
+MIXTRAL: dict[str, Any] = {"num_local_experts": 8, "intermediate_size": 40}
+OLMOE: dict[str, Any] = {"num_experts": 8, "intermediate_size": 40, "head_dim": 16}
 # Name -> model_type, keys of its config.json.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-MoE": ("qwen3_moe", {"num_experts": 8, "norm_topk_prob": True}),
     "Qwen3-MoE, tied, scores as they are": ("qwen3_moe", {"num_experts": 6, "tie_word_embeddings": True}),
     "Qwen3-MoE, first layer dense": ("qwen3_moe", {"num_experts": 8, "mlp_only_layers": [0], "norm_topk_prob": True}),
+    "Qwen3-MoE, every other layer": ("qwen3_moe", {"num_experts": 8, "decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    "Qwen3-MoE, some layers dense": ("qwen3_moe", {"num_experts": 8, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "Mixtral": ("mixtral", MIXTRAL),
+    "Mixtral, windows": ("mixtral", {**MIXTRAL, "sliding_window": 8, "tie_word_embeddings": True}),
+    "OLMoE": ("olmoe", OLMOE),
+    "OLMoE, scores that add up to 1": ("olmoe", {**OLMOE, "norm_topk_prob": True, "num_key_value_heads": 4}),
     "dots1": ("dots1", {**DOTS, "first_k_dense_replace": 1, "norm_topk_prob": True}),
     "dots1, groups": ("dots1", {**DOTS, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}),
     "dots1, no shared experts": ("dots1", {**DOTS, "n_shared_experts": 0, "norm_topk_prob": True}),
@@ -110,11 +118,12 @@ def test_a_model_with_experts_has_the_logits_and_gradients_of_transformers(case:
     layout = layout_of(model.config)
     for name, parameter in model.named_parameters():
         stored = layout.tensors[name]
+        inside = stored.name.replace("block_sparse_moe", "mlp").replace(".w2", ".down_proj")  # since transformers 5
         if ".experts.gate_proj" in name or ".experts.up_proj" in name:  # transformers has them as one
-            both = gradients[stored.name.replace(".gate_proj", ".gate_up_proj").replace(".up_proj", ".gate_up_proj")]
+            both = gradients[f"{inside.rpartition('.')[0]}.gate_up_proj"]
             gradient = both.chunk(2, dim=1)[".up_proj" in name]
         else:
-            gradient = gradients.pop(stored.name)
+            gradient = gradients.pop(inside)
         assert (parameter.grad - gradient).norm() < 1e-4 * gradient.norm(), name
     assert all("gate_up_proj" in name or not gradient.numel() for name, gradient in gradients.items())
 
@@ -178,8 +187,9 @@ def test_both_spellings_of_the_number_of_experts_are_read(key: str) -> None:
 @pytest.mark.parametrize(
     ("case", "keys", "message"),
     [
-        ("Qwen3-MoE", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
-        ("Qwen3-MoE", {"mlp_only_layers": [1]}, "mlp_only_layers = .1.: only the first layers may be dense"),
+        ("Mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: noise of routers"),
+        ("OLMoE", {"clip_qkv": 8.0}, "clip_qkv = 8.0: clipped queries, keys and values"),
+        ("OLMoE", {"head_dim": 24}, "head_dim = 24: only hidden_size / num_attention_heads"),
         ("Qwen3-MoE", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window"),
         ("dots1", {"max_window_layers": 1, "sliding_window": 8}, "max_window_layers = 1"),
     ],
@@ -199,6 +209,8 @@ def test_experts_that_our_decoder_does_not_compute_are_refused_with_the_reason(
         ("Qwen3-MoE", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: is more than experts = 8"),
         ("Qwen3-MoE", {"num_experts": 0}, "num_experts = 0: must be an integer"),
         ("Qwen3-MoE", {"num_experts": 10**9}, "experts = 1000000000: is more than 16,384"),
+        ("Qwen3-MoE", {"decoder_sparse_step": 4}, "leaves none of the 3 layers to experts"),
+        ("Qwen3-MoE", {"mlp_only_layers": [-1]}, "mlp_only_layers = .-1.: must be a list of layers"),
         ("dots1", {"n_group": 3}, "n_group = 3: must divide"),
         ("dots1", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1: must be an integer >= 0"),
         ("dots1", {"n_shared_experts": None}, "n_shared_experts = None"),
@@ -215,7 +227,8 @@ def test_impossible_experts_are_refused_by_the_key_that_is_wrong(case: str, keys
         ({"router_bias": True}, "router_bias = True: a Qwen3MoeForCausalLM"),
         ({"router_scale": 2.0}, "router_scale = 2.0: a Qwen3MoeForCausalLM"),
         ({"shared_experts": 1}, "shared_experts = 1: a Qwen3MoeForCausalLM"),
-        ({"qk_norm": "none"}, "qk_norm = none: a Qwen3MoeForCausalLM"),
+        ({"qk_norm": "none", "no_rope_every": 4}, "no_rope_every = 4: a MixtralForCausalLM"),
+        ({"router": "sigmoid", "router_bias": True, "sparse_every": 2}, "sparse_every = 2: a Dots1ForCausalLM"),
         ({"router": "sigmoid", "shared_experts": 1}, "router_bias = False: a Dots1ForCausalLM"),
     ],
     ids=str,
@@ -226,6 +239,35 @@ def test_experts_that_no_config_json_can_say_are_not_exported(fields: dict[str, 
     assert str(beyond_hf(model)).startswith(problem)
     with pytest.raises(ValueError, match=problem):
         config_to_hf(model, TextFacts(256))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "missing"),
+    [
+        ("mixtral", {"qk_norm": "none"}, []),
+        ("mixtral", {"qk_norm": "none", "normalize_scores": False}, ["normalize_scores"]),
+        ("mixtral", {"qk_norm": "none", "dense_layers": 1}, ["dense_layers"]),
+        ("mixtral", {"qk_norm": "none", "window": 8, "full_attention_layers": (1,)}, ["full_attention_layers"]),
+        ("olmoe", {"qk_norm": "all", "head_width": 32}, []),
+        ("olmoe", {"qk_norm": "all", "head_width": 64}, ["head_width"]),
+        ("olmoe", {"qk_norm": "all", "further_dense_layers": (1,)}, ["further_dense_layers"]),
+        ("qwen3_moe", {"further_dense_layers": (1,), "sparse_every": 2}, []),
+        ("dots1", {"router": "sigmoid", "router_bias": True, "dense_layers": 1}, []),
+    ],
+    ids=str,
+)
+def test_a_family_of_experts_says_what_it_has(family: str, fields: dict[str, Any], missing: list[str]) -> None:
+    assert [*unsaid(replace(SIZES["moe_debug"], **fields), family)] == missing
+
+
+def test_an_upcycled_llama_is_a_mixtral_and_a_sigmoid_router_needs_no_shared_experts() -> None:
+    llama = replace(SIZES["llama3_debug"], experts=8, experts_per_token=2, expert_width=384, upcycle=True)
+    assert export_of(llama) == "can be exported as mixtral"
+    ups = layout_of(llama).tensors["blocks.0.feed_forward.experts.up_proj"].parts
+    assert ups[1] == "model.layers.0.block_sparse_moe.experts.1.w3.weight"
+    sigmoid = replace(SIZES["moe_debug"], router="sigmoid", router_bias=True)
+    assert export_of(sigmoid) == "can be exported as dots1"
+    assert export_of(replace(sigmoid, qk_norm="none")).startswith("cannot be exported to Hugging Face, because of mod")
 
 
 @pytest.mark.parametrize("case", ["Qwen3-MoE", "dots1, groups"])

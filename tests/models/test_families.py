@@ -39,6 +39,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
 PLAIN = {"rope_type": "default", "rope_theta": 5e5}
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+IRREGULAR = ["full_attention", *["sliding_attention"] * 2, "full_attention", "sliding_attention"]
 # Name -> model_type, keys of its config.json, and the model_type that it is exported as.
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "Qwen3": ("qwen3", {"tie_word_embeddings": True}, "qwen3"),
@@ -48,12 +49,23 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention"] * 5},
         "qwen3",
     ),
+    "Qwen3, some windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 7, "layer_types": IRREGULAR},
+        "qwen3",
+    ),
     "Mistral": ("mistral", {"sliding_window": 9}, "mistral"),
     "Mistral without a window": ("mistral", {"sliding_window": None}, "llama"),
     "OLMo 2": ("olmo2", {"head_dim": 16}, "olmo2"),
     "OLMo 3": (
         "olmo3",
         {"sliding_window": 9, "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
+        "olmo3",
+    ),
+    "OLMo 3, irregular": (
+        "olmo3",
+        {"sliding_window": 9, "layer_types": IRREGULAR}
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
         "olmo3",
     ),
     "OLMo 3, as transformers 4 wrote it": (
@@ -158,7 +170,6 @@ def test_a_config_goes_through_hugging_face_and_back(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "keys", "said"),
     [
-        ("OLMo 3", {"layer_types": ["full_attention", *["sliding_attention"] * 4]}, "only every n-th layer"),
         ("Qwen3", {"attention_bias": True}, "biases in the attention projections"),
         ("Qwen3", {"use_sliding_window": True, "sliding_window": 7}, "use_sliding_window = True"),
         ("Gemma 3", {"attn_logit_softcapping": 50.0}, "soft-capped attention"),

@@ -27,6 +27,8 @@ PUBLISHED = {
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
+    "mixtral_8x7b": 46_702_792_704,
+    "olmoe_1b_7b": 6_919_161_856,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_0.6b": 596_049_920,
@@ -67,7 +69,7 @@ def test_the_parameter_count_equals_the_formula_and_the_published_number(name: s
     assert config.num_params() == PUBLISHED.get(name, config.num_params())
 
 
-@pytest.mark.parametrize("name", [name for name in SIZES if name.startswith(("qwen3", "olmo3", "gemma3"))])
+@pytest.mark.parametrize("name", [name for name in SIZES if name.startswith(("qwen3", "olmo", "mixtral", "gemma3"))])
 def test_the_parameter_count_is_that_of_transformers(name: str) -> None:
     import transformers
 

@@ -30,6 +30,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "eight_blocks": {"layers": 8},
     "sigmoid": {"router": "sigmoid", "router_bias": True, "router_scale": 2.5, "shared_experts": 1, "dense_layers": 1},
     "groups": {"expert_groups": 4, "groups_per_token": 2},
+    "pattern": {
+        **{"no_rope_every": 0, "no_rope_layers": (0, 3), "window": 7, "full_attention_layers": (0,)},
+        **{"further_dense_layers": (1, 3), "layers": 4},
+    },
     "six_experts": {"experts": 6},
 }
 """Option -> fields of the model. RoPE in all layers makes one graph of both blocks, which halves what is compiled."""
@@ -38,7 +42,7 @@ FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zbv", "interleaved_zero_bubble")
 OF_STAGES = {*SCHEDULES, "split", "three"}
 """Options that are for pipelines alone."""
-OF_EXPERTS = {"balance", "sigmoid", "groups"}
+OF_EXPERTS = {"balance", "batch", "sigmoid", "groups", "pattern"}
 """Options that are for experts alone."""
 
 FEATURES: dict[str, tuple[str, ...]] = {
@@ -73,6 +77,9 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "balance loss and router z-loss": ("balance",),
     "DeepSeek-like: sigmoid, moved biases, shared experts, a dense layer": ("sigmoid",),
     "groups of experts": ("groups",),
+    "balance loss over the batch": ("balance", "batch"),
+    "balance loss and moved biases together": ("balance", "sigmoid"),
+    "lists of layers that are dense, without a window or without rotary embeddings": ("pattern",),
 }
 """Row of the page's table -> the options that a case must have to count there."""
 REFUSED = {("float8 tensorwise, weights gathered in float8", "tensor"): "float8.all_gather"}
@@ -149,12 +156,15 @@ _EXPERTS = """
 1.1.2.1.1.2  plain sigmoid,documents sigmoid,groups,balance,untied balance,full,documents selective,sigmoid,half
 1.1.2.1.1.2  zero2,chunks,balance offload,untied z muon,sigmoid bf16,balance prefetch,llama3 rowwise,sigmoid
 1.1.2.1.1.2  compile,rope,documents,balance compile,rope,sigmoid,selective compile,rope,full tensorwise,balance
-1.1.1.1.2.1  plain balance,documents sigmoid,untied
+1.1.2.1.1.1  pattern,balance,batch
+1.1.2.1.1.2  balance,batch pattern,sigmoid,balance,batch,documents batch,balance,bf16,full
+1.1.1.1.2.1  plain balance,documents sigmoid,untied balance,batch
 1.1.1.1.2.2  plain balance,sigmoid,untied documents,chunks selective,balance full,half,sigmoid muon bf16
 1.1.1.1.2.2  compile,rope,balance tensorwise,gather_activations rowwise,sigmoid,documents
-1.1.1.2.1.1  balance
+1.1.1.2.1.1  balance balance,batch
 1.1.1.2.1.2  balance,documents gather,sigmoid,groups gather,balance,untied bf16,sigmoid compile,rope,balance
-1.2.1.1.1.1  sigmoid,balance
+1.2.1.1.1.1  sigmoid,balance balance,batch
+2.1.1.1.1.1  pattern,balance,batch zbv,zero2,balance,batch interleaved,pattern,sigmoid
 2.1.1.1.1.1  balance,sigmoid zbv,zero2,balance interleaved,documents,groups
 1.1.4.1.1.2  plain sigmoid,balance,documents zero2,six_experts muon,sigmoid
 1.1.4.1.1.4  plain sigmoid,full
@@ -166,6 +176,8 @@ _EXPERTS = """
 1.1.2.1.2.2  plain offload,balance
 1.1.2.1.2.4  documents,balance,sigmoid
 1.1.1.2.2.4  balance
+1.1.2.1.2.2  pattern,balance,batch
+2.1.2.1.1.2  balance,batch,interleaved
 2.1.2.1.1.2  plain zbv,zero2,balance,sigmoid interleaved_zero_bubble,zero2,bf16 compile,rope,documents muon,sigmoid
 2.1.1.1.2.2  sigmoid balance,gpipe
 2.1.1.2.1.2  gather,balance
@@ -247,6 +259,7 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
     for option in sorted(options & MODELS.keys()):
         model |= MODELS[option]
     layers = model["layers"]
+    kinds = [*(["bias"] if "sigmoid" in options else []), *(["loss"] if "balance" in options else [])]
     return {
         "model": model,
         "batch": {"loss_chunks": 5 if "chunks" in options else 1},
@@ -279,7 +292,8 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
         "run": {"loss_spike_z": 6.0 if "spikes" in options else 0.0},
         "validation": {"average": 2 if "averages" in options else 0},
         "experts": {
-            "balance": "loss" if "balance" in options else "bias" if "sigmoid" in options else "none",
+            "balance": "_and_".join(kinds) or "none",
+            "loss_over": "batch" if "batch" in options else "row",
             "loss_weight": 0.05,
             "bias_rate": 0.01,
             "z_loss": 0.01 if "balance" in options else 0.0,

@@ -80,10 +80,9 @@ def scaled(model: ModelConfig, parameters: int) -> ModelConfig:
         unit = UNIT if head_width > FINE else 2  # some kernels of attention want multiples of 8
         head_width = unit * max(1, round(head_width / unit))
         return replace(
-            model,
+            model.shortened(layers),
             name="custom",
             config="",
-            layers=layers,
             width=width,
             heads=heads,
             key_value_heads=key_value_heads,
@@ -91,7 +90,6 @@ def scaled(model: ModelConfig, parameters: int) -> ModelConfig:
             feed_forward_width=max(UNIT, UNIT * round(model.feed_forward_width * share / UNIT)),
             expert_width=max(UNIT, UNIT * round(model.expert_width * share / UNIT)) if model.experts else 1,
             dense_layers=min(round(model.dense_layers * factor), layers - 1),
-            no_rope_layers=tuple(layer for layer in model.no_rope_layers if layer < layers),
             attention_scale_width=head_width if model.attention_scale_width else 0,
         )
 

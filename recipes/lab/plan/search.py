@@ -284,7 +284,10 @@ def fullest_layers(size: Sizes) -> Collection[int]:
     """
     model, layers, ahead = size.recipe.model, size.recipe.model.layers, size.recipe.fsdp.prefetch
     ends = {0, min(1, layers - 1), min(ahead, layers - 1), max(0, layers - 2), layers - 1}
-    ends |= {max(0, model.dense_layers - 1), model.dense_layers}  # sparse blocks follow
+    dense = len(model.dense)
+    if model.dense != tuple(range(dense)):
+        return range(layers)
+    ends |= {max(0, dense - 1), dense}  # sparse blocks follow
     recomputed, count = {*size.recomputed}, len(size.recomputed)
     if count in (0, layers):
         return ends

@@ -187,8 +187,10 @@ def _comparisons(twin: Twin, world: World, *, is_exact: bool) -> Iterator[Compar
     resumed = _resume(recipe, world)
     yield compared(f"{twin.precision}, resumed", resumed, first, bits, world, degrees, since=SAVED)
     if is_exact and (other := elsewhere(twin)) is not None:
-        there = _resume(other.recipe, world)
-        yield compared(f"resumed on {other.degrees}", there, alone.record, limits, world, other.degrees, since=SAVED)
+        there, expected = _resume(other.recipe, world), alone.record
+        if recipe.model.experts and recipe.experts.loss_over == "batch":  # in the micro-batches of that mesh
+            expected = _train_alone(twin, world, *read_all(twin, world), then=other.degrees.data_parallel).record
+        yield compared(f"resumed on {other.degrees}", there, expected, limits, world, other.degrees, since=SAVED)
 
 
 class Proof(NamedTuple):
@@ -226,11 +228,18 @@ def against_one_process(twin: Twin, world: World) -> Proof:
 
 
 def _train_alone(
-    twin: Twin, world: World, steps: Sequence[Sequence[MicroBatch]], held_out: Sequence[MicroBatch]
+    twin: Twin,
+    world: World,
+    steps: Sequence[Sequence[MicroBatch]],
+    held_out: Sequence[MicroBatch],
+    *,
+    then: int | None = None,
 ) -> Alone:
+    """then: as of Alone.data_ranks, after the save."""
     recipe, alone, judges = twin.recipe, Alone(twin, world.device), twin.recipe.run.loss_spike_z > 0
     for step, micro_batches in enumerate(steps, start=1):
         rate = stage_of(recipe, step - 1).learning_rate(step - 1)
+        alone.data_ranks = then if then and step > SAVED else alone.data_ranks
         if step in (GRADIENT_BAD, LOSS_BAD) or (judges and step == SPIKE):
             alone.skip(step, rate=rate)
         else:

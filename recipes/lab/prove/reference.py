@@ -1,13 +1,13 @@
 """What one process computes for itself: the plain model of a twin, eagerly, one micro-batch after the other.
 
 It shares the model with what is proved, and little else: neither FSDP, checkpointing, compilation nor offloading, and
-rules of its own for what decays, how gradients are clipped and which biases move. It never validates what it trains,
-is never interrupted and skips nothing: it is told which steps do not count.
+rules of its own for what decays, how gradients are clipped, what is added for the balance of experts, and which biases
+move. It never validates what it trains, is never interrupted and skips nothing: it is told which steps do not count.
 """
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW, Optimizer
 
-from models.experts import SparseFeedForward
+from models.experts import Routed, SparseFeedForward
 from models.interface import blocks_of, interface_of
 from models.loss import IGNORED
 from recipes.data.batches import MicroBatch
@@ -70,12 +70,27 @@ class Alone:
         routers = interface_of(self._model).routers
         self._routers: Any = self._model.get_submodule(routers) if routers else None
         self._in_float32 = f"{routers}."
+        self.data_ranks = twin.degrees.data_parallel
+        """Among how many processes a run divides the micro-batches of a step."""
+        # Of each layer: what balancing reads of the last micro-batch, and sums over a step as in Routers.found.
+        self._routed, self._counted = dict[int, Routed](), dict[int, Tensor]()
+        if self._routers is not None:
+            self._keep_routing()
         self.record = Record(repeats=device.type == "cpu", initial=self._state())
         self.is_tied = False
         """Whether a token chose experts, or groups of them, whose scores were so near that rounding decides."""
         for layer in self._model.modules():
             if isinstance(layer, SparseFeedForward):
                 self._look_for_ties(layer)
+
+    def _keep_routing(self) -> None:
+        routed = self._routed
+
+        def noted(layer: int, x: Tensor, what: Routed) -> Tensor:
+            routed[layer] = what
+            return x
+
+        vars(self._routers)["noted"] = noted  # a function, which copies of the model share
 
     def _look_for_ties(self, layer: SparseFeedForward) -> None:
         """Let a layer note whether it would choose others if, of any two experts, one scored more and one less."""
@@ -112,9 +127,9 @@ class Alone:
             for name, moment in state.items():
                 if isinstance(moment, Tensor) and name != "step" and config.state_dtype == "bfloat16":
                     moment.copy_(moment.bfloat16())
-        if self._routers is not None and self._recipe.experts.balance == "bias":
-            for layer, index in self._routers.places.items():
-                loads = self._routers.found[index, :-2].double()
+        if self._recipe.experts.balance in ("bias", "bias_and_loss"):
+            for layer, counted in self._counted.items():
+                loads = counted[:-2].double()
                 self._routers.bias_of(layer).add_((loads.mean() - loads).sign() * self._recipe.experts.bias_rate)
         if number in (SAVED, self._recipe.run.steps):
             record.state[number] = self._state()
@@ -144,22 +159,44 @@ class Alone:
 
     def _add_up(self, number: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Add up the gradients of a step, and record its losses."""
-        record, experts, targets = self.record, self._recipe.experts, [targets for _, targets, _ in micro_batches]
-        count = sum(int((some != IGNORED).sum()) for some in targets)
-        if self._routers is not None:
-            self._routers.balance_weight = experts.loss_weight if experts.balance == "loss" else 0.0
-            self._routers.z_weight = experts.z_loss
-            self._routers.begin(torch.tensor(float(sum(some.numel() for some in targets)), device=self._device))
-        sums = torch.zeros(2, dtype=torch.float64)
-        for micro_batch in micro_batches:
+        record, targets = self.record, [targets for _, targets, _ in micro_batches]
+        count, tokens = sum(int((some != IGNORED).sum()) for some in targets), sum(some.numel() for some in targets)
+        sums, over_batch = torch.zeros(2, dtype=torch.float64), self._recipe.experts.loss_over == "batch"
+        loads = self._loads_so_far(micro_batches) if self._routers is not None and over_batch else []
+        self._counted.clear()
+        for index, micro_batch in enumerate(micro_batches):
             losses = self._losses(micro_batch, self._model) / count
-            losses.sum().backward()
+            (losses.sum() + self._of_routers(loads[index] if loads else {}) / tokens).backward()
             sums[: losses.numel()] += losses.detach().double().cpu().view(-1)
         record.losses[number], record.z_losses[number] = sums.tolist()
-        if self._routers is not None and number == 1:
-            for layer, index in self._routers.places.items():
-                counted = self._routers.found[index].cpu()
-                record.loads[layer], record.router_losses[layer] = counted[:-2], counted[-2:]
+        if number == 1:
+            for layer, counted in self._counted.items():
+                record.loads[layer], record.router_losses[layer] = counted[:-2].cpu(), counted[-2:].cpu()
+
+    @torch.no_grad()
+    def _loads_so_far(self, micro_batches: Sequence[MicroBatch]) -> list[dict[int, Tensor]]:
+        """Layer -> tokens of each expert, (E,), for each micro-batch: in those that a run's processes have begun by
+        then, all of them as many. Each process has neighbouring micro-batches."""
+        hits = list[dict[int, Tensor]]()
+        for one in micro_batches:
+            self._losses(one, self._model)
+            hits.append({layer: own.sum(0) for layer, (own, _, _) in self._routed.items()})
+        each = len(hits) // self.data_ranks
+        begun = [[one for n, one in enumerate(hits) if n % each <= index % each] for index in range(len(hits))]
+        return [{layer: torch.stack([one[layer] for one in some]).sum(0) for layer in hits[0]} for some in begun]
+
+    def _of_routers(self, loads: Mapping[int, Tensor]) -> Tensor:
+        """What is added to the loss of the last micro-batch, summed over tokens and layers. loads: of each layer, if
+        they are not counted in each row by itself."""
+        config, added = self._recipe.experts, torch.zeros((), device=self._device)
+        weight = config.loss_weight if config.balance in ("loss", "bias_and_loss") else 0.0
+        for layer, (hits, probabilities, squares) in self._routed.items():
+            share = loads[layer][None] if layer in loads else hits
+            balance = (share / share.mean(1, keepdim=True) * probabilities).sum()
+            counted = torch.cat([hits.sum(0), torch.stack([balance, squares])]).detach()
+            self._counted[layer] = self._counted.get(layer, 0) + counted
+            added = added + weight * balance + config.z_loss * squares
+        return added
 
     def _losses(self, micro_batch: MicroBatch, model: nn.Module) -> Tensor:
         inputs, targets, documents = micro_batch

@@ -293,8 +293,7 @@ def _layers(model: ModelConfig, small: ModelConfig, *, least: int) -> ModelConfi
         return {(of.uses_rope(n), of.window_of(n) > 0, of.is_sparse(n)) for n in range(of.layers)}
 
     for count in range(max(least, min(2, model.layers)), model.layers + 1):
-        without = tuple(layer for layer in model.no_rope_layers if layer < count)
-        found = replace(small, layers=count, no_rope_layers=without)
+        found = small.shortened(count)
         if kinds(found) == kinds(model):
             break
     return found

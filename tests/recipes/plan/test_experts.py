@@ -78,6 +78,12 @@ def told(exchange: Callable[..., Tensor], imbalance: float) -> Callable[..., Ten
             {"shared_experts": 2, "dense_layers": 1},
             1.0,
         ),
+        (
+            MeshDegrees(replicate=1, shard=4, expert=2),
+            [mode("full"), "--activation_checkpointing.blocks=2"],
+            {"shared_experts": 2, "further_dense_layers": (1, 2)},
+            1.0,
+        ),
         (MeshDegrees(replicate=1, shard=16, expert=8), [*LONG, mode("full")], SIZES_OF_QWEN, 1.0),
         (
             MeshDegrees(replicate=1, shard=16),
@@ -174,22 +180,23 @@ def test_flops_are_those_of_active_parameters() -> None:
     )
 
 
-def test_the_experts_of_stages_add_up_to_all() -> None:
-    recipe = recipe_of("--mesh.pipeline=2", dense_layers=1)
+@pytest.mark.parametrize("dense", [{"dense_layers": 1}, {"further_dense_layers": (2,)}], ids=str)
+def test_the_experts_of_stages_add_up_to_all(dense: dict[str, Any]) -> None:
+    recipe = recipe_of("--mesh.pipeline=2", **dense)
     found = [part for _, part in parts(recipe, MeshDegrees(pipeline=2, replicate=1, shard=2, expert=2))]
-    sparse = [part.recipe.model.layers - part.recipe.model.dense_layers for part in found]
+    sparse = [part.recipe.model.layers - len(part.recipe.model.dense) for part in found]
     of_experts = [part.state_by_kind["parameters of experts"] for part in found]
     assert sum(sparse) == 3 and sum(of_experts) == 4 * 3 * 16 * 3 * 128 * 96 // 2
     assert found[1].moments() is not None and predict(recipe, MeshDegrees(pipeline=2, replicate=1, shard=2)).where
 
 
 @pytest.mark.parametrize("share", ["all", 0.25])
-@pytest.mark.parametrize("dense", [0, 2])
-def test_the_peak_alone_is_that_of_all_moments(share: str | float, dense: int) -> None:
+@pytest.mark.parametrize("dense", [{}, {"dense_layers": 2}, {"further_dense_layers": (2, 3, 8)}], ids=str)
+def test_the_peak_alone_is_that_of_all_moments(share: str | float, dense: dict[str, Any]) -> None:
     for kind, reshard, count in product(("none", "selective", "full"), ("true", "false"), (8, 32)):
         way = [mode(kind), *([f"--activation_checkpointing.blocks={share}"] if kind != "none" else [])]
         words = [*way, f"--fsdp.reshard_after_forward={reshard}", f"--batch.global_batch_size={count}"]
-        recipe = recipe_of(*words, layers=9, dense_layers=dense)
+        recipe = recipe_of(*words, layers=9, **dense)
         for degrees in (MeshDegrees(replicate=1, shard=4, expert=4), MeshDegrees(replicate=1, shard=2, tensor=2)):
             assert peak(recipe, degrees) == predict(recipe, degrees).peak
 

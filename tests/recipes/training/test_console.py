@@ -4,13 +4,16 @@ import os
 import pty
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from models.hf import export_of
+from models.sizes import SIZES
 from parallel.config import MeshDegrees
 from recipes.data.config import BatchConfig
-from recipes.training.console import Console
+from recipes.training.console import Console, last_lines
 from tests.processes import untimed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -236,6 +239,20 @@ def test_training_goes_on_when_the_screen_lacks_a_character(tmp_path: Path) -> N
     )
     assert (done.stdout, done.stderr) == ("? 1\n? 2\n", "the end\n")
     assert untimed((tmp_path / "log.txt").read_text()) == "\u2192 1\n\u2192 2\n"
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_a_finished_run_offers_an_export_that_can_be_made(softcap: float, tmp_path: Path) -> None:
+    folder, model = tmp_path / "run", replace(SIZES["moe_debug"], logit_softcap=softcap)
+    (folder / "checkpoints").mkdir(parents=True)
+    offered = [line for line in last_lines(folder, model) if "convert_hf.py export" in line]
+    assert len(offered) == (0 if softcap else 1)
+    said = (
+        "cannot be exported to Hugging Face, because of model.logit_softcap = 30.0" if softcap else "can be exported as"
+    )
+    assert export_of(model).startswith(said)
+    (tmp_path / "run-hf").mkdir()
+    assert not [line for line in last_lines(folder, model) if "convert_hf.py export" in line]
 
 
 def test_a_batch_is_divided_among_data_ranks_and_shared_by_tensor_and_context_ranks() -> None:
