@@ -3,9 +3,10 @@
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd
+from math import gcd, prod
 
 from models.activations import Kept, Widths, at_swiglu_per_token, saved_per_token
+from models.registry import Place
 from parallel.config import MeshDegrees
 from recipes.recipe.schema import Recipe
 
@@ -94,9 +95,17 @@ class Sizes:
         width, inner = model.width, inner // tensor
         query, key = (heads * model.head_width // tensor for heads in (model.heads, model.key_value_heads))
         norms = [(features, 1) for features in self.norms_of_block]
-        attention = [(query, width), (key, width), (key, width), (width, query)]
-        feed_forward = [(inner, width), (inner, width), (width, inner)] if inner else []
+        attention = self._cut("attention") or [(query, width), (key, width), (key, width), (width, query)]
+        feed_forward = self._cut("feed_forward") or [(inner, width), (inner, width), (width, inner)] if inner else []
         return Unit.of(*norms, *attention, *feed_forward, shards=self.shards)
+
+    def _cut(self, place: Place) -> list[tuple[int, int]]:
+        """(rows, columns) that this process has of each matrix of a registered part."""
+        model, tensor = self.recipe.model, self.degrees.tensor
+        part = model.part(place)
+        cuts = dict.fromkeys(part.column or (), (tensor, 1)) | dict.fromkeys(part.row, (1, tensor))
+        shapes = ((*cuts.get(name, (1, 1)), *shape) for name, shape in part.matrices(model, 0).items())
+        return [(rows // cut, prod(others) // along) for cut, along, rows, *others in shapes]
 
     @cached_property
     def norms_of_block(self) -> list[int]:
@@ -104,7 +113,9 @@ class Sizes:
         model, tensor = self.recipe.model, self.degrees.tensor
         heads = {"none": (), "head": (1, 1), "all": (model.heads // tensor, model.key_value_heads // tensor)}
         of_stream = [model.width] * (4 if model.norms == "both" else 2)
-        return of_stream + [count * model.head_width for count in heads[model.qk_norm]]
+        own = [model.part(place).elements(model, 0, matrices=False) for place in ("attention", "feed_forward")]
+        of_heads = [count * model.head_width for count in heads[model.qk_norm]] if own[0] is None else []
+        return [*map(model.norm_params, of_stream + of_heads), *filter(None, own)]
 
     @cached_property
     def table(self) -> Unit:
@@ -114,7 +125,7 @@ class Sizes:
 
     @cached_property
     def norm(self) -> Unit:
-        return Unit.of((self.recipe.model.width, 1), shards=self.shards)
+        return Unit.of((self.recipe.model.norm_params(self.recipe.model.width), 1), shards=self.shards)
 
     @cached_property
     def tied(self) -> bool:

@@ -85,6 +85,8 @@ CONFLICTS: tuple[Conflict, ...] = (
      "exceeds the {model.positions} positions of the model; write at most that"),
     ("mesh.overlap_tensor", lambda r: r.mesh.overlap_tensor and r.mesh.tensor > 1 and r.model.by_transformers,
      "was not tried with models of transformers; write false"),
+    ("model.attention", lambda r: _has_masks(r) and not r.model.part("attention").documents,
+     '"{model.attention}" lets tokens see other documents; write data.document_mask = false, and no pairs, or another'),
     # Kernels of attention: parallel/kernels.py chooses among them.
     ("attention.backend", lambda r: r.attention.backend not in ("auto", "flash3") and _packs_pairs(r),
      'has no effect on pairs, which use their own kernels; write "auto", or "flash3" for GPUs that have it'),

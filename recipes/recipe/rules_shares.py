@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from models.config import LINEARS, ModelConfig
 from models.hf import parameter_shapes
+from models.registry import PLACES
 from parallel.config import Float8Config, MeshConfig
 from parallel.errors import listed
 from parallel.float8_limits import UNIT, fit, why_not_excluded, why_not_shared
@@ -25,7 +26,7 @@ def mesh_divides_model(
 ) -> Iterator[Violation]:
     """Every process of a tensor or context group has an equal part: of matrices, vocabulary, heads, tokens."""
     tensor, context, sizes = mesh.tensor, mesh.context, like_nodes(processes, nodes)
-    if refused := [*transformers_refuse(mesh, model=model)]:
+    if refused := [*transformers_refuse(mesh, model=model), *parts_refuse(mesh, model=model)]:
         yield from refused
         return
     rule = why_not_cut(tensor, model=model, float8=float8) or why_not_inside(tensor, sizes)
@@ -74,11 +75,28 @@ def transformers_refuse(mesh: MeshConfig, *, model: ModelConfig) -> Iterator[Vio
         yield "mesh.context", f"{reason}; write 1"
 
 
+def parts_refuse(mesh: MeshConfig, *, model: ModelConfig) -> Iterator[Violation]:
+    """Registered parts are cut only where they say how."""
+    uncut = [place for place in PLACES if model.part(place).column is None]
+    if mesh.tensor > 1 and uncut:
+        name = getattr(model, uncut[0])
+        yield "mesh.tensor", f'model.{uncut[0]} = "{name}" does not say where it can be cut; write 1'
+    if mesh.context > 1 and model.part("attention").inner is None:
+        reason = f'model.attention = "{model.attention}" does not say where its tokens see each other'
+        yield "mesh.context", f"{reason}; write 1"
+
+
 def why_not_cut(tensor: int, *, model: ModelConfig, float8: Float8Config) -> str | None:
     """Why so many processes cannot have an equal part of each matrix; None if they can."""
     for name in ("key_value_heads", "feed_forward_width", "vocabulary"):
         if getattr(model, name) % tensor:
             return f"{tensor} processes cannot share model.{name} = {getattr(model, name)} equally"
+    unit = tensor * (UNIT if float8.recipe != "none" else 1)
+    for place in PLACES:
+        part = model.part(place)
+        for name, shape in part.matrices(model, 0).items():
+            if name in (*(part.column or ()), *part.row) and (width := shape[name in part.row]) % unit:
+                return f"{tensor} processes cannot share the {width} of {place}.{name} by {unit // tensor}"
     for field, (name, width) in _widths(model, float8).items() if float8.recipe != "none" else ():
         if fit([width]) and not fit([width // tensor]):  # float8_fits reports the others
             name = "model.vocabulary" if field == "vocabulary" else name
