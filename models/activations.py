@@ -36,11 +36,8 @@ class Widths:
     norms: Literal["before", "after", "both"] = "before"
     whole: bool = False
     """Whether a norm is of all heads together, of which a tensor group has a part each."""
-    results: float = 0.0
-    """Width of what matrices of registered parts return, more than those of ours."""
-    eager: float = 0.0
-    compiled: float = 0.0
-    """What these parts keep, more than ours."""
+    own: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """Width of what registered parts keep more than ours: with "selective", eagerly, compiled."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "Widths":
@@ -49,21 +46,16 @@ class Widths:
         normed = (query + key) * (model.qk_norm != "none") + 2 * model.width * (model.norms == "both")
         scales = {"none": 0, "head": model.heads + model.key_value_heads, "all": 2}[model.qk_norm]
         scales += 2 * (model.norms == "both")
-        parts = [model.part(place) for place in PLACES]
-        of_ours = (2 * query + 2 * key + model.width - query, 2 * model.feed_forward_width + model.width, 0)
-        wider = [
-            sum(shape[0] for shape in matrices.values()) - ours
-            for part, ours in zip(parts, of_ours, strict=True)
-            if (matrices := part.matrices(model, 0))
-        ]
-        kept = [sum(part.costs.kept(model, way) for part in parts if part.costs) for way in (False, True)]
+        costs = [costs for place in PLACES if (costs := model.part(place).costs)]
+        own = tuple(sum(one.kept(model, how) for one in costs) for how in ("selective", "eager", "compiled"))
         inner, further = model.feed_forward_width, (normed, scales, model.norms, model.qk_norm == "all")
-        return cls(model.width, model.width, query, key, key, inner, model.heads, *further, sum(wider), *kept)
+        return cls(model.width, model.width, query, key, key, inner, model.heads, *further, own)
 
     def cut(self, degree: int) -> "Widths":
         """The widths on a process with 1 / degree of each matrix, and of the stream's tokens."""
-        names = ("stream", "query", "key", "seen", "inner", "heads", "normed", "scales", "results", "eager", "compiled")
-        return replace(self, **{name: getattr(self, name) / degree for name in names})
+        names = ("stream", "query", "key", "seen", "inner", "heads", "normed", "scales")
+        own = tuple(width / degree for width in self.own)
+        return replace(self, own=own, **{name: getattr(self, name) / degree for name in names})
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,7 @@ def saved_per_token(widths: Widths, kept: Kept) -> float:
         return kept.element * widths.stream
     if kept.mode == "selective":
         return kept.element * _products(widths, kept) + 4 * (widths.heads + widths.scales) + 2 * _scale(widths)
-    more = kept.element * (widths.compiled if kept.compiled else widths.eager)
+    more = kept.element * widths.own[2 if kept.compiled else 1]
     more += 4 * widths.scales + (kept.element * widths.query if kept.exchanged else 0)
     more += widths.normed * (kept.element if kept.compiled or kept.fused_norms else 2 * 4)
     if kept.compiled and widths.whole and widths.read > widths.stream:  # a sum over processes splits the norm
@@ -129,7 +121,7 @@ def _products(widths: Widths, kept: Kept) -> float:
     """Elements: the block's input, the results of its products and of attention."""
     # Of the feed-forward: only torch.compile sees that nothing reads it, unless a norm does.
     last = 0 if kept.compiled and widths.norms == "before" else widths.stream
-    return 2 * widths.stream + last + 2 * widths.query + 2 * widths.key + 2 * widths.inner + widths.results
+    return 2 * widths.stream + last + 2 * widths.query + 2 * widths.key + 2 * widths.inner + widths.own[0]
 
 
 def _scale(widths: Widths) -> float:

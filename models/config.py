@@ -161,20 +161,16 @@ class ModelConfig:
         return {}
 
     def part(self, place: Place) -> Part:
-        """What is known of the part in this place; problems() tells of one that is not registered."""
-        found = find(place, getattr(self, place))
-        if found is None:
-            raise ValueError(f"model.{place} {problems_of_parts(self)[place]}")
-        return found
+        """What is known of the part in this place. Raises ValueError for one that is not registered."""
+        return find(place, getattr(self, place))
 
     def uncounted(self, *, by_plan: bool = False) -> str | None:
         """A part whose costs nobody knows, such as 'attention = "mine"'. by_plan: or one that plans do not count, as
         it differs between layers or computes more than products with its tensors."""
         for place in PLACES:
             part = self.part(place)
-            one, *others = [part.tensors(self, layer) if part.tensors else {} for layer in range(self.layers)]
-            differs = place != "norm" and any(one != other for other in others)
-            if part.costs is None or (by_plan and (differs or part.costs.flops)):
+            shapes = [part.matrices(self, layer) for layer in range(self.layers)]
+            if part.costs is None or (by_plan and (part.costs.flops or shapes != shapes[:1] * self.layers)):
                 return f'{place} = "{getattr(self, place)}"'
         return None
 
@@ -343,11 +339,9 @@ class ModelConfig:
             raise ValueError(f"model.{refused} does not say its costs, so its FLOPs are not known")
         share = self.attention_share(sequence_length)
         full_attention = round(12 * self.layers * self.heads * self.head_width * sequence_length * share)
-        flops, inner = (self.part(place).costs.flops for place in ("attention", "feed_forward"))  # type: ignore[union-attr]
-        if flops is not None:
-            full_attention = round(3 * sum(flops(self, layer, sequence_length) for layer in range(self.layers)))
-        beside = 0 if inner is None else round(3 * sum(inner(self, n, sequence_length) for n in range(self.layers)))
-        return 6 * self.matmul_params() + beside + (full_attention if attention == "full" else full_attention // 2)
+        if (costs := self.part("attention").costs) and costs.flops:
+            full_attention = round(3 * sum(costs.flops(self, layer, sequence_length) for layer in range(self.layers)))
+        return 6 * self.matmul_params() + (full_attention if attention == "full" else full_attention // 2)
 
 
 @dataclass(frozen=True)

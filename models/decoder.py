@@ -19,7 +19,8 @@ from torch.nn.functional import gelu, linear, rms_norm, silu
 
 from models.attention import InnerAttention, attend, rope_tables, rotate
 from models.config import Activation, ModelConfig
-from models.interface import BlockInterface, ModelInterface, has_part
+from models.hf import inside_block
+from models.interface import BlockInterface, ModelInterface
 from models.loss import SummedLoss
 
 if TYPE_CHECKING:
@@ -63,12 +64,7 @@ class Attention(nn.Module):
         return self.o_proj(self.heads(x, cos, sin, cache, documents))
 
     def heads(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: "LayerCache | None" = None,
-        documents: "Restriction | None" = None,
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None", documents: "Restriction | None"
     ) -> Tensor:
         """What forward() takes -> what the heads have found, side by side (B, T, N H)."""
         # -1 infers the number of heads, so that a tensor-parallel rank needs no change here.
@@ -92,22 +88,18 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """A gated linear unit, with silu SwiGLU (Shazeer 2020): down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, width: int, inner: int, activation: Activation) -> None:
-        """width: D; inner: F."""
+    def __init__(self, config: ModelConfig, layer: int, *, inner: int = 0) -> None:
+        """inner: F; 0 = feed_forward_width."""
         super().__init__()
+        width, inner = config.width, inner or config.feed_forward_width
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
-        self.activation = ACTIVATIONS[activation]
+        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, T, D) -> (B, T, D)."""
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))  # (B, T, F) inside
-
-
-def dense_feed_forward(config: ModelConfig, layer: int) -> nn.Module:
-    """The feed-forward of a layer without experts."""
-    return FeedForward(config.width, config.feed_forward_width, config.activation)
 
 
 class Block(nn.Module):
@@ -156,7 +148,7 @@ class SparseBlock(Block):
         from models.experts import SparseFeedForward  # most models have none
 
         shared = config.shared_experts * config.expert_width
-        of_all_tokens = FeedForward(config.width, shared, config.activation) if shared else None
+        of_all_tokens = FeedForward(config, layer, inner=shared) if shared else None
         super().__init__(config, layer, feed_forward=SparseFeedForward(config, shared=of_all_tokens))
 
     def forward(self, *arguments: Any) -> "tuple[Tensor, Routed]":  # type: ignore[override]
@@ -195,10 +187,6 @@ def _norm(config: ModelConfig, wanted: bool = True, width: int = 0) -> nn.Module
 def rms_norm_of(config: ModelConfig, width: int) -> nn.Module:
     """The norm of so many features, as most models have it."""
     return (OffsetNorm if config.norm_offset else nn.RMSNorm)(width, eps=config.norm_eps)
-
-
-def _has_norm(block: nn.Module, *, name: str) -> bool:
-    return has_part(block, name) and not isinstance(block.get_submodule(name), nn.Identity)
 
 
 def _norm_of_heads(config: ModelConfig, heads: int) -> nn.Module:
@@ -263,8 +251,9 @@ class Decoder(nn.Module):
         """What parallel/ may know of this model."""
         config, places = self.config, ("attention", "feed_forward")
         parts = {place: config.part(place) for place in ("attention", "feed_forward")}
+        tensors = inside_block(config, self.layers[-1])  # a norm that has none needs no place
         named = [f"{place}.{name}" for place, part in parts.items() for name in part.norms]
-        norms = tuple(name for name in named if any(map(partial(_has_norm, name=name), self.blocks)))
+        norms = tuple(name for name in named if any(tensor.startswith(f"{name}.") for tensor in tensors))
         inner, whole_norms = parts["attention"].inner, config.qk_norm == "all"
         return ModelInterface(
             stacks=(tuple(f"blocks.{layer}" for layer in self.layers),),

@@ -104,13 +104,11 @@ def require_as_declared(config: ModelConfig, built: Mapping[str, tuple[int, ...]
     """Raise ValueError unless a model, or some layers of it, has the tensors that its parts say. built: name -> shape
     of its parameters."""
     declared = dict(parameter_shapes(config))
-    places = {name.split(".")[1] for name in built if name.startswith("blocks.")}
-    asked = {name for name in declared if name.startswith("blocks.") and name.split(".")[1] in places}
-    wrong = [name for name in {*built, *asked} if declared.get(name) != built.get(name)]
-    if wrong:
-        name = min(wrong)
-        shapes = f"{declared.get(name, 'no such tensor')}, but its module has {built.get(name, 'none')}"
-        raise ValueError(f"{name}: what is registered of its part says {shapes}; correct `tensors` or the module")
+    blocks = {name.split(".")[1] for name in built if name.startswith("blocks.")}
+    here = {name for name in declared if name.startswith("blocks.") and name.split(".")[1] in blocks}
+    for name in sorted({*built, *here}):
+        if (said := declared.get(name)) != (has := built.get(name)):
+            raise ValueError(f"{name}: the facts of its part say {said}, but its module has {has}; correct one of them")
 
 
 def _axes(config: ModelConfig, layer: int) -> dict[str, int]:

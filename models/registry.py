@@ -32,13 +32,14 @@ READ: Mapping[Place, Mapping[str, Any]] = {
 class Costs:
     """What MFU and --plan must know of a part beside its tensors, each of which they count as a product per token."""
 
-    kept: Callable[[Any, bool], float] = lambda config, compiled: 0.0
-    """(config, whether it is compiled) -> elements per token that it keeps for its backward pass, more than ours."""
+    kept: Callable[[Any, str], float] = lambda config, how: 0.0
+    """(config, how it runs: "eager", "compiled", or "selective" checkpointing, which keeps results of products alone)
+    -> elements per token that it keeps for its backward pass, more than ours."""
     moved: Callable[[Any], float] = lambda config: 0.0
     """Bytes per token that its kernels move in a step, forward and backward, in bfloat16, more than those of ours."""
     flops: Callable[[Any, int, float], float] | None = None
-    """(config, layer, S) -> FLOPs per token, forward and without a causal mask, beside products with its tensors; None
-    = as ours: of attention 4 x heads x head_width x S, of the others none."""
+    """Attention: (config, layer, S) -> FLOPs per token, forward and without a causal mask, beside products with its
+    tensors; None = as ours, 4 x heads x head_width x S."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ class Part:
         return sum(prod(shape) for shape in self.tensors(config, number).values() if (len(shape) > 1) == matrices)
 
 
-_OWN = {
-    "attention": Part(
+_parts: dict[tuple[str, str], Part] = {
+    ("attention", OURS): Part(
         "models.decoder:Attention",
         column=("q_proj", "k_proj", "v_proj"),
         row=("o_proj",),
@@ -104,12 +105,11 @@ _OWN = {
         cache=True,
         costs=Costs(),
     ),
-    "feed_forward": Part(
-        "models.decoder:dense_feed_forward", column=("gate_proj", "up_proj"), row=("down_proj",), costs=Costs()
+    ("feed_forward", OURS): Part(
+        "models.decoder:FeedForward", column=("gate_proj", "up_proj"), row=("down_proj",), costs=Costs()
     ),
-    "norm": Part("models.decoder:rms_norm_of", column=(), costs=Costs()),
+    ("norm", OURS): Part("models.decoder:rms_norm_of", column=(), costs=Costs()),
 }
-_parts: dict[tuple[str, str], Part] = {(place, OURS): own for place, own in _OWN.items()}
 FAMILIES: dict[str, Any] = {}
 """Value of model.name -> the ModelConfig that a plug-in has registered for it."""
 
@@ -119,17 +119,17 @@ def part(place: Place, name: str, builder: str | Callable[..., Any], **facts: An
 
     Raises ValueError for a name that is taken and for facts that contradict each other.
     """
-    if place not in PLACES:
-        raise ValueError(f"there is no place {place!r} for a part; write one of {', '.join(PLACES)}")
-    if (place, name) in _parts:
-        raise ValueError(f'there is a part {place} = "{name}" already; choose another name')
-    if "tensors" not in facts:
-        raise ValueError(f'the part {place} = "{name}" says no tensors; write tensors = (config, layer) -> shapes')
     new = Part(builder, **facts)
-    if unknown := {*new.reads} - {*READ[place]}:
-        raise ValueError(f'the part {place} = "{name}" reads {sorted(unknown)}; choose from {list(READ[place])}')
-    if place != "norm" and new.column is not None and not (new.column and new.row):
-        raise ValueError(f'the part {place} = "{name}" says a half of how it is cut; write both column and row')
+    wrong = {
+        f"there is no such place; write one of {', '.join(PLACES)}": place not in PLACES,
+        "it is there already; choose another name": (place, name) in _parts,
+        "it says no tensors; write tensors = (config, layer) -> shapes": new.tensors is None,
+        f"it can read {', '.join(READ.get(place, ()))} alone": {*new.reads} - {*READ.get(place, ())},
+        "it says a half of how it is cut; write both column and row": bool(new.column) != bool(new.row),
+    }
+    for message, applies in wrong.items():
+        if applies:
+            raise ValueError(f'model.{place} = "{name}": {message}')
     _parts[place, name] = new
 
 
@@ -143,9 +143,11 @@ def family(name: str, size: Any) -> None:
     FAMILIES[name] = size
 
 
-def find(place: Place, name: str) -> Part | None:
-    """The part of this name; None if nothing has registered it."""
-    return _parts.get((place, name))
+def find(place: Place, name: str) -> Part:
+    """The part of this name. Raises ValueError if nothing has registered it."""
+    if message := unregistered(place, name):
+        raise ValueError(f'model.{place} = "{name}" {message}')
+    return _parts[place, name]
 
 
 def unregistered(place: str, name: str) -> str | None:

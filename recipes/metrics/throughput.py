@@ -64,20 +64,18 @@ class Throughput:
         self.devices = devices
         self.device_name = device_name(device)
         self.peak: float | None = None
-        if self.device_name != "cpu" and not model.uncounted():
+        self.kinds = () if model.uncounted() else ATTENTION
+        if self.device_name != "cpu" and self.kinds:
             from recipes.metrics.hardware import bf16_peak
 
             self.peak = bf16_peak(self.device_name)
         self.model = model
         try:
-            self.flops = self._flops(sequence_length)
+            self.flops: dict[AttentionFlops, float] = {
+                kind: model.flops_per_token(sequence_length, kind) for kind in self.kinds
+            }
         except ValueError as error:  # of a model of transformers
             raise UserError(f"model: {error}") from None
-
-    def _flops(self, length: float) -> dict[AttentionFlops, float]:
-        """FLOPs per token; none where a part of the model does not say its costs."""
-        kinds = () if self.model.uncounted() else ATTENTION
-        return {kind: self.model.flops_per_token(length, kind) for kind in kinds}
 
     def row(
         self,
@@ -98,7 +96,7 @@ class Throughput:
         of_step = self.tokens_per_step if tokens is None else tokens
         flops, columns = self.flops, {}
         if attention_length is not None:
-            flops = self._flops(attention_length)
+            flops = {kind: self.model.flops_per_token(attention_length, kind) for kind in self.kinds}
             columns = {"attention_length": attention_length}
         if lengths is not None:
             from models.counts import step_flops

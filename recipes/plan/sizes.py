@@ -1,12 +1,14 @@
 """The sizes of one process's part of a training step, from the dimensions of the model. Imports no torch."""
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, prod
 
 from models.activations import Kept, Widths, at_swiglu_per_token, saved_per_token
-from models.registry import Place
+from models.hf import inside_block
+from models.registry import PLACES, Part
 from parallel.config import MeshDegrees
 from recipes.recipe.schema import Recipe
 
@@ -91,31 +93,21 @@ class Sizes:
 
     def block_of(self, inner: int) -> Unit:
         """A block with a feed-forward of this inner width; 0 = none."""
-        model, tensor = self.recipe.model, self.degrees.tensor
-        width, inner = model.width, inner // tensor
-        query, key = (heads * model.head_width // tensor for heads in (model.heads, model.key_value_heads))
-        norms = [(features, 1) for features in self.norms_of_block]
-        attention = self._cut("attention") or [(query, width), (key, width), (key, width), (width, query)]
-        feed_forward = self._cut("feed_forward") or [(inner, width), (inner, width), (width, inner)] if inner else []
-        return Unit.of(*norms, *attention, *feed_forward, shards=self.shards)
+        return Unit.of(*self._tensors(inner), shards=self.shards)
 
-    def _cut(self, place: Place) -> list[tuple[int, int]]:
-        """(rows, columns) that this process has of each matrix of a registered part."""
-        model, tensor = self.recipe.model, self.degrees.tensor
-        part = model.part(place)
-        cuts = dict.fromkeys(part.column or (), (tensor, 1)) | dict.fromkeys(part.row, (1, tensor))
-        shapes = ((*cuts.get(name, (1, 1)), *shape) for name, shape in part.matrices(model, 0).items())
-        return [(rows // cut, prod(others) // along) for cut, along, rows, *others in shapes]
+    def _tensors(self, inner: int) -> Iterator[tuple[int, int]]:
+        """(rows, columns) that this process has of each tensor of such a block; a vector has one column."""
+        model, tensor = replace(self.recipe.model, feed_forward_width=inner, experts=0), self.degrees.tensor
+        for name, (rows, *columns) in inside_block(model, 0).items():
+            place, _, own = name.removesuffix(".weight").partition(".")
+            part = model.part(place) if place in PLACES else Part("")
+            is_cut = own in (part.column or ()) or (own in part.norms and model.qk_norm == "all")
+            yield rows // (tensor if is_cut else 1), prod(columns) // (tensor if own in part.row else 1)
 
     @cached_property
     def norms_of_block(self) -> list[int]:
         """The features of each of a block's norms."""
-        model, tensor = self.recipe.model, self.degrees.tensor
-        heads = {"none": (), "head": (1, 1), "all": (model.heads // tensor, model.key_value_heads // tensor)}
-        of_stream = [model.width] * (4 if model.norms == "both" else 2)
-        own = [model.part(place).elements(model, 0, matrices=False) for place in ("attention", "feed_forward")]
-        of_heads = [count * model.head_width for count in heads[model.qk_norm]] if own[0] is None else []
-        return [*map(model.norm_params, of_stream + of_heads), *filter(None, own)]
+        return [rows for rows, columns in self._tensors(0) if columns == 1]
 
     @cached_property
     def table(self) -> Unit:

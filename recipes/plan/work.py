@@ -4,15 +4,16 @@ A recipe is one way to state a step; a published measurement of another program 
 Imports no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from operator import add
 from typing import Any, Literal, NamedTuple
 
-from models.config import LINEARS, LINEARS_IN, ModelConfig
+from models.config import LINEARS, ModelConfig
+from models.hf import inside_block
 from models.registry import PLACES
-from parallel.config import MeshDegrees
+from parallel.config import Float8Config, MeshDegrees
 from recipes.recipe.schema import Recipe
 
 Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
@@ -125,7 +126,7 @@ class Work:
     """Processes of a node."""
     experts: Experts | None = None
     parts: tuple[tuple[str, tuple[int, int]], ...] = ()
-    """(such as "attention.gate_proj", whole outputs and inputs) of the matrices of registered parts."""
+    """(such as "attention.gate_proj", whole outputs and inputs) of each matrix, where not all parts are ours."""
     rows: frozenset[str] = frozenset({"o_proj", "down_proj"})
     """The linears that tensor groups cut by inputs."""
     moved: float = 0.0
@@ -153,7 +154,7 @@ class Work:
         """Bytes of an element of a block's gathered weights, on average."""
         if not self.float8_weights:
             return self.element
-        plain = sum(prod(shape) for name, shape in self.linears.items() if name.split(".")[-1] in self.plain_linears)
+        plain = sum(prod(shape) for name, shape in self.linears.items() if name in self.plain_linears)
         return 1 + (self.element - 1) * plain / self.block_params
 
     @property
@@ -190,13 +191,12 @@ class Work:
         width, query, key, inner = self.width, self.query, self.key, self.inner
         query_shape, key_shape, up = (query, width), (key, width), (inner, width)
         shapes = query_shape, key_shape, key_shape, query_shape[::-1], up, up, up[::-1]
-        replaced = {name for own, _ in self.parts for name in LINEARS_IN[own.partition(".")[0]]}
         ours = {
             name: shape
             for name, shape in zip(LINEARS, shapes, strict=True)
-            if prod(shape) and (self.gated or name != "gate_proj") and name not in replaced
+            if prod(shape) and (self.gated or name != "gate_proj")
         }
-        return ours | dict(self.parts) if "o_proj" in ours else dict(self.parts) | ours
+        return dict(self.parts) or ours
 
     @property
     def block_params(self) -> int:
@@ -213,7 +213,7 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
     optimizer = recipe.optimizer
     attended = model.attention_share(batch.sequence_length)
     without_windows = sum(not model.window_of(layer) for layer in range(model.layers)) / model.layers
-    return Work(
+    found = Work(
         layers=model.layers,
         width=model.width,
         query=model.heads * model.head_width,
@@ -257,20 +257,24 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         overlap_tensor=recipe.mesh.overlap_tensor,
         per_node=per_node,
         experts=_experts(model, degrees) if model.experts else None,
-        **_of_parts(model),
     )
+    return replace(found, **_of_parts(model, recipe.float8))
 
 
-def _of_parts(model: ModelConfig) -> dict[str, Any]:
-    """What registered parts add to Work."""
-    parts = {place: model.part(place) for place in PLACES}
-    shapes = [
-        (f"{place}.{name}", (shape[0], prod(shape[1:])))
-        for place, part in parts.items()
-        for name, shape in part.matrices(model, 0).items()
-    ]
-    moved = sum(part.costs.moved(model) for part in parts.values() if part.costs)
-    return {"parts": tuple(shapes), "rows": frozenset(n for part in parts.values() for n in part.row), "moved": moved}
+def _of_parts(model: ModelConfig, float8: Float8Config) -> dict[str, Any]:
+    """What registered parts change in Work; nothing without any."""
+    parts = [model.part(place) for place in PLACES]
+    if not any(part.tensors for part in parts):
+        return {}
+    dense = replace(model, feed_forward_width=_inner(model) if model.experts else model.feed_forward_width, experts=0)
+    shapes = inside_block(dense, 0).items()
+    matrices = {name.removesuffix(".weight"): (one[0], prod(one[1:])) for name, one in shapes if len(one) > 1}
+    return {
+        "parts": tuple(matrices.items()),
+        "plain_linears": frozenset(name for name in matrices if {"blocks", *name.split(".")} & {*float8.exclude}),
+        "rows": frozenset(name for part in parts for name in part.row),
+        "moved": sum(part.costs.moved(model) for part in parts if part.costs),
+    }
 
 
 def _experts(model: ModelConfig, degrees: MeshDegrees) -> Experts:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from models.config import LINEARS, ModelConfig
-from models.hf import parameter_shapes
+from models.config import ModelConfig
+from models.hf import inside_block, parameter_shapes
 from models.registry import PLACES
 from parallel.config import Float8Config, MeshConfig
 from parallel.errors import listed
@@ -26,7 +26,7 @@ def mesh_divides_model(
 ) -> Iterator[Violation]:
     """Every process of a tensor or context group has an equal part: of matrices, vocabulary, heads, tokens."""
     tensor, context, sizes = mesh.tensor, mesh.context, like_nodes(processes, nodes)
-    if refused := [*transformers_refuse(mesh, model=model), *parts_refuse(mesh, model=model)]:
+    if refused := [*transformers_refuse(mesh, model=model)]:
         yield from refused
         return
     rule = why_not_cut(tensor, model=model, float8=float8) or why_not_inside(tensor, sizes)
@@ -72,17 +72,6 @@ def transformers_refuse(mesh: MeshConfig, *, model: ModelConfig) -> Iterator[Vio
         yield "mesh.tensor", "processes of a group would drop other numbers; write 1, or model.dropout = false"
     if mesh.context > 1:
         reason = f"{name_of(model.settings)} of transformers sees whole rows only"
-        yield "mesh.context", f"{reason}; write 1"
-
-
-def parts_refuse(mesh: MeshConfig, *, model: ModelConfig) -> Iterator[Violation]:
-    """Registered parts are cut only where they say how."""
-    uncut = [place for place in PLACES if model.part(place).column is None]
-    if mesh.tensor > 1 and uncut:
-        name = getattr(model, uncut[0])
-        yield "mesh.tensor", f'model.{uncut[0]} = "{name}" does not say where it can be cut; write 1'
-    if mesh.context > 1 and model.part("attention").inner is None:
-        reason = f'model.attention = "{model.attention}" does not say where its tokens see each other'
         yield "mesh.context", f"{reason}; write 1"
 
 
@@ -153,9 +142,8 @@ def float8_rows_divide(
     if not float8.all_gather or model.by_transformers or any(mesh_fits(mesh, processes=processes, nodes=nodes)):
         return
     degrees = mesh.fit(processes, nodes=nodes)
-    query, key = model.heads * model.head_width, model.key_value_heads * model.head_width
-    inner = model.feed_forward_width
-    every = dict(zip(LINEARS, (query, key, key, model.width, inner, inner, model.width), strict=True))
+    linears = {name: shape[0] for name, shape in inside_block(replace(model, experts=0), 0).items() if len(shape) > 1}
+    every = {name.split(".")[-2]: count for name, count in linears.items()}
     rows = {name: count for name, count in every.items() if name not in float8.plain_linears}
     if not model.tied_embeddings and "lm_head" not in float8.exclude:
         rows["lm_head"] = model.vocabulary

@@ -48,8 +48,8 @@ part(
     cache=True,
     reads=("qk_norm", "window", "attention_scale_width", "no_rope_every", "no_rope_layers"),
     costs=Costs(
-        # Beside what ours keeps: the gate and its product with the heads, which o_proj reads.
-        kept=lambda config, compiled: 2 * config.heads * config.head_width,
+        # Beside what ours keeps: the gate and its product with the heads, which o_proj reads; or gate_proj's result.
+        kept=lambda config, how: (1 if how == "selective" else 2) * config.heads * config.head_width,
         # Forward reads two and writes one, backward reads three and writes two, of 2 bytes.
         moved=lambda config: 16 * config.heads * config.head_width,
     ),
