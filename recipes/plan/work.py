@@ -267,11 +267,11 @@ def _of_parts(model: ModelConfig, float8: Float8Config) -> dict[str, Any]:
     if not any(part.tensors for part in parts):
         return {}
     dense = replace(model, feed_forward_width=_inner(model) if model.experts else model.feed_forward_width, experts=0)
-    shapes = inside_block(dense, 0).items()
+    shapes, whole = inside_block(dense, 0).items(), float8.plain_linears.issuperset(LINEARS)
     matrices = {name.removesuffix(".weight"): (one[0], prod(one[1:])) for name, one in shapes if len(one) > 1}
     return {
         "parts": tuple(matrices.items()),
-        "plain_linears": frozenset(name for name in matrices if {"blocks", *name.split(".")} & {*float8.exclude}),
+        "plain_linears": frozenset(one for one in matrices if whole or {*one.split(".")} & {*float8.exclude}),
         "rows": frozenset(name for part in parts for name in part.row),
         "moved": sum(part.costs.moved(model) for part in parts if part.costs),
     }
