@@ -2,9 +2,8 @@
 
 A part is the module in one place of a block. Who needs to know more of it than its forward pass asks here: where tensor
 and context parallelism cut it, its tensors, what it costs. What a part does not say is refused by name. What is
-registered holds for the whole process, which `_parts` and `FAMILIES` are the only place of. Imports no torch.
-
-D width of the residual stream, S tokens of a text.
+registered holds for the whole process, which `_parts` and `FAMILIES` are the only place of. S is the number of tokens
+of a text. Imports no torch.
 """
 
 from collections.abc import Callable, Mapping

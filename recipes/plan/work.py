@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from operator import add
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from models.config import LINEARS, ModelConfig
-from models.hf import inside_block
-from models.registry import PLACES
-from parallel.config import Float8Config, MeshDegrees
+from parallel.config import MeshDegrees
+from recipes.plan.parts import of_parts
 from recipes.recipe.schema import Recipe
 
 Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
@@ -258,23 +257,7 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         per_node=per_node,
         experts=_experts(model, degrees) if model.experts else None,
     )
-    return replace(found, **_of_parts(model, recipe.float8))
-
-
-def _of_parts(model: ModelConfig, float8: Float8Config) -> dict[str, Any]:
-    """What registered parts change in Work; nothing without any."""
-    parts = [model.part(place) for place in PLACES]
-    if not any(part.tensors for part in parts):
-        return {}
-    dense = replace(model, feed_forward_width=_inner(model) if model.experts else model.feed_forward_width, experts=0)
-    shapes, whole = inside_block(dense, 0).items(), float8.plain_linears.issuperset(LINEARS)
-    matrices = {name.removesuffix(".weight"): (one[0], prod(one[1:])) for name, one in shapes if len(one) > 1}
-    return {
-        "parts": tuple(matrices.items()),
-        "plain_linears": frozenset(one for one in matrices if whole or {*one.split(".")} & {*float8.exclude}),
-        "rows": frozenset(name for part in parts for name in part.row),
-        "moved": sum(part.costs.moved(model) for part in parts if part.costs),
-    }
+    return replace(found, **of_parts(model, recipe.float8, inner=found.inner))
 
 
 def _experts(model: ModelConfig, degrees: MeshDegrees) -> Experts:

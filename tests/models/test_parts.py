@@ -38,7 +38,7 @@ from tests.live_bytes import tracked_step
 from tests.processes import run_processes
 from tests.training import DEBUG, change, small_recipe, train
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "plugins"
 NAMES = {"gated_attention.py": ("attention", "gated"), "other_parts.py": ("feed_forward", "squared_relu")}
 SMALL = {"layers": 2, "width": 32, "feed_forward_width": 48, "heads": 4, "key_value_heads": 2, "head_width": 8}
 ALL = {"attention": "gated", "feed_forward": "squared_relu", "norm": "layer"}
@@ -51,7 +51,7 @@ def register() -> None:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The parts of the files beside this one, until the test ends."""
+    """The parts of the files in tests/plugins, until the test ends."""
     monkeypatch.setattr(registry, "_parts", dict(registry._parts))
     before = dict(FAMILIES)
     register()
