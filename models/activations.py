@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from models.config import ModelConfig
+from models.registry import PLACES
 
 Mode = Literal["none", "selective", "full"]
 """The values of activation_checkpointing.mode."""
@@ -35,6 +36,8 @@ class Widths:
     norms: Literal["before", "after", "both"] = "before"
     whole: bool = False
     """Whether a norm is of all heads together, of which a tensor group has a part each."""
+    own: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """Width of what registered parts keep more than ours: with "selective", eagerly, compiled."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "Widths":
@@ -43,13 +46,16 @@ class Widths:
         normed = (query + key) * (model.qk_norm != "none") + 2 * model.width * (model.norms == "both")
         scales = {"none": 0, "head": model.heads + model.key_value_heads, "all": 2}[model.qk_norm]
         scales += 2 * (model.norms == "both")
+        costs = [costs for place in PLACES if (costs := model.part(place).costs)]
+        own = tuple(sum(one.kept(model, how) for one in costs) for how in ("selective", "eager", "compiled"))
         inner, further = model.feed_forward_width, (normed, scales, model.norms, model.qk_norm == "all")
-        return cls(model.width, model.width, query, key, key, inner, model.heads, *further)
+        return cls(model.width, model.width, query, key, key, inner, model.heads, *further, own)
 
     def cut(self, degree: int) -> "Widths":
         """The widths on a process with 1 / degree of each matrix, and of the stream's tokens."""
         names = ("stream", "query", "key", "seen", "inner", "heads", "normed", "scales")
-        return replace(self, **{name: getattr(self, name) / degree for name in names})
+        own = tuple(width / degree for width in self.own)
+        return replace(self, own=own, **{name: getattr(self, name) / degree for name in names})
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ def saved_per_token(widths: Widths, kept: Kept) -> float:
         return kept.element * widths.stream
     if kept.mode == "selective":
         return kept.element * _products(widths, kept) + 4 * (widths.heads + widths.scales) + 2 * _scale(widths)
-    more = 4 * widths.scales + (kept.element * widths.query if kept.exchanged else 0)
+    more = kept.element * widths.own[2 if kept.compiled else 1]
+    more += 4 * widths.scales + (kept.element * widths.query if kept.exchanged else 0)
     more += widths.normed * (kept.element if kept.compiled or kept.fused_norms else 2 * 4)
     if kept.compiled and widths.whole and widths.read > widths.stream:  # a sum over processes splits the norm
         more += 4 * widths.normed
@@ -114,7 +121,7 @@ def _products(widths: Widths, kept: Kept) -> float:
     """Elements: the block's input, the results of its products and of attention."""
     # Of the feed-forward: only torch.compile sees that nothing reads it, unless a norm does.
     last = 0 if kept.compiled and widths.norms == "before" else widths.stream
-    return 2 * widths.stream + last + 2 * widths.query + 2 * widths.key + 2 * widths.inner
+    return 2 * widths.stream + last + 2 * widths.query + 2 * widths.key + 2 * widths.inner + widths.own[0]
 
 
 def _scale(widths: Widths) -> float:

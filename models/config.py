@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
+from models.registry import OURS, PLACES, Part, Place, find, problems_of_parts
+
 AttentionFlops = Literal["causal", "full"]
 Activation = Literal["silu", "gelu_tanh"]
 FROM_WEIGHTS = "from_weights"
@@ -152,6 +154,12 @@ class ModelConfig:
     """Groups of neighbouring experts; those with the best two scores are chosen first (DeepSeek-V3)."""
     groups_per_token: Annotated[int, Ge(1)] = 1
     """How many groups a token's experts come from; expert_groups = any."""
+    attention: str = OURS
+    """The attention that a module of plugins.modules registers under this name; "default" = ours."""
+    feed_forward: str = OURS
+    """The dense feed-forward, likewise."""
+    norm: str = OURS
+    """The norm of tokens, and of heads with qk_norm = "head", likewise."""
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -167,6 +175,20 @@ class ModelConfig:
     def settings(self) -> dict[str, Any]:
         """The config.json of a model of transformers; empty for our decoder."""
         return {}
+
+    def part(self, place: Place) -> Part:
+        """What is known of the part in this place. Raises ValueError for one that is not registered."""
+        return find(place, getattr(self, place))
+
+    def uncounted(self, *, by_plan: bool = False) -> str | None:
+        """A part whose costs nobody knows, such as 'attention = "mine"'. by_plan: or one that plans do not count, as
+        it differs between layers or computes more than products with its tensors."""
+        for place in PLACES:
+            part = self.part(place)
+            shapes = [part.matrices(self, layer) for layer in range(self.layers)]
+            if part.costs is None or (by_plan and (part.costs.flops or shapes != shapes[:1] * self.layers)):
+                return f'{place} = "{getattr(self, place)}"'
+        return None
 
     @property
     def computed_by(self) -> str:
@@ -184,6 +206,7 @@ class ModelConfig:
             least = 1.0 if field in ("rope_theta", "rope_local_theta") else SMALLEST
             if isinstance(value, float) and value and not least <= value <= MOST:
                 found[field] = f"must be from {least:.3g} to {MOST:.3g}, for float32 to compute with it"
+        found |= problems_of_parts(self)
         heads, low = self.heads, self.rope_low_frequency_factor
         if heads % self.key_value_heads:
             found["key_value_heads"] = f"must divide heads = {heads}; write one of its divisors, such as {heads}"
@@ -290,8 +313,20 @@ class ModelConfig:
         key_and_value = 2 * self.width * self.key_value_heads * self.head_width
         dense = 3 * self.width * self.feed_forward_width
         sparse = self.width * (3 * self.expert_width * (experts + self.shared_experts) + self.experts)
-        feed_forward = sum(sparse if self.is_sparse(layer) else dense for layer in range(self.layers))
-        return self.layers * (query_and_output + key_and_value) + feed_forward + self.vocabulary * self.width
+        attention = self._elements("attention", query_and_output + key_and_value, matrices=True)
+        dense_layers = self._elements("feed_forward", dense, matrices=True)
+        feed_forward = (sparse if self.is_sparse(layer) else own for layer, own in enumerate(dense_layers))
+        return sum(attention) + sum(feed_forward) + self.vocabulary * self.width
+
+    def _elements(self, place: Place, ours: int, *, matrices: bool) -> list[int]:
+        """Those of each layer's part in its matrices, or in its other tensors. ours: where the part is ours."""
+        found = [self.part(place).elements(self, layer, matrices=matrices) for layer in range(self.layers)]
+        return [ours if count is None else count for count in found]
+
+    def norm_params(self, features: int) -> int:
+        """The parameters of a norm of so many features."""
+        found = self.part("norm").elements(self, features, matrices=False)
+        return features if found is None else found
 
     def num_params(self) -> int:
         """Total number of parameters; a tied embedding counts once."""
@@ -304,8 +339,11 @@ class ModelConfig:
         return f"{self.num_params():,} parameters{active}"
 
     def _num_params(self, experts: int) -> int:
-        of_heads = {"none": 0, "head": 2, "all": self.heads + self.key_value_heads}[self.qk_norm] * self.head_width
-        norms = self.width + self.layers * ((4 if self.norms == "both" else 2) * self.width + of_heads)
+        all_heads = (self.heads + self.key_value_heads) * self.head_width
+        of_heads = {"none": 0, "head": 2 * self.norm_params(self.head_width), "all": all_heads}[self.qk_norm]
+        norms = (1 + self.layers * (4 if self.norms == "both" else 2)) * self.norm_params(self.width)
+        norms += sum(self._elements("attention", of_heads, matrices=False))
+        norms += sum(self._elements("feed_forward", 0, matrices=False))
         embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
         return self._matmul_params(experts) + norms + embedding
 
@@ -329,8 +367,12 @@ class ModelConfig:
         keys of a causal mask's S / 2, and of "full" attention the same share; with documents this is as if all were S
         long, which counts a little too much where their lengths differ.
         """
+        if refused := self.uncounted():
+            raise ValueError(f"model.{refused} does not say its costs, so its FLOPs are not known")
         share = self.attention_share(sequence_length)
         full_attention = round(12 * self.layers * self.heads * self.head_width * sequence_length * share)
+        if (costs := self.part("attention").costs) and costs.flops:
+            full_attention = round(3 * sum(costs.flops(self, layer, sequence_length) for layer in range(self.layers)))
         return 6 * self.matmul_params() + (full_attention if attention == "full" else full_attention // 2)
 
 

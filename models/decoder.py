@@ -8,6 +8,7 @@ B batch, T tokens, D model width, F feed-forward width, N query heads, K key/val
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +19,7 @@ from torch.nn.functional import gelu, linear, rms_norm, silu
 
 from models.attention import InnerAttention, attend, rope_tables, rotate
 from models.config import Activation, ModelConfig
+from models.hf import inside_block
 from models.interface import BlockInterface, ModelInterface
 from models.loss import SummedLoss
 
@@ -34,7 +36,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 class Attention(nn.Module):
     """Causal grouped-query attention of one layer, with or without rotary embeddings, a window, and norms of queries
-    and keys."""
+    and keys. One of your own may inherit it."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -59,6 +61,12 @@ class Attention(nn.Module):
         documents: "Restriction | None" = None,
     ) -> Tensor:
         """x: (B, T, D) -> (B, T, D). With a cache, x follows the tokens in there, and is added to them."""
+        return self.o_proj(self.heads(x, cos, sin, cache, documents))
+
+    def heads(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None", documents: "Restriction | None"
+    ) -> Tensor:
+        """What forward() takes -> what the heads have found, side by side (B, T, N H)."""
         # -1 infers the number of heads, so that a tensor-parallel rank needs no change here.
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_width))  # (B, T, N or K, H)
@@ -74,19 +82,20 @@ class Attention(nn.Module):
             out = attend(query, *cache.append(key, value), **self.reach)  # (B, N, T, H)
         else:
             out = self.inner(query, key, value, documents)  # (B, N, T, H)
-        return self.o_proj(out.transpose(1, 2).flatten(-2))  # (B, T, D)
+        return out.transpose(1, 2).flatten(-2)  # (B, T, N H)
 
 
 class FeedForward(nn.Module):
     """A gated linear unit, with silu SwiGLU (Shazeer 2020): down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, width: int, inner: int, activation: Activation) -> None:
-        """width: D; inner: F."""
+    def __init__(self, config: ModelConfig, layer: int, *, inner: int = 0) -> None:
+        """inner: F; 0 = feed_forward_width."""
         super().__init__()
+        width, inner = config.width, inner or config.feed_forward_width
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
-        self.activation = ACTIVATIONS[activation]
+        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, T, D) -> (B, T, D)."""
@@ -102,10 +111,10 @@ class Block(nn.Module):
         super().__init__()
         before, after = (config.norms in (place, "both") for place in ("before", "after"))
         self.attention_norm = _norm(config, before)
-        self.attention = Attention(config, layer)
+        self.attention = config.part("attention").make(config, layer)
         self.attention_post_norm = _norm(config, after)
         self.feed_forward_norm = _norm(config, before)
-        self.feed_forward = feed_forward or FeedForward(config.width, config.feed_forward_width, config.activation)
+        self.feed_forward = feed_forward or config.part("feed_forward").make(config, layer)
         self.feed_forward_post_norm = _norm(config, after)
 
     def attend(
@@ -139,7 +148,7 @@ class SparseBlock(Block):
         from models.experts import SparseFeedForward  # most models have none
 
         shared = config.shared_experts * config.expert_width
-        of_all_tokens = FeedForward(config.width, shared, config.activation) if shared else None
+        of_all_tokens = FeedForward(config, layer, inner=shared) if shared else None
         super().__init__(config, layer, feed_forward=SparseFeedForward(config, shared=of_all_tokens))
 
     def forward(self, *arguments: Any) -> "tuple[Tensor, Routed]":  # type: ignore[override]
@@ -171,8 +180,13 @@ class FeaturesNorm(nn.RMSNorm):
 
 def _norm(config: ModelConfig, wanted: bool = True, width: int = 0) -> nn.Module:
     """The norm of so many features, of the residual stream's without a width; nothing where none is wanted."""
-    kind = OffsetNorm if config.norm_offset else nn.RMSNorm
-    return kind(width or config.width, eps=config.norm_eps) if wanted else nn.Identity()
+    norm: nn.Module = config.part("norm").make(config, width or config.width) if wanted else nn.Identity()
+    return norm
+
+
+def rms_norm_of(config: ModelConfig, width: int) -> nn.Module:
+    """The norm of so many features, as most models have it."""
+    return (OffsetNorm if config.norm_offset else nn.RMSNorm)(width, eps=config.norm_eps)
 
 
 def _norm_of_heads(config: ModelConfig, heads: int) -> nn.Module:
@@ -236,6 +250,11 @@ class Decoder(nn.Module):
     def interface(self) -> ModelInterface:
         """What parallel/ may know of this model."""
         config, places = self.config, ("attention", "feed_forward")
+        parts = {place: config.part(place) for place in ("attention", "feed_forward")}
+        tensors = inside_block(config, self.layers[-1])  # a norm that has none needs no place
+        named = [f"{place}.{name}" for place, part in parts.items() for name in part.norms]
+        norms = tuple(name for name in named if any(tensor.startswith(f"{name}.") for tensor in tensors))
+        inner, whole_norms = parts["attention"].inner, config.qk_norm == "all"
         return ModelInterface(
             stacks=(tuple(f"blocks.{layer}" for layer in self.layers),),
             embedding=None if self.embedding is None else "embedding",
@@ -247,17 +266,19 @@ class Decoder(nn.Module):
                 norms=tuple(f"{place}_norm" for place in places if config.norms != "after"),
                 post_norms=tuple(f"{place}_post_norm" for place in places if config.norms != "before"),
                 parts=(*places, "feed_forward.shared_experts"),
-                inner_attention="attention.inner",
+                inner_attention=inner and f"attention.{inner}",
                 column=(
-                    *("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-                    *("feed_forward.gate_proj", "feed_forward.up_proj"),
+                    *(f"{place}.{name}" for place, part in parts.items() for name in part.column or ()),
                     *("feed_forward.shared_experts.gate_proj", "feed_forward.shared_experts.up_proj"),
                 ),
-                row=("attention.o_proj", "feed_forward.down_proj", "feed_forward.shared_experts.down_proj"),
+                row=(
+                    *(f"{place}.{name}" for place, part in parts.items() for name in part.row),
+                    "feed_forward.shared_experts.down_proj",
+                ),
                 experts="feed_forward.experts",
                 exchange="feed_forward.exchange",
-                inner_norms=("attention.q_norm", "attention.k_norm") if config.qk_norm == "head" else (),
-                feature_norms=("attention.q_norm", "attention.k_norm") if config.qk_norm == "all" else (),
+                inner_norms=() if whole_norms else norms,
+                feature_norms=norms if whole_norms else (),
             ),
             layers=self.layers,
             all_layers=self.config.layers,
@@ -336,11 +357,17 @@ class Decoder(nn.Module):
         that its variance does not grow with depth (GPT-2, section 2.3). Norms start as ones, which some store as 0;
         biases start at 0.
         """
+        place, inside = (re.findall(r"\.(attention|feed_forward)\.(.+)", name) or [("norm", name)])[0]
+        part = self.config.part(place)
+        if inside in part.initial:
+            values.fill_(part.initial[inside])
+            return
         if values.dim() == 1:
             is_zero = name.endswith(".bias") or self.config.norm_offset
             values.fill_(0.0 if is_zero else 1.0)
             return
-        into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
+        rows = tuple(f"{row}.weight" for row in part.row)
+        into_residual = inside in rows or name.endswith(("down_proj.weight", "down_proj"))
         scale = 1 / math.sqrt(2 * self.config.layers) if into_residual else 1.0
         values.normal_(0.0, self.config.init_std * scale, generator=generator)
 

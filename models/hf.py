@@ -4,13 +4,14 @@ models/hf_reading.py reads a config.json; models/hf_families.py is what both kno
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from models.config import ModelConfig, TextFacts
 from models.hf_families import FAMILIES, KEYS, LLAMA3_KEYS, YARN_KEYS, Family, family_of, unsaid
 from models.layout import Copy, Layout, Stored
+from models.registry import OURS, PLACES, Place
 
 OUTSIDE = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -67,17 +68,49 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
     of the model."""
     yield "embedding.weight", (config.vocabulary, config.width)
     for layer in range(config.layers):
-        axes = _axes(config, layer)
-        for name, (_, letters) in IN_BLOCK.items():
-            if all(shape := tuple(axes[letter] for letter in letters)):
-                yield f"blocks.{layer}.{name}", shape
+        for name, shape in inside_block(config, layer).items():
+            yield f"blocks.{layer}.{name}", shape
     for layer in filter(config.is_sparse, range(config.layers)):
         yield f"routers.{layer}.weight", (config.experts, config.width)
         if config.router_bias:
             yield f"routers.{layer}.bias", (config.experts,)
-    yield "norm.weight", (config.width,)
+    last = config.part("norm").tensors
+    for name, shape in (last(config, config.width) if last else {"weight": (config.width,)}).items():
+        yield f"norm.{name}", shape
     if not config.tied_embeddings:
         yield "lm_head.weight", (config.vocabulary, config.width)
+
+
+def inside_block(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Name inside a block -> shape of every parameter there, in the order of the model."""
+    axes, found = _axes(config, layer), dict[str, tuple[int, ...]]()
+    for name, (_, letters) in IN_BLOCK.items():
+        place, shape = name.partition(".")[0], tuple(axes[letter] for letter in letters)
+        if place in PLACES and (tensors := config.part(place).tensors):
+            found |= {f"{place}.{own}": of_own for own, of_own in tensors(config, layer).items()}
+        elif all(shape) and len(shape) == 1 and (tensors := config.part("norm").tensors):
+            found |= {name.removesuffix("weight") + own: features for own, features in tensors(config, *shape).items()}
+        elif all(shape):
+            found[name] = shape
+    return found
+
+
+def tensors_of_ours(config: ModelConfig, layer: int, place: Place) -> dict[str, tuple[int, ...]]:
+    """Name in our attention, or feed-forward, -> shape of each parameter: what a part that inherits it has at least."""
+    fields: dict[str, Any] = {place: OURS}
+    own = inside_block(replace(config, **fields), layer)
+    return {name.partition(".")[2]: shape for name, shape in own.items() if name.startswith(f"{place}.")}
+
+
+def require_as_declared(config: ModelConfig, built: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless a model, or some layers of it, has the tensors that its parts say. built: name -> shape
+    of its parameters."""
+    declared = dict(parameter_shapes(config))
+    blocks = {name.split(".")[1] for name in built if name.startswith("blocks.")}
+    here = {name for name in declared if name.startswith("blocks.") and name.split(".")[1] in blocks}
+    for name in sorted({*built, *here}):
+        if (said := declared.get(name)) != (has := built.get(name)):
+            raise ValueError(f"{name}: the facts of its part say {said}, but its module has {has}; correct one of them")
 
 
 def _axes(config: ModelConfig, layer: int) -> dict[str, int]:
@@ -106,9 +139,10 @@ def layout_of(model: ModelConfig) -> Layout:
         from models.transformers import stored_layout
 
         return stored_layout(replace(model, name="", weights="", config="", dropout=False))  # remembered by the rest
-    tensors, other = {}, OF_MIXTRAL if family_of(model) == "mixtral" else {}
+    tensors, is_ours = {}, all(getattr(model, place) == OURS for place in PLACES)  # else beyond_hf()
+    other = OF_MIXTRAL if is_ours and family_of(model) == "mixtral" else {}
     for name, shape in parameter_shapes(model):
-        stored, each = hf_name(name, norms=model.norms), tuple[str, ...]()
+        stored, each = hf_name(name, norms=model.norms) if is_ours else name, tuple[str, ...]()
         for part, theirs in other.items():
             stored = stored.replace(part, theirs)
         if ".feed_forward.experts." in name:

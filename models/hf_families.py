@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from models.config import PATTERNS, ModelConfig
+from models.registry import OURS, PLACES
 
 PARTS: dict[str, Any] = {
     "qk_norm": "none",
@@ -15,6 +16,7 @@ PARTS: dict[str, Any] = {
     "norm_offset": False,
     "embedding_scale": False,
     "activation": "silu",
+    **dict.fromkeys(PLACES, OURS),
 }
 """Field -> its value in most families: which parts a block has. A family has them all, or is another one."""
 # Our field -> its key.

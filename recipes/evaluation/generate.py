@@ -96,6 +96,8 @@ def generate(
         stop_ids: tokens that end the text; they are not yielded.
     """
     sampling.require_possible()
+    if not model.config.part("attention").cache:
+        raise UserError(f'model.attention = "{model.config.attention}" has no cache to generate with')
     if not prompt_ids:
         raise UserError("the prompt has no tokens; at least one is needed")
     device = next(model.parameters()).device

@@ -182,4 +182,6 @@ def _cache(scored: Scored, length: int) -> KeyValueCache | None:
     """What a text grows in; None where it cannot: with tensor parallelism a row of one token cannot be cut."""
     if not isinstance(scored.model, Decoder) or scored.mesh.tensor is not None:
         return None
+    if not scored.model.config.part("attention").cache:
+        return None
     return KeyValueCache(scored.model.config, batch=1, max_length=length, dtype=scored.dtype, device=scored.device)

@@ -64,14 +64,15 @@ class Throughput:
         self.devices = devices
         self.device_name = device_name(device)
         self.peak: float | None = None
-        if self.device_name != "cpu":
+        self.kinds = () if model.uncounted() else ATTENTION
+        if self.device_name != "cpu" and self.kinds:
             from recipes.metrics.hardware import bf16_peak
 
             self.peak = bf16_peak(self.device_name)
         self.model = model
         try:
             self.flops: dict[AttentionFlops, float] = {
-                kind: model.flops_per_token(sequence_length, kind) for kind in ATTENTION
+                kind: model.flops_per_token(sequence_length, kind) for kind in self.kinds
             }
         except ValueError as error:  # of a model of transformers
             raise UserError(f"model: {error}") from None
@@ -95,7 +96,7 @@ class Throughput:
         of_step = self.tokens_per_step if tokens is None else tokens
         flops, columns = self.flops, {}
         if attention_length is not None:
-            flops = {kind: self.model.flops_per_token(attention_length, kind) for kind in ATTENTION}
+            flops = {kind: self.model.flops_per_token(attention_length, kind) for kind in self.kinds}
             columns = {"attention_length": attention_length}
         if lengths is not None:
             from models.counts import step_flops

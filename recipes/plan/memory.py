@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
+from parallel.errors import UserError
 from recipes.plan.moments import moments, sizes_of
 from recipes.plan.sizes import Pieces
 from recipes.recipe.schema import Recipe
@@ -69,6 +70,8 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True, imbal
     A model of transformers has only the fullest moment: a step is taken on tensors without values, which needs seconds
     and a process without a process group.
     """
+    if refused := recipe.model.uncounted(by_plan=True):
+        raise UserError(f"model.{refused}: it does not say its costs, or they differ between layers; there is no plan")
     outside = outside_of_torch(recipe, degrees) if context else {}
     if isinstance(recipe.model, TransformersConfig):
         from recipes.plan.tracked import fullest_moment  # torch

@@ -1,11 +1,14 @@
 """The sizes of one process's part of a training step, from the dimensions of the model. Imports no torch."""
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd
+from math import gcd, prod
 
 from models.activations import Kept, Widths, at_swiglu_per_token, saved_per_token
+from models.hf import inside_block
+from models.registry import PLACES, Part
 from parallel.config import MeshDegrees
 from recipes.recipe.schema import Recipe
 
@@ -90,21 +93,21 @@ class Sizes:
 
     def block_of(self, inner: int) -> Unit:
         """A block with a feed-forward of this inner width; 0 = none."""
-        model, tensor = self.recipe.model, self.degrees.tensor
-        width, inner = model.width, inner // tensor
-        query, key = (heads * model.head_width // tensor for heads in (model.heads, model.key_value_heads))
-        norms = [(features, 1) for features in self.norms_of_block]
-        attention = [(query, width), (key, width), (key, width), (width, query)]
-        feed_forward = [(inner, width), (inner, width), (width, inner)] if inner else []
-        return Unit.of(*norms, *attention, *feed_forward, shards=self.shards)
+        return Unit.of(*self._tensors(inner), shards=self.shards)
+
+    def _tensors(self, inner: int) -> Iterator[tuple[int, int]]:
+        """(rows, columns) that this process has of each tensor of such a block; a vector has one column."""
+        model, tensor = replace(self.recipe.model, feed_forward_width=inner, experts=0), self.degrees.tensor
+        for name, (rows, *columns) in inside_block(model, 0).items():
+            place, _, own = name.removesuffix(".weight").partition(".")
+            part = model.part(place) if place in PLACES else Part("")
+            is_cut = own in (part.column or ()) or (own in part.norms and model.qk_norm == "all")
+            yield rows // (tensor if is_cut else 1), prod(columns) // (tensor if own in part.row else 1)
 
     @cached_property
     def norms_of_block(self) -> list[int]:
         """The features of each of a block's norms."""
-        model, tensor = self.recipe.model, self.degrees.tensor
-        heads = {"none": (), "head": (1, 1), "all": (model.heads // tensor, model.key_value_heads // tensor)}
-        of_stream = [model.width] * (4 if model.norms == "both" else 2)
-        return of_stream + [count * model.head_width for count in heads[model.qk_norm]]
+        return [rows for rows, columns in self._tensors(0) if columns == 1]
 
     @cached_property
     def table(self) -> Unit:
@@ -114,7 +117,7 @@ class Sizes:
 
     @cached_property
     def norm(self) -> Unit:
-        return Unit.of((self.recipe.model.width, 1), shards=self.shards)
+        return Unit.of((self.recipe.model.norm_params(self.recipe.model.width), 1), shards=self.shards)
 
     @cached_property
     def tied(self) -> bool:

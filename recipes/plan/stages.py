@@ -83,7 +83,7 @@ class Part(Sizes):
     def returned(self) -> float:
         """Elements per token that the linears of a block return."""
         widths = self.widths
-        return widths.query + 2 * widths.key + 2 * widths.inner + 2 * widths.stream
+        return widths.own[0] + widths.query + 2 * widths.key + 2 * widths.inner + 2 * widths.stream
 
     @cached_property
     def of_head(self) -> int:

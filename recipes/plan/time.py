@@ -233,7 +233,8 @@ def _linears(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
     """Seconds of all linears of one layer: forward, backward, and of the last one forward."""
     linears = []
     for name, (columns, depth) in work.linears.items():
-        cut = (columns, depth / work.tensor) if name in ("o_proj", "down_proj") else (columns / work.tensor, depth)
+        is_row = name.split(".")[-1] in work.rows
+        cut = (columns, depth / work.tensor) if is_row else (columns / work.tensor, depth)
         linears.append((*cut, "none" if name in work.plain_linears else work.float8))
     return _products_of(work.tokens, tuple(linears), work.element, gpu, rates)
 

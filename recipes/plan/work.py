@@ -4,7 +4,7 @@ A recipe is one way to state a step; a published measurement of another program 
 Imports no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from operator import add
@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from models.config import LINEARS, ModelConfig
 from parallel.config import MeshDegrees
+from recipes.plan.parts import of_parts
 from recipes.recipe.schema import Recipe
 
 Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
@@ -123,6 +124,12 @@ class Work:
     per_node: int = 8
     """Processes of a node."""
     experts: Experts | None = None
+    parts: tuple[tuple[str, tuple[int, int]], ...] = ()
+    """(such as "attention.gate_proj", whole outputs and inputs) of each matrix, where not all parts are ours."""
+    rows: frozenset[str] = frozenset({"o_proj", "down_proj"})
+    """The linears that tensor groups cut by inputs."""
+    moved: float = 0.0
+    """Bytes that kernels of registered parts move per token, in bfloat16, more than those of ours."""
 
     @property
     def tokens(self) -> int:
@@ -183,11 +190,12 @@ class Work:
         width, query, key, inner = self.width, self.query, self.key, self.inner
         query_shape, key_shape, up = (query, width), (key, width), (inner, width)
         shapes = query_shape, key_shape, key_shape, query_shape[::-1], up, up, up[::-1]
-        return {
+        ours = {
             name: shape
             for name, shape in zip(LINEARS, shapes, strict=True)
             if prod(shape) and (self.gated or name != "gate_proj")
         }
+        return dict(self.parts) or ours
 
     @property
     def block_params(self) -> int:
@@ -204,7 +212,7 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
     optimizer = recipe.optimizer
     attended = model.attention_share(batch.sequence_length)
     without_windows = sum(not model.window_of(layer) for layer in range(model.layers)) / model.layers
-    return Work(
+    found = Work(
         layers=model.layers,
         width=model.width,
         query=model.heads * model.head_width,
@@ -249,6 +257,7 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         per_node=per_node,
         experts=_experts(model, degrees) if model.experts else None,
     )
+    return replace(found, **of_parts(model, recipe.float8, inner=found.inner))
 
 
 def _experts(model: ModelConfig, degrees: MeshDegrees) -> Experts:
@@ -376,4 +385,4 @@ def moved_bytes(work: Work, recompute: Recompute) -> tuple[float, int]:
     stream = moved.stream + (moved.wide if work.width > WIDE and work.compiled else 0)
     elements = stream * (work.width + work.query) / 2 + moved.key * work.key + moved.inner * work.inner
     wider = work.element / 2 if work.compiled else 1.0
-    return wider * (work.tokens * elements + moved.weights * work.block_params) / tensor, moved.kernels
+    return wider * (work.tokens * (elements + work.moved) + moved.weights * work.block_params) / tensor, moved.kernels

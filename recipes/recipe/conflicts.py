@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from models.config import FROM_CONFIG
+from models.registry import PLACES
 from recipes.data.config import HELD_OUT
 from recipes.recipe.fields import Violation
 from recipes.recipe.schema import Recipe
@@ -85,6 +86,14 @@ CONFLICTS: tuple[Conflict, ...] = (
      "exceeds the {model.positions} positions of the model; write at most that"),
     ("mesh.overlap_tensor", lambda r: r.mesh.overlap_tensor and r.mesh.tensor > 1 and r.model.by_transformers,
      "was not tried with models of transformers; write false"),
+    # Registered parts.
+    ("mesh.tensor", lambda r: r.mesh.tensor > 1 and any(r.model.part(place).column is None for place in PLACES),
+     'cuts only parts that say where, but one of attention = "{model.attention}", feed_forward = '
+     '"{model.feed_forward}" and norm = "{model.norm}" does not; write 1'),
+    ("mesh.context", lambda r: r.mesh.context > 1 and not r.model.part("attention").inner,
+     'cuts attention that says where tokens see each other, but "{model.attention}" does not; write 1'),
+    ("model.attention", lambda r: _has_masks(r) and not r.model.part("attention").documents,
+     '"{model.attention}" lets tokens see other documents; write data.document_mask = false, and no pairs, or another'),
     # Kernels of attention: parallel/kernels.py chooses among them.
     ("attention.backend", lambda r: r.attention.backend not in ("auto", "flash3") and _packs_pairs(r),
      'has no effect on pairs, which use their own kernels; write "auto", or "flash3" for GPUs that have it'),

@@ -15,6 +15,7 @@ import tomli_w
 from annotated_types import Interval, MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from models.registry import unregistered
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.files.reading import shorten, toml_table
 from recipes.recipe.schema import ONE_OR_SEVERAL, Recipe
@@ -129,7 +130,7 @@ def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
     annotation = field_types()[key]
     try:
         accept(annotation, value)
-        return _several_as_one(key, value, flag=flag)
+        return _several_as_one(key, value, flag=flag) or unregistered(key.removeprefix("model."), value)
     except ValidationError as error:
         from recipes.recipe.synonyms import is_wish
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tomli
 
 from models.config import CUSTOM, FROM_CONFIG, FROM_WEIGHTS, ModelConfig
+from models.registry import FAMILIES, PLACES
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.files.exit_codes import FINISHED
@@ -202,15 +203,15 @@ def _size(run: Written, weights: "InitialWeights | None") -> tuple[ModelConfig, 
     default where there is none."""
     default = Recipe().model
     known = (
-        f"the sizes in models/sizes.py are {', '.join(SIZES)}; {FROM_WEIGHTS} takes the model of model.weights,"
-        f" {FROM_CONFIG} that of model.config, and {CUSTOM} the fields that you write"
+        f"the sizes in models/sizes.py are {', '.join([*SIZES, *FAMILIES])}; {FROM_WEIGHTS} takes the model of"
+        f" model.weights, {FROM_CONFIG} that of model.config, and {CUSTOM} the fields that you write"
     )
     if "model.name" not in run.values:
         missing = f'is missing; write name = "smollm3_debug" below [model]; {known}'
         return default, [Problem("model.name", missing)]
     name, origin = run.values["model.name"], run.origins["model.name"]
-    if name in SIZES:
-        return SIZES[name], []
+    if size := FAMILIES.get(name, SIZES.get(name)):
+        return replace(size, name=name), []
     if name == CUSTOM:  # what has a default is not that of another size
         rule = 'is missing; name = "custom" takes nothing from a size; write it below [model]'
         missing_fields = [field for field in SHAPE if f"model.{field}" not in run.values]
@@ -218,7 +219,7 @@ def _size(run: Written, weights: "InitialWeights | None") -> tuple[ModelConfig, 
         return size, [Problem(f"model.{field}", rule, "", origin) for field in missing_fields]
     if name in (FROM_WEIGHTS, FROM_CONFIG):
         return _size_of(name, run, weights)
-    close = get_close_matches(name, [*SIZES, FROM_WEIGHTS, FROM_CONFIG, CUSTOM], n=1)
+    close = get_close_matches(name, [*SIZES, *FAMILIES, FROM_WEIGHTS, FROM_CONFIG, CUSTOM], n=1)
     hint = f"did you mean {toml(close[0])}? " if close else ""
     return default, [Problem("model.name", f"unknown size; {hint}{known}", toml(name), origin)]
 
@@ -228,9 +229,10 @@ def _size_of(name: str, run: Written, weights: "InitialWeights | None") -> tuple
     default, key = Recipe().model, "model.weights" if name == FROM_WEIGHTS else "model.config"
     path, origin = run.values.get(key, ""), run.origins.get(key, run.origins["model.name"])
     problems = [] if path else [Problem(key, f'is missing; name = "{name}" takes its model', "", origin)]
-    # In a resolved recipe no field of the shape is missing; older versions did not write two of them.
+    # In a resolved recipe no field of the shape is missing; older versions did not write some of them.
     shape = {f"model.{field.name}" for field in fields(ModelConfig)}
-    shape -= {f"model.{field}" for field in (*NO_SHAPE, "upcycle", "logit_softcap")}
+    later = ("logit_softcap", "full_attention_layers", "sparse_every", "further_dense_layers", *PLACES)
+    shape -= {f"model.{field}" for field in (*NO_SHAPE, "upcycle", *later)}
     if weights is None or shape <= run.values.keys():
         return default, problems
     if refused := refusal_of(weights.model):

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from models.registry import OURS, PLACES
 from parallel.errors import UserError
 from recipes.files.reading import user_path
 from recipes.metrics.ladder import Ladder, read_ladder
@@ -50,5 +51,6 @@ def conditions_of(recipe: Recipe) -> dict[str, Any]:
         **{f"data.{key}": value for key, value in asdict(data).items() if key not in NO_CONDITIONS},
         "validation.sources": {name: named(source) for name, source in texts.items()},
         **{key: value_of(recipe, key) for key in KEPT},
+        **{f"model.{place}": name for place in PLACES if (name := getattr(recipe.model, place)) != OURS},
         "schedule.min_lr_ratio": recipe.schedule.learning_rate(steps, peak=1.0, steps=steps),  # 1 without a decay
     }

@@ -27,6 +27,8 @@ def stages_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None) 
     elif split and (len(split) != number or sum(split) != layers or min(split) < 1):
         rule = f"must be {number} numbers of 1 or more that add up to model.layers = {layers}"
         yield "pipeline.split", f"{rule}, not {len(split)} that add up to {sum(split)}; [] balances them"
+    if not split and (part := model.uncounted(by_plan=True)):
+        yield "pipeline.split", f"nothing says what model.{part} costs, to balance stages; write the layers of each"
     if pipeline.splits_backward and (old := older_than(2, 12)):
         # Its torch.autograd.grad() fails behind functions of Python, such as float8's; "zbv" also begins with a message
         # from each process to itself, which gloo did not have.

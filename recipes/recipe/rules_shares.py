@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from models.config import LINEARS, ModelConfig
-from models.hf import parameter_shapes
+from models.config import ModelConfig
+from models.hf import inside_block, parameter_shapes
+from models.registry import PLACES
 from parallel.config import Float8Config, MeshConfig
 from parallel.errors import listed
 from parallel.float8_limits import UNIT, fit, why_not_excluded, why_not_shared
@@ -79,6 +80,12 @@ def why_not_cut(tensor: int, *, model: ModelConfig, float8: Float8Config) -> str
     for name in ("key_value_heads", "feed_forward_width", "vocabulary"):
         if getattr(model, name) % tensor:
             return f"{tensor} processes cannot share model.{name} = {getattr(model, name)} equally"
+    unit = tensor * (UNIT if float8.recipe != "none" else 1)
+    for place in PLACES:
+        part = model.part(place)
+        for name, shape in part.matrices(model, 0).items():
+            if name in (*(part.column or ()), *part.row) and (width := shape[name in part.row]) % unit:
+                return f"{tensor} processes cannot share the {width} of {place}.{name} by {unit // tensor}"
     for field, (name, width) in _widths(model, float8).items() if float8.recipe != "none" else ():
         if fit([width]) and not fit([width // tensor]):  # float8_fits reports the others
             name = "model.vocabulary" if field == "vocabulary" else name
@@ -135,9 +142,8 @@ def float8_rows_divide(
     if not float8.all_gather or model.by_transformers or any(mesh_fits(mesh, processes=processes, nodes=nodes)):
         return
     degrees = mesh.fit(processes, nodes=nodes)
-    query, key = model.heads * model.head_width, model.key_value_heads * model.head_width
-    inner = model.feed_forward_width
-    every = dict(zip(LINEARS, (query, key, key, model.width, inner, inner, model.width), strict=True))
+    linears = {name: shape[0] for name, shape in inside_block(replace(model, experts=0), 0).items() if len(shape) > 1}
+    every = {name.split(".")[-2]: count for name, count in linears.items()}
     rows = {name: count for name, count in every.items() if name not in float8.plain_linears}
     if not model.tied_embeddings and "lm_head" not in float8.exclude:
         rows["lm_head"] = model.vocabulary

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from models.config import ModelConfig
 from models.decoder import build_model
+from models.hf import require_as_declared
 from models.interface import interface_of, require_interface
 from parallel.dist import World, allocator_settings, communication_backend, on_all
 from parallel.errors import UserError
@@ -198,6 +199,8 @@ def plain_model(recipe: Recipe, layers: Collection[int] | None = None, *, device
             chunks, z_loss = recipe.batch.loss_chunks, recipe.optimizer.z_loss
             model = build_model(recipe.model, layers=layers, loss_chunks=chunks, z_loss=z_loss)
         require_interface(model)
+        if not recipe.model.by_transformers:
+            require_as_declared(recipe.model, {name: tuple(one.shape) for name, one in model.named_parameters()})
         if recipe.model.by_transformers:
             from models.assumptions import require_sound_recomputation
             from models.transformers import require_causal, require_kernels

@@ -196,6 +196,7 @@ class Facts:
             found = [part.state for _, part in parts(kept, degrees)]
             states = max(2 * state["parameters"] + state["moments"] for state in found)
         asked = recipe.run.device == "cuda" or hardware is not None or os.environ.get(FORCE) == "0"
+        asked = asked and not recipe.model.uncounted(by_plan=True)
         prediction = predict(recipe, degrees) if asked and recipe.run.device != "cpu" else None
         return cls(stage, hardware, degrees, states, prediction)
 

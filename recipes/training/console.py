@@ -119,6 +119,8 @@ def _flops(model: ModelConfig, throughput: Throughput, *, masked: bool) -> str:
 
         each = forward_flops(model) / (1e9 / TRAINING)
         return f"{each.encoder:.3g} billion per token of a prompt, {each.decoder:.3g} of an answer, besides attention"
+    if part := model.uncounted():
+        return f"not known, because model.{part} does not say its costs (no MFU)"
     return f"{'at most ' if masked else ''}{throughput.flops['causal'] / 1e9:.3g} billion per token"
 
 

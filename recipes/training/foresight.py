@@ -60,7 +60,7 @@ def foresight(recipe: Recipe, degrees: MeshDegrees, *, device: str, nodes: int) 
         if measured.name != (gpu.name if gpu else device):
             raise UserError(f"metrics.calibrated_by = {toml(file)}: measured on {measured.name}, but this is {device}")
         gpu = measured
-    if gpu is None or isinstance(recipe.model, TransformersConfig):
+    if gpu is None or isinstance(recipe.model, TransformersConfig) or recipe.model.uncounted(by_plan=True):
         return None
     try:
         predicted = step_time(recipe, degrees, gpu=replace(gpu, per_node=processes // nodes), rates=rates)
