@@ -61,6 +61,8 @@ class DataConfig:
     """Tokens of an answer for encoder-decoder models, at most; batch.sequence_length limits their prompts."""
     document_mask: bool = False
     """Restrict attention to each document and restart its positions at 0; false = treat a sequence as one document."""
+    border_targets: bool = False
+    """With document_mask: also learn the first token of a document from the end of the one before it (docs/data.md)."""
     validation_fraction: Annotated[float, Interval(ge=0, lt=1)] = 0.01
     """Fraction of the documents held out for validation, chosen by a hash of their text; 0 = none."""
     shuffle_tokens: Annotated[int, Ge(1)] = 2**25
@@ -74,6 +76,11 @@ class DataConfig:
     def sources(self) -> dict[str, float]:
         """Every source with its share of the tokens."""
         return self.mixture or {self.source: 1.0}
+
+    @property
+    def leaves_borders_out(self) -> bool:
+        """Whether the target after an end of document, which is of another text, is left out of the loss."""
+        return self.document_mask and not self.border_targets
 
     @property
     def has_pairs(self) -> bool:

@@ -12,7 +12,7 @@ from recipes.recipe.fields import toml, value_of
 from recipes.recipe.paths import is_path
 from recipes.recipe.schema import Recipe
 
-NO_CONDITIONS = {"source", "mixture", "tokenizer", "cache", "shuffle_tokens", "bad_row_budget"}
+NO_CONDITIONS = {"source", "mixture", "tokenizer", "cache", "shuffle_tokens", "bad_row_budget", "border_targets"}
 """Fields of [data] that change no loss, or that conditions_of() treats by themselves."""
 KEPT = (
     *("optimizer.name", "schedule.kind", "batch.sequence_length", "model.vocabulary", "model.tied_embeddings"),
@@ -48,6 +48,7 @@ def conditions_of(recipe: Recipe) -> dict[str, Any]:
         "data.mixture": [[named(source), round(share / whole, 6)] for source, share in data.sources.items()],
         "data.tokenizer": named(data.tokenizer),
         **{f"data.{key}": value for key, value in asdict(data).items() if key not in NO_CONDITIONS},
+        **({"data.border_targets": False} if data.leaves_borders_out else {}),  # older ladders had no such field
         "validation.sources": {name: named(source) for name, source in texts.items()},
         **{key: value_of(recipe, key) for key in KEPT},
         "schedule.min_lr_ratio": recipe.schedule.learning_rate(steps, peak=1.0, steps=steps),  # 1 without a decay

@@ -36,6 +36,7 @@ IDENTITY = (
     "data.tokenizer",
     "data.bos",
     "data.document_mask",
+    "data.border_targets",
     "data.validation_fraction",
     "batch.sequence_length",
     "batch.global_batch_size",
@@ -76,6 +77,7 @@ def _differences(old: Recipe, new: Recipe, steps: int) -> list[str]:
         if (was := value_of(old, key)) != (now := value_of(new, key))
         # A share of the run may be written where its steps were, or the other way round.
         if not (key.endswith(("warmup_steps", "decay_steps")) and same_phases)
+        if not (key == "data.border_targets" and not (old.data.document_mask or new.data.document_mask))
     ]
     was, now = old.data.mixture, new.data.mixture
     if was == now and list(was) != list(now):  # equal as dicts, but the data order follows the order of the lines

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -206,9 +207,11 @@ def _rows(loader: DataLoader, recipe: Recipe, text: Any, first: int, available: 
     found, end, size = [], loader.document_boundary, recipe.batch.global_batch_size
     tokens = torch.from_numpy(text.sequences.rows(first, min(size, available - first)))
     for rows in tokens.split(recipe.batch.micro_batch_size):
-        inputs = rows[:, :-1]
+        inputs, targets = rows[:, :-1], rows[:, 1:]
         documents = None if end is None else Documents.of(inputs, end_of_document=end)
-        found.append((inputs, rows[:, 1:], documents))
+        if recipe.data.document_mask and not recipe.data.border_targets:
+            targets = torch.tensor([[IGNORED if a == end else b for a, b in pairwise(row)] for row in rows.tolist()])
+        found.append((inputs, targets, documents))
     return [*thinned(found, 0, size)]
 
 

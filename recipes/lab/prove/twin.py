@@ -236,6 +236,7 @@ def _words(recipe: Recipe, folder: Path, length: int) -> DataConfig:
         tokenizer=str(folder / TOKENIZER),
         cache=str(folder / "cache"),
         document_mask=recipe.data.document_mask,
+        border_targets=recipe.data.border_targets,
         validation_fraction=0.055 if length <= 4 * LENGTH else 0.2,  # 13 rows of 48: the last batch is not full
     )
     if recipe.data.has_pairs:
