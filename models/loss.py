@@ -79,7 +79,7 @@ class SummedLoss(nn.Module):
 
 
 def note_rows(rows: Tensor | None, losses: Tensor, counts: Tensor) -> None:
-    """Write the sums over each row of tokens to `rows`, (2, B), if it is there. losses, counts: of all tokens, (B T,)."""
+    """Write the sums over each row of tokens to `rows`, (2, B), if there is one. losses, counts: (B T,)."""
     if rows is not None:
         rows.copy_(torch.stack([losses.detach(), counts]).unflatten(1, (rows.shape[1], -1)).sum(-1))
 

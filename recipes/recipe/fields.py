@@ -297,8 +297,8 @@ class Written:
 
     name: str = ""
     """Of the stage; "" for the run."""
-    until: int | float | None = None
-    """Of the stage."""
+    until: int | float | str | None = None
+    """Of the stage; a text for tokens."""
     values: dict[str, Any] = field(default_factory=dict)
     """Dotted key -> value."""
     origins: dict[str, str] = field(default_factory=dict)

@@ -23,9 +23,10 @@ KEPT = (
 
 def ladder_for(recipe: Recipe, path: str) -> Ladder:
     """The ladder in this file. Raises UserError if it cannot be read, or does not predict this recipe's losses."""
-    if recipe.stages or recipe.model.by_transformers:
-        what = "stages" if recipe.stages else "a model of transformers"
-        raise UserError(f"a ladder predicts our models, trained in one stage, but this recipe has {what}")
+    if recipe.stages or recipe.model.by_transformers or recipe.schedule.steps:
+        what = "stages" if recipe.stages else "a model of transformers" if recipe.model.by_transformers else ""
+        what = what or f"schedule.steps = {recipe.schedule.steps}"
+        raise UserError(f"a ladder predicts our models, trained in one stage to its end, but this recipe has {what}")
     ladder, here = read_ladder(user_path(path)), conditions_of(recipe)
     for key in {**here, **ladder.conditions}:
         if key not in here or key not in ladder.conditions:
@@ -48,7 +49,9 @@ def conditions_of(recipe: Recipe) -> dict[str, Any]:
         "data.mixture": [[named(source), round(share / whole, 6)] for source, share in data.sources.items()],
         "data.tokenizer": named(data.tokenizer),
         **{f"data.{key}": value for key, value in asdict(data).items() if key not in NO_CONDITIONS},
-        **({"data.border_targets": False} if data.leaves_borders_out else {}),  # older ladders had no such field
+        # Older ladders had no such fields.
+        **({"data.border_targets": False} if data.leaves_borders_out else {}),
+        **({"schedule.decay": recipe.schedule.decay} if recipe.schedule.decay != "linear" else {}),
         "validation.sources": {name: named(source) for name, source in texts.items()},
         **{key: value_of(recipe, key) for key in KEPT},
         "schedule.min_lr_ratio": recipe.schedule.learning_rate(steps, peak=1.0, steps=steps),  # 1 without a decay

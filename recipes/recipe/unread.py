@@ -55,6 +55,9 @@ NEEDS: tuple[tuple[str, Callable[[Recipe], object], str], ...] = (
     *_of_one_optimizer(),
     ("schedule.min_lr_ratio", lambda r: r.schedule.kind != "constant" and (r.schedule.kind != "wsd"
        or r.schedule.decay_steps), "a decay, by schedule.kind or schedule.decay_steps"),
+    ("schedule.decay", lambda r: r.schedule.kind == "wsd" and r.schedule.decay_steps,
+     'schedule.kind = "wsd" and schedule.decay_steps'),
+    ("schedule.steps", lambda r: r.schedule.kind != "constant", "a schedule.kind that decays"),
     ("checkpoint.keep checkpoint.asynchronous", lambda r: r.checkpoint.every, "checkpoint.every = 1000 or so"),
     ("metrics.wandb_project", lambda r: r.metrics.wandb, "metrics.wandb = true"),
     ("validation.batches", lambda r: r.validation.every, "validation.every = 1000 or so"),

@@ -11,9 +11,11 @@ from models.hf import beyond_hf
 from parallel.config import MeshDegrees
 from parallel.errors import TemporaryError, UserError, listed
 from parallel.float8_limits import advice
+from recipes.data.history import epoch_lines
 from recipes.data.text.pair_format import PairFormat
 from recipes.data.text.rows import first_problem
 from recipes.data.text.sources import is_hub, is_prepared
+from recipes.data.tokens.shards import open_index
 from recipes.files.exit_codes import FINISHED
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 from recipes.files.reading import is_remote
@@ -115,7 +117,7 @@ def _print(recipe: Recipe, processes: int | None, nodes: int | None, origins: Ma
     hardware = hardware_of(recipe.run.name, written=recipe.run.hardware) if recipe.run.device != "cpu" else None
     stages = [Facts.of(stage, processes, nodes, hardware) for stage in stages_of(recipe)]
     other = "" if processes else "; for other numbers: --check --processes N --nodes M"
-    lines = [*_head(recipe), *trunk, *_lines_of_stages(stages, other)]
+    lines = [*_head(recipe), *trunk, *_lines_of_stages(stages, other), *_epochs(recipe)]
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     lines = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]  # as TOML wants comments
     say("".join(f"# {line}\n" for line in lines) + "\n" + to_toml(recipe), end="", whole=True)
@@ -241,6 +243,18 @@ def _head(recipe: Recipe) -> Iterator[str]:
         yield f"model: {recipe.model.computed_by}"
     if problem := beyond_hf(recipe.model):
         yield f"export: none as a Hugging Face folder, because of model.{problem}"
+
+
+def _epochs(recipe: Recipe) -> Iterator[str]:
+    """How often prepared sources are read; the lengths of others are unknown."""
+    epochs: dict[str, float | None] = {}
+    for stage in stages_of(recipe):
+        sources, pairs = stage.recipe.data.sources, stage.recipe.data.has_pairs
+        for name in (name for name in sources if not (pairs or is_hub(name) or is_remote(name)) and is_prepared(name)):
+            share = sources[name] / sum(sources.values())
+            length = sum(shard.train for shard in open_index(name).shards)
+            epochs[name] = (epochs.get(name) or 0.0) + tokens_of(stage) * share / length
+    yield from epoch_lines(epochs, by=f"step {recipe.run.steps}")
 
 
 def _steps(stage: Stage) -> str:

@@ -14,6 +14,7 @@ from models.interface import interface_of
 from parallel.dist import World
 from parallel.passes import gather_loss_and_numbers
 from recipes.checkpoint.config import AVERAGE_LOSS, AVERAGED, KEEP_BEST, VALIDATION
+from recipes.data.history import epoch_lines
 from recipes.data.loader import DataLoader
 from recipes.evaluation.config import TASK
 from recipes.files.reading import user_path
@@ -94,6 +95,15 @@ class Recorder:
         self._beside = _beside(recipe, tokens=loader.tokens(self._steps), log=console.log)
         self.metrics = process.metrics or _writer(recipe, world, progress, console)
         self.metrics.stage = stage.name
+        self._stage_end, self._said_epochs = stage.last, clock.step >= stage.last
+        self._say_epochs()
+
+    def _say_epochs(self) -> None:
+        """Log once how often the stage will have read its sources, when all their lengths are known."""
+        if not self._said_epochs and None not in (epochs := self._loader.epochs(self._stage_end)).values():
+            self._said_epochs = True
+            for line in epoch_lines(epochs, by=f"step {self._stage_end}"):
+                self._console.log(line)
 
     def _rates(self, step: int, step_seconds: float) -> dict[str, float | None]:
         """The rate columns of the steps since the last row. All ranks call it."""
@@ -139,6 +149,7 @@ class Recorder:
                 self._foresight.seconds.append(step_seconds)
             self.metrics.write(row)
             self._loader.note_bad_rows()
+            self._say_epochs()
             self._console.log(step_line(row, self._steps))
             experts = self._balance.lines() if self._balance else []
             experts += self._balance.causes(slow.get("stragglers", ())) if self._balance and names else []

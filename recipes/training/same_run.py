@@ -51,7 +51,7 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
     Stages that have begun are compared step by step; those to come may change.
     """
     if not old.stages and not new.stages:
-        return _differences(old, new, old.run.steps)
+        return _differences(old, new, old.schedule.steps or old.run.steps)
     done = max([1, *checkpoint_steps(new.run.folder / CHECKPOINTS)])
     lines: dict[str, None] = {}
     for was in stages_of(old):
@@ -166,7 +166,7 @@ def schedule_notes(old: Recipe, new: Recipe, done: int) -> list[str]:
     rates = [stage.learning_rate(done) for stage in (was, now)]
     if rates[0] == rates[1]:
         return []
-    warmup, longer = (recipe.schedule.phases(recipe.run.steps)[0] for recipe in (old, new))
+    warmup, longer = (stage.recipe.schedule.phases(stage.schedule_span[1])[0] for stage in (was, now))
     again = ""
     if not (old.stages or new.stages) and warmup <= done < longer:
         again = f"; a share of the run, the warm-up lasts until step {longer} now"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -177,10 +178,12 @@ def run_twin(recipe: Recipe, world: World) -> Record:
         if code:
             record.ended = record.ended or f"the run ended with exit code {code}"
     if world.is_main:  # what users see
-        rows = map(json.loads, (recipe.run.folder / METRICS).read_text(encoding="utf-8").splitlines())
-        record.losses |= {
-            row["step"]: row["loss"] for row in rows if row["step"] > first and row.get("loss") is not None
-        }
+        lines = (recipe.run.folder / METRICS).read_text(encoding="utf-8").splitlines()
+        rows = [row for row in map(json.loads, lines) if row["step"] > first and row.get("loss") is not None]
+        record.losses |= {row["step"]: row["loss"] for row in rows}
+        for row in rows:
+            named = {Path(key).name: loss for key, loss in row.items() if key.startswith("loss/") and loss is not None}
+            record.source_losses[row["step"]] = named
     return record
 
 
