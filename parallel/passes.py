@@ -6,8 +6,7 @@ parallel/pipeline.py does the same for a model whose stages are on several proce
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -90,20 +89,16 @@ class Passes:
             expect_micro_batch(self.units, is_last=index == len(micro_batches) - 1, reshards=self.reshards)
             if self._dropout_seed is not None:
                 seed_random(self._dropout_seed, step, self.mesh.data_rank, index)
-            with self._noting(rows, index, of=len(micro_batches)):
-                micro_losses = self.model(inputs, targets, documents=documents) / target_tokens
+            self._note(rows, index, of=len(micro_batches))
+            micro_losses = self.model(inputs, targets, documents=documents) / target_tokens
             backward(micro_losses.sum() if self.has_z_loss else micro_losses)  # in the last, FSDP sums the gradients
             losses += micro_losses.detach()
+        self._note(None)
         return losses
 
-    @contextmanager
-    def _noting(self, rows: Tensor | None, index: int, *, of: int) -> Iterator[None]:
-        """Inside, the loss notes that of each row of a micro-batch, if it is asked for."""
+    def _note(self, rows: Tensor | None, index: int = 0, *, of: int = 1) -> None:
+        """Let the next loss be noted as that of one of so many micro-batches; None: nowhere."""
         self._loss.rows = None if rows is None else rows.chunk(of, dim=1)[index]
-        try:
-            yield
-        finally:
-            self._loss.rows = None
 
     def _begin(self, micro_batches: Sequence[Batch], *, device: torch.device) -> None:
         """Count the loads of experts anew. No gradients are left of an earlier step: FSDP sums them once."""

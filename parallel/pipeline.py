@@ -183,9 +183,9 @@ class Pipeline(Passes):
         self._progressed()
         inputs, targets, documents = self._micro_batches[int(number)]
         given = None if stage == 0 else hidden
-        options = {"documents": documents, "layers": self._stages.layers[stage], "hidden": given}
-        with self._noting(self._rows, int(number), of=len(self._micro_batches)):
-            made: Tensor = self.model(inputs, targets, **options)
+        self._note(self._rows, int(number), of=len(self._micro_batches))
+        made: Tensor = self.model(inputs, targets, documents=documents, layers=self._stages.layers[stage], hidden=given)
+        self._note(None)
         made.register_hook(lambda gradient: self._progressed())  # a stage may have only backward passes left
         return made
 

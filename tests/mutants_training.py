@@ -569,7 +569,7 @@ OF_DATA = (
         "return self.sequences.sources_of(self.share_of(batch))",
         "return self.sequences.sources_of(range(self.first_of(batch), self.first_of(batch) + self._share))",
         "1.2.1.1:mixture",
-        "one process: loss of a source, step 1 is",
+        "one process: loss of a source of .*, step 1 is",
     ),
     Mutant(
         "all processes read the same rows",

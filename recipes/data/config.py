@@ -78,11 +78,6 @@ class DataConfig:
         return self.mixture or {self.source: 1.0}
 
     @property
-    def leaves_borders_out(self) -> bool:
-        """Whether the target after an end of document, which is of another text, is left out of the loss."""
-        return self.document_mask and not self.border_targets
-
-    @property
     def has_pairs(self) -> bool:
         """Whether rows are pairs of prompt and answer, or messages; also true with settings that only pairs have."""
         return any(getattr(self, name) != getattr(DataConfig, name) for name in (*PAIR_FIELDS, *ONLY_OF_PAIRS))

@@ -52,10 +52,8 @@ class DataLoader:
         end, masked = self.tokenizer.end_of_document, settings.data.document_mask and self.pairing is None
         self.document_boundary = end if masked else None
         """The token that attention does not look past, if the recipe asks for that."""
-        borders = not settings.data.leaves_borders_out
-        reader: Callable[..., Batches] = partial(
-            Batches, end_of_document=self.document_boundary, border_targets=borders
-        )
+        boundary, borders = self.document_boundary, settings.data.border_targets
+        reader: Callable[..., Batches] = partial(Batches, end_of_document=boundary, border_targets=borders)
         if self.pairing is not None:
             from recipes.data.pair_batches import PairBatches
 
@@ -130,10 +128,6 @@ class DataLoader:
     def tokens(self, batches: int) -> int:
         """Input tokens in the first `batches` global batches, without padding."""
         return sum(self.training.sequences.tokens(self.training.first_of(batches)))
-
-    def tokens_by_source(self, batches: int) -> dict[str, int]:
-        """Those of tokens(), of each source that was ever read."""
-        return self.training.sequences.tokens_by_source(self.training.first_of(batches))
 
     def documents(self, batch: int) -> dict[str, list[list[int]]]:
         """The contents of global batch number `batch`, on rank 0: source -> [file, row, first token, last + 1] of each

@@ -50,7 +50,7 @@ def conditions_of(recipe: Recipe) -> dict[str, Any]:
         "data.tokenizer": named(data.tokenizer),
         **{f"data.{key}": value for key, value in asdict(data).items() if key not in NO_CONDITIONS},
         # Older ladders had no such fields.
-        **({"data.border_targets": False} if data.leaves_borders_out else {}),
+        **({"data.border_targets": False} if data.document_mask and not data.border_targets else {}),
         **({"schedule.decay": recipe.schedule.decay} if recipe.schedule.decay != "linear" else {}),
         "validation.sources": {name: named(source) for name, source in texts.items()},
         **{key: value_of(recipe, key) for key in KEPT},

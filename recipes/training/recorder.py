@@ -197,7 +197,9 @@ class Recorder:
         count = len(sums) // 2
         losses = zip(self._recipe.data.sources, sums[:count], sums[count:], strict=True)
         columns: dict[str, float | None] = {f"loss/{name}": loss / n if n else None for name, loss, n in losses}
-        return columns | {f"tokens/{name}": n for name, n in self._loader.tokens_by_source(step).items()}
+        training = self._loader.training
+        read = training.sequences.tokens_by_source(training.first_of(step))
+        return columns | {f"tokens/{name}": tokens for name, tokens in read.items()}
 
     def log_skipped(self) -> None:
         """Record the steps skipped since the last call. Raises NonFiniteRun after too many in a row."""

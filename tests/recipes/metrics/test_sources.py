@@ -101,6 +101,6 @@ until = 50
 batch.global_batch_size = 8
 """
     (tmp_path / "recipe.toml").write_text(text)
-    line, *_ = _epochs(load(tmp_path / "recipe.toml", rules=False))
+    line, *_ = _epochs(load(tmp_path / "recipe.toml", ["--run.steps", "50"], rules=False))
     times = (40 * 4 + 10 * 8) * 32 * 0.75 / tokens
     assert line == f"reads '{tmp_path / 'web'}' {times:.1f} times by step 50"

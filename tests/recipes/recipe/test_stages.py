@@ -203,12 +203,25 @@ batch = { global_batch_size = 32, sequence_length = 256 }
 
 def test_stages_that_end_with_tokens_end_at_the_nearest_step(tmp_path: Path) -> None:
     head = "[batch]\nsequence_length = 128\nglobal_batch_size = 16\n"
-    recipe = load(written(tmp_path, BY_TOKENS, head=head))
+    recipe = load(written(tmp_path, BY_TOKENS, head=head), ["--run.steps", "260"])
     ends = [(stage.last, stage.recipe.batch.global_batch_size) for stage in stages_of(recipe)]
     # 80 steps of 512 tokens, 80 of 2,048, 100 of 8,192
-    assert ends == [(80, 4), (160, 16), (260, 32)] and recipe.run.steps == 260
+    assert ends == [(80, 4), (160, 16), (260, 32)]
     assert sum(map(tokens_of, stages_of(recipe))) == 1_024_000
-    assert load(written(tmp_path, BY_TOKENS, head=head), ["--stages.small.until", "20480 tokens"]).stages[0].until == 40
+    words = ["--run.steps", "220", "--stages.small.until", "20480 tokens", "--stages.large.until", "9.4208e5 tokens"]
+    assert [stage.until for stage in load(written(tmp_path, BY_TOKENS, head=head), words).stages] == [40, 130, 220]
+
+
+def test_the_last_stage_may_say_in_tokens_how_long_the_run_is(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(
+        '[model]\nname = "smollm3_debug"\n[checkpoint]\nevery = 5\n[batch]\nsequence_length = 128\n' + BY_TOKENS
+    )
+    assert load(file).run.steps == 260
+    text = file.read_text().replace('"40_960 tokens"', "0.5")
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"stages.middle.until = \"2.048e5 tokens\" .*\n.*counts tokens after a stage"):
+        load(file)
 
 
 @pytest.mark.parametrize(
@@ -216,18 +229,19 @@ def test_stages_that_end_with_tokens_end_at_the_nearest_step(tmp_path: Path) -> 
     [
         ('until = "9 TOKENS"', 'or tokens of the run; write for example until = 1000, until = 0.8 or until = "2.5e9'),
         ('until = "-5 tokens"', "or tokens of the run"),
-        ('until = 0.5\n[[stages]]\nname = "b"\nuntil = "1e6 tokens"', "counts tokens after a stage that ends with a"),
         ('until = "1 tokens"', "leaves the stage no step"),
+        ('until = "1e9 tokens"', "must be below run.steps = 150"),
     ],
 )
 def test_stages_that_end_with_wrong_tokens_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    steps = 'until = "1e6 tokens"' if "1 tokens" in text else ""
-    assert message in refused(tmp_path, f'[[stages]]\nname = "a"\n{text}\n[[stages]]\nname = "z"\n{steps}\n')
+    assert message in refused(tmp_path, f'[[stages]]\nname = "a"\n{text}\n[[stages]]\nname = "z"\n')
 
 
 def test_a_schedule_may_be_longer_than_the_run(tmp_path: Path) -> None:
     file = written(
-        tmp_path, "", head='[run]\nsteps = 50\n[schedule]\nkind = "cosine"\nwarmup_steps = 0.1\nsteps = 100\n'
+        tmp_path,
+        "",
+        head='[run]\nsteps = 50\n[schedule]\nkind = "cosine"\nwarmup_steps = 0.1\ndecay_steps = 0\nsteps = 100\n',
     )
     (short,), (long,) = stages_of(load(file)), stages_of(load(file, ["--run.steps", "100"]))
     assert [short.learning_rate(step) for step in range(50)] == [long.learning_rate(step) for step in range(50)]
@@ -238,7 +252,8 @@ def test_a_schedule_may_be_longer_than_the_run(tmp_path: Path) -> None:
 
 
 def test_a_stage_with_a_schedule_of_its_own_may_end_before_it(tmp_path: Path) -> None:
-    ends = '[[stages]]\nname = "a"\nuntil = 40\nschedule = { kind = "linear", steps = 80 }\n[[stages]]\nname = "b"\n'
+    schedule = 'schedule = { kind = "linear", decay_steps = 0, steps = 80 }'
+    ends = f'[[stages]]\nname = "a"\nuntil = 40\n{schedule}\n[[stages]]\nname = "b"\n'
     first, _ = stages_of(load(written(tmp_path, ends), ["--run.steps", "50"]))
     assert first.schedule_span == (0, 80) and first.learning_rate(39) > 0.5 * first.recipe.optimizer.lr
     assert "is less than the 40 steps" in refused(
