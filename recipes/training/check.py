@@ -271,6 +271,7 @@ def _steps(stage: Stage) -> str:
         amount = f"{batch.global_batch_size:,} x {length:,} tokens with padding"
     warmup, decay = schedule.phases(stage.schedule_span[1])
     phases = f"warm-up {warmup:,}" + (f", final decay {decay:,}" if schedule.kind == "wsd" else "")
+    phases += f", of {schedule.steps:,} steps" if schedule.steps else ""
     share = optimizer.matrix_share
     by = optimizer.name.capitalize()
     matrices = f" ({optimizer.lr * share:g} of matrices, by {by})" if share else ""

@@ -153,9 +153,9 @@ class Alone:
         """Record the mean loss of each text, row by row: all targets of the others are ignored."""
         model, sums, counts = copy.deepcopy(self._model), defaultdict[str, float](float), defaultdict[str, int](int)
         for inputs, targets, documents in micro_batches:
-            tokens = inputs if isinstance(inputs, Tensor) else inputs.encoder_tokens
+            tokens = [inputs] if isinstance(inputs, Tensor) else [inputs.encoder_tokens, inputs.decoder_tokens]
             for row, own in enumerate(targets):
-                name = OTHER if int(tokens[row].max()) <= FEW else TEXT
+                name = OTHER if max(int(one[row].max()) for one in tokens) <= FEW else TEXT
                 alone = torch.full_like(targets, IGNORED)
                 alone[row] = own
                 sums[name] += self._losses((inputs, alone, documents), model).item()

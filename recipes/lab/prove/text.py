@@ -12,8 +12,8 @@ WORDS = 95
 """Tokens, with the end of a document. A twin's vocabulary has rows that no token has."""
 
 
-FEW = 2
-"""The words of the other text, by which its rows are known: those of a mixture."""
+FEW = 16
+"""Words of the other text of a mixture. A row with others is not of it; a test looks for one of TEXT without others."""
 
 
 def write_words(folder: Path) -> None:
