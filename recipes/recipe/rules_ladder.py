@@ -26,7 +26,7 @@ def ladder_for(recipe: Recipe, path: str) -> Ladder:
     if recipe.stages or recipe.model.by_transformers or recipe.schedule.steps:
         what = "stages" if recipe.stages else "a model of transformers" if recipe.model.by_transformers else ""
         what = what or f"schedule.steps = {recipe.schedule.steps}"
-        raise UserError(f"a ladder predicts our models, trained in one stage to its end, but this recipe has {what}")
+        raise UserError(f"a ladder predicts our models, trained in one stage, but this recipe has {what}")
     ladder, here = read_ladder(user_path(path)), conditions_of(recipe)
     for key in {**here, **ladder.conditions}:
         if key not in here or key not in ladder.conditions:
