@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import log_softmax, nll_loss
 
 IGNORED = -100
 """A target with this value does not count in the loss (PyTorch's default)."""
@@ -57,6 +57,8 @@ class SummedLoss(nn.Module):
         super().__init__()
         self.chunks, self.softcap, self.z_loss = chunks, softcap, z_loss
         self.kernels = EAGER
+        self.rows: Tensor | None = None
+        """Where the next call notes the loss and the number of targets of each row of tokens, (2, B); None: nowhere."""
 
     def forward(self, logits: Tensor, targets: Tensor | None) -> Tensor:
         """The summed loss, or the (capped) logits where there are no targets.
@@ -72,7 +74,14 @@ class SummedLoss(nn.Module):
             kernels=self.kernels,
             softcap=self.softcap,
             z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,
+            rows=self.rows,
         )
+
+
+def note_rows(rows: Tensor | None, losses: Tensor, counts: Tensor) -> None:
+    """Write the sums over each row of tokens to `rows`, (2, B), if there is one. losses, counts: (B T,)."""
+    if rows is not None:
+        rows.copy_(torch.stack([losses.detach(), counts]).unflatten(1, (rows.shape[1], -1)).sum(-1))
 
 
 def cross_entropy_sum(
@@ -83,6 +92,7 @@ def cross_entropy_sum(
     kernels: Kernels = EAGER,
     softcap: float = 0.0,
     z_loss: float = 0.0,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Sum over all targets of -log softmax(logits)[target], in nats, computed in float32.
 
@@ -91,14 +101,17 @@ def cross_entropy_sum(
     z_loss, the result is (2,): that sum, and the sum of z_loss x log(Z)^2, Z being the sum of exp(logits) of a row with
     a target (PaLM, section 5). With more than one chunk, compiled kernels, a softcap or a z_loss, no float32 copy of
     all logits exists (but for one chunk of eager kernels, for a moment); the backward pass then overwrites the logits
-    with their gradient, so it cannot run twice.
+    with their gradient, so it cannot run twice. rows: as SummedLoss.rows.
     """
-    rows, targets = logits.flatten(0, 1), targets.flatten()  # (R, V), (R,)
-    if chunks == 1 and kernels is EAGER and not softcap and not z_loss:
-        return cross_entropy(rows.to(torch.float32), targets, ignore_index=IGNORED, reduction="sum")
+    flat, targets = logits.flatten(0, 1), targets.flatten()  # (R, V), (R,)
     counts = targets != IGNORED
+    if chunks == 1 and kernels is EAGER and not softcap and not z_loss:
+        shares = log_softmax(flat.to(torch.float32), -1)
+        if rows is not None:
+            note_rows(rows, nll_loss(shares.detach(), targets, ignore_index=IGNORED, reduction="none"), counts)
+        return nll_loss(shares, targets, ignore_index=IGNORED, reduction="sum")
     found = Targets(targets.where(counts, 0), counts, counts)
-    return loss_in_chunks(rows, found, chunks=chunks, kernels=kernels, softcap=softcap, z_loss=z_loss)
+    return loss_in_chunks(flat, found, chunks=chunks, kernels=kernels, softcap=softcap, z_loss=z_loss, rows=rows)
 
 
 class Targets(NamedTuple):
@@ -125,6 +138,7 @@ def loss_in_chunks(
     combine: Combine = lambda *whole: whole,
     softcap: float = 0.0,
     z_loss: float = 0.0,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """The sums of cross_entropy_sum(), keeping only the logits, in the projection's own type, for the backward pass.
 
@@ -138,10 +152,10 @@ def loss_in_chunks(
         chunks: number of parts of about R / chunks rows, one after the other.
         kernels: what runs over the logits of a chunk.
         combine: for logits of which this process has some columns.
-        softcap, z_loss: as of cross_entropy_sum().
+        softcap, z_loss, rows: as of cross_entropy_sum().
     """
     whole = logits.contiguous()  # torch.compile refuses to write into anything else
-    loss: Tensor = _InChunks.apply(whole, *targets, chunks, kernels, combine, softcap, z_loss)
+    loss: Tensor = _InChunks.apply(whole, *targets, chunks, kernels, combine, softcap, z_loss, rows)
     return loss
 
 
@@ -164,15 +178,18 @@ class _InChunks(torch.autograd.Function):
         combine: Combine,
         softcap: float,
         z_loss: float,
+        rows: Tensor | None,
     ) -> Tensor:
         ctx.chunks, ctx.kernels, ctx.softcap, ctx.z_loss = chunks, kernels, softcap, z_loss
         cap = (softcap,) if softcap else ()
-        found = [kernels.sum_exponentials(rows, *cap) for rows in logits.tensor_split(chunks)]
+        found = [kernels.sum_exponentials(chunk, *cap) for chunk in logits.tensor_split(chunks)]
         largest, sums = (torch.cat(parts) for parts in zip(*found, strict=True))  # (R,)
         at_target = capped(logits.gather(-1, columns[:, None])[:, 0], softcap).where(own, 0)
         largest, sums, at_target = combine(largest, sums, at_target)
         ctx.save_for_backward(logits, columns, own, counts, largest, sums)
-        loss = (sums.log() + (largest - at_target)).where(counts, 0).sum()
+        losses = (sums.log() + (largest - at_target)).where(counts, 0)
+        note_rows(rows, losses, counts)
+        loss = losses.sum()
         if not z_loss:
             return loss
         return torch.stack([loss, z_loss * (sums.log() + largest).where(counts, 0).square().sum()])
@@ -200,4 +217,4 @@ class _InChunks(torch.autograd.Function):
         for chunk in zip(*(part.tensor_split(ctx.chunks) for part in (logits, largest, scales / sums)), strict=True):
             ctx.kernels.overwrite_by_exponentials(*chunk, *cap)
         logits[at] = at_target.to(logits.dtype)
-        return logits, *[None] * 8
+        return logits, *[None] * 9

@@ -57,13 +57,20 @@ class Passes:
         """
         self.model, self.mesh, self.units = model, mesh, units_of(model)
         self._first = next(model.parameters())  # as sharded
+        self._loss: Any = model.get_submodule(interface_of(model).loss)
         routers = interface_of(model).routers
         self.routers: Any = model.get_submodule(routers) if routers else None
         """What counts the loads of experts; None without any here."""
         self.reshards, self.has_z_loss, self._dropout_seed = reshards, has_z_loss, dropout_seed
 
     def run(
-        self, micro_batches: Sequence[Batch], target_tokens: Tensor, *, step: int, progressed: Callable[[], None]
+        self,
+        micro_batches: Sequence[Batch],
+        target_tokens: Tensor,
+        *,
+        step: int,
+        progressed: Callable[[], None],
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Add up the gradients of all micro-batches. Returns this process's losses / target_tokens, () or (2,).
 
@@ -72,6 +79,8 @@ class Passes:
             target_tokens: the number of targets in the global batch.
             step: the number of the step, on which dropout depends.
             progressed: called before each micro-batch.
+            rows: where the summed loss and the number of targets of each row are noted, (2, rows of this data rank):
+                this process's part of them; None = nowhere.
         """
         losses = torch.zeros(2 if self.has_z_loss else (), device=target_tokens.device)
         self._begin(micro_batches, device=target_tokens.device)
@@ -80,10 +89,16 @@ class Passes:
             expect_micro_batch(self.units, is_last=index == len(micro_batches) - 1, reshards=self.reshards)
             if self._dropout_seed is not None:
                 seed_random(self._dropout_seed, step, self.mesh.data_rank, index)
+            self._note(rows, index, of=len(micro_batches))
             micro_losses = self.model(inputs, targets, documents=documents) / target_tokens
             backward(micro_losses.sum() if self.has_z_loss else micro_losses)  # in the last, FSDP sums the gradients
             losses += micro_losses.detach()
+        self._note(None)
         return losses
+
+    def _note(self, rows: Tensor | None, index: int = 0, *, of: int = 1) -> None:
+        """Let the next loss be noted as that of one of so many micro-batches; None: nowhere."""
+        self._loss.rows = None if rows is None else rows.chunk(of, dim=1)[index]
 
     def _begin(self, micro_batches: Sequence[Batch], *, device: torch.device) -> None:
         """Count the loads of experts anew. No gradients are left of an earlier step: FSDP sums them once."""
@@ -177,16 +192,17 @@ def largest_in_groups(value: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
 
 
 def gather_loss_and_numbers(
-    loss: Tensor, numbers: Sequence[float], *, loss_group: ProcessGroup
+    losses: Tensor, numbers: Sequence[float], *, loss_group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """(the loss summed over `loss_group`, the numbers of every process in the world, (processes, numbers)).
+    """(the losses summed over `loss_group`, the numbers of every process in the world, (processes, numbers)).
 
-    One message for both; they stay on the device of the loss, in float64. loss: this process's part, a scalar.
+    One message for both; they stay on the device of the losses, in float64. losses: this process's parts, () or (n,).
     """
-    group = dist.get_global_rank(loss_group, 0)
-    own = torch.tensor([0.0, group, *numbers], dtype=torch.float64).to(loss.device)
-    own[0] = loss
+    group, count = dist.get_global_rank(loss_group, 0), losses.numel()
+    own = torch.tensor([group, *numbers], dtype=torch.float64).to(losses.device)
+    own = torch.cat([own, losses.detach().double().view(-1)])
     rows = own.new_empty(dist.get_world_size() * len(own))
     all_gather_single(rows, own)
     rows = rows.view(-1, len(own))
-    return torch.where(rows[:, 1] == group, rows[:, 0], 0.0).sum(), rows[:, 2:]
+    found = torch.where(rows[:, :1] == group, rows[:, -count:], 0.0).sum(0)
+    return found.view(losses.shape), rows[:, 1:-count]

@@ -82,6 +82,7 @@ class Pipeline(Passes):
         self._is_cold = compiled
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
         self._micro_batches: Sequence[Batch] = ()
+        self._rows: Tensor | None = None
         self._progressed: Callable[[], None] = lambda: None
         self._target_tokens = self._losses = torch.zeros(())
         self._part: Callable[..., Tensor] = model.forward
@@ -92,7 +93,13 @@ class Pipeline(Passes):
     # Training
 
     def run(
-        self, micro_batches: Sequence[Batch], target_tokens: Tensor, *, step: int, progressed: Callable[[], None]
+        self,
+        micro_batches: Sequence[Batch],
+        target_tokens: Tensor,
+        *,
+        step: int,
+        progressed: Callable[[], None],
+        rows: Tensor | None = None,
     ) -> Tensor:
         """As of Passes; the losses are zero but on the last stage. All micro-batches have one shape."""
         self._micro_batches, self._target_tokens, self._progressed = micro_batches, target_tokens, progressed
@@ -103,6 +110,7 @@ class Pipeline(Passes):
         if self._is_cold:
             self._compile_all_stages()
         self._begin(micro_batches, device=target_tokens.device)
+        self._rows = rows
         numbers = torch.arange(len(micro_batches))
         first = (numbers,) if 0 in self._own else ()
         schedule, cause = self._planned(), None
@@ -158,7 +166,7 @@ class Pipeline(Passes):
             kind = get_schedule_class(self._kind)
             one_or_all: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
             # The loss is divided by the targets of the whole batch: not by the number of micro-batches, too.
-            schedule = kind(one_or_all, count, loss_fn=self._loss, scale_grads=False)
+            schedule = kind(one_or_all, count, loss_fn=self._begin_backward, scale_grads=False)
             self._schedules[count, tokens.shape] = schedule
         return self._schedules[count, tokens.shape]
 
@@ -175,11 +183,13 @@ class Pipeline(Passes):
         self._progressed()
         inputs, targets, documents = self._micro_batches[int(number)]
         given = None if stage == 0 else hidden
+        self._note(self._rows, int(number), of=len(self._micro_batches))
         made: Tensor = self.model(inputs, targets, documents=documents, layers=self._stages.layers[stage], hidden=given)
+        self._note(None)
         made.register_hook(lambda gradient: self._progressed())  # a stage may have only backward passes left
         return made
 
-    def _loss(self, losses: Tensor, number: Tensor) -> Tensor:
+    def _begin_backward(self, losses: Tensor, number: Tensor) -> Tensor:
         """What the backward pass of a micro-batch begins with. losses: those of the last stage."""
         mean = losses / self._target_tokens
         self._losses += mean.detach()

@@ -238,6 +238,8 @@ class VocabularyParallelLoss(nn.Module):
         super().__init__()
         self.chunks, self.softcap, self.z_loss, self.group = whole.chunks, whole.softcap, whole.z_loss, group
         self.kernels = EAGER
+        self.rows: Tensor | None = None
+        """As of the whole loss."""
 
     def forward(self, logits: Tensor, targets: Tensor | None) -> Tensor:
         """logits: (B, T, V / degree); targets: (B, T), equal in the group. Returns as the whole loss does."""
@@ -258,6 +260,7 @@ class VocabularyParallelLoss(nn.Module):
             combine=self._combine,
             softcap=self.softcap,
             z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,
+            rows=self.rows,
         )
 
     def _combine(self, largest: Tensor, sums: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor, Tensor]:

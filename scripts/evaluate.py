@@ -144,6 +144,7 @@ def evaluate(options: argparse.Namespace) -> int:
             more |= {"too_long": reader.left_out, "without_answer": reader.unusable}
         else:
             how |= {"tokenizer": tokenizer, "document_mask": options.document_mask}
+            how |= {"border_targets": data.border_targets}
             found = evaluate_text(model, text, shape=(size, length), **how)
             names = ("bits_per_byte", "tokens", "text_bytes", "documents")
             more = {name: getattr(found, name) for name in names}
@@ -225,6 +226,7 @@ def _data(options: argparse.Namespace, weights: "Weights") -> "DataConfig":
     from recipes.recipe.fields import complaint
     from recipes.training.same_run import data_of_run
 
+    data = data_of_run(weights) or DataConfig()
     given = {name: value for name in PAIR_OPTIONS if (value := getattr(options, name)) is not None}
     for name, value in given.items():
         if wrong := complaint(f"data.{name}", value):
@@ -232,8 +234,7 @@ def _data(options: argparse.Namespace, weights: "Weights") -> "DataConfig":
     if options.text_field:
         if given:
             raise UserError("--text-field is for text without pairs; leave it out, or the options of pairs")
-        return DataConfig(text_field=options.text_field)
-    data = data_of_run(weights) or DataConfig()
+        return DataConfig(text_field=options.text_field, border_targets=data.border_targets)
     if "messages_field" in given:
         given = {"prompt_field": "", "answer_field": ""} | given
     elif {"prompt_field", "answer_field"} & given.keys():

@@ -599,6 +599,24 @@ OF_EXPERTS = (
 
 OF_DATA = (
     Mutant(
+        "targets at document borders count on the first data rank only",
+        "own",
+        BATCHES,
+        "if self._end_of_document is not None and not self._border_targets:",
+        "if self._end_of_document is not None and not self._border_targets and self._offset:",
+        "1.2.1.1:documents",
+        "one process: loss, step 1 is",
+    ),
+    Mutant(
+        "every process takes its rows for those of the first, when it adds up the losses of sources",
+        "own",
+        BATCHES,
+        "return self.sequences.sources_of(self.share_of(batch))",
+        "return self.sequences.sources_of(range(self.first_of(batch), self.first_of(batch) + self._share))",
+        "1.2.1.1:mixture",
+        "one process: loss of a source of .*, step 1 is",
+    ),
+    Mutant(
         "all processes read the same rows",
         "accelerate #3092",
         BATCHES,

@@ -29,7 +29,12 @@ def recipe_of(case: str, folder: Path) -> Recipe:
         run={"output": str(folder), "loss_spike_z": 20.0 if "spikes" in options_of(case) else 0.0},
         mesh={**vars(of_mesh), "context_by": recipe.mesh.context_by},
         batch={"micro_batch_size": 1},
-        data={"document_mask": "documents" in options_of(case)},
+        data={"document_mask": "documents" in options_of(case)}
+        | (
+            {"mixture": {"python-stdlib/email": 0.5, "python-stdlib/json": 0.5}}
+            if "mixture" in options_of(case)
+            else {}
+        ),
         compile={"cache": ""},
         schedule={"kind": "linear", "warmup_steps": 2, "decay_steps": 0},
         metrics={"grad_norms": True},

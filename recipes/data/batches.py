@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,7 @@ class Batches:
         data_rank: int,
         data_ranks: int,
         end_of_document: int | None,
+        border_targets: bool = True,
         device: torch.device,
         require_rows: Callable[[Sequence[int]], object] = lambda tokens: None,
     ) -> None:
@@ -44,6 +46,7 @@ class Batches:
             global_batch_size, micro_batch_size: sequences per optimizer step and per forward pass.
             data_rank, data_ranks: which of how many equal shares of the global batch this process reads.
             end_of_document: id of this token, to keep attention inside documents; None = do not.
+            border_targets: whether the target after that token, the first of another document, counts in the loss.
             device: where the batches go.
             require_rows: called with the largest token of each share; raises UserError if the model does not know it.
         """
@@ -51,7 +54,7 @@ class Batches:
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self._share = global_batch_size // data_ranks
         self._offset = data_rank * self._share
-        self._end_of_document = end_of_document
+        self._end_of_document, self._border_targets = end_of_document, border_targets
         self._device, self._require_rows = device, require_rows
         self._waiting: deque[tuple[int, Future[list[MicroBatch]]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
@@ -90,6 +93,8 @@ class Batches:
         rows = torch.from_numpy(cast(Sequences, self.sequences).rows(first, self._share))  # (b, T + 1)
         self._require_rows([int(rows.max())])
         inputs, targets = rows[:, :-1], rows[:, 1:]
+        if self._end_of_document is not None and not self._border_targets:
+            targets = targets.masked_fill(inputs == self._end_of_document, IGNORED)
         if available is not None and first + self._share > available:
             targets = targets.clone()
             targets[max(0, available - first) :] = IGNORED
@@ -109,6 +114,10 @@ class Batches:
         """The numbers of this process's sequences of a batch."""
         first = self.first_of(batch) + self._offset
         return range(first, first + self._share)
+
+    def sources_of(self, batch: int) -> np.ndarray:
+        """The source of each of this process's rows of a batch, by its index, in the order of the rows: (b,) int64."""
+        return self.sequences.sources_of(self.share_of(batch))
 
     def _micro_batch(self, inputs: Tensor, targets: Tensor) -> MicroBatch:
         end = self._end_of_document

@@ -61,6 +61,8 @@ class DataConfig:
     """Tokens of an answer for encoder-decoder models, at most; batch.sequence_length limits their prompts."""
     document_mask: bool = False
     """Restrict attention to each document and restart its positions at 0; false = treat a sequence as one document."""
+    border_targets: bool = False
+    """With document_mask: also learn the first token of a document from the end of the one before it (docs/data.md)."""
     validation_fraction: Annotated[float, Interval(ge=0, lt=1)] = 0.01
     """Fraction of the documents held out for validation, chosen by a hash of their text; 0 = none."""
     shuffle_tokens: Annotated[int, Ge(1)] = 2**25

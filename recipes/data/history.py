@@ -10,14 +10,18 @@ Imports no torch.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from annotated_types import Ge, Gt, MinLen
 
+from parallel.errors import listed
 from recipes.data.order import Mixture, SequenceOrder
+
+MOST_EPOCHS = 4
+"""Text that was repeated more often taught much less than new text (Muennighoff et al., 2023)."""
 
 
 class Window(NamedTuple):
@@ -107,6 +111,16 @@ def consumed_tokens(history: History) -> dict[str, int]:
         for source, count in segment.consumed().items():
             found[source] = found.get(source, 0) + count * segment.sequence_length
     return found
+
+
+def epoch_lines(epochs: Mapping[str, float | None], *, by: str) -> Iterator[str]:
+    """How often the sources whose length is known are read, and a warning of each that is read too often. by: when."""
+    known = {name: times for name, times in epochs.items() if times is not None}
+    if known:
+        yield f"reads {listed(f'{name!r} {times:.1f} times' for name, times in known.items())} by {by}"
+    for name, times in known.items():
+        if times > MOST_EPOCHS:
+            yield f"WARNING: {name!r} is read {times:.1f} times; more than {MOST_EPOCHS} teach little (docs/data.md)"
 
 
 def order_of(sequence_length: int, window: Window | None, *, seed: int, origin: int = 0) -> SequenceOrder:

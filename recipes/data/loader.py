@@ -52,7 +52,8 @@ class DataLoader:
         end, masked = self.tokenizer.end_of_document, settings.data.document_mask and self.pairing is None
         self.document_boundary = end if masked else None
         """The token that attention does not look past, if the recipe asks for that."""
-        reader: Callable[..., Batches] = partial(Batches, end_of_document=self.document_boundary)
+        boundary, borders = self.document_boundary, settings.data.border_targets
+        reader: Callable[..., Batches] = partial(Batches, end_of_document=boundary, border_targets=borders)
         if self.pairing is not None:
             from recipes.data.pair_batches import PairBatches
 

@@ -1,7 +1,7 @@
 """Batches of pairs. b sequences of this process in a step, T sequence length; B, S and T of encoder-decoder models are
 as in models/encoder_decoder.py."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,17 +51,9 @@ class PairBatches(Batches):
     def _dealt(self, first: int, available: int | None) -> list[MicroBatch]:
         """Pairs padded to the longest of their micro-batch. Those of a step are dealt by length: in each micro-batch,
         the processes get similarly long ones. Which pairs a step has does not depend on how they are dealt."""
-        size, pairs = self._micro_batch_size, []
-        for number in range(first, first + self._global_batch_size):
-            source, (pair,) = self.sequences.pairs(number)
-            pairs.append((source, int(pair), available is None or number < available))
-        pairs.sort(key=_lengths, reverse=True)  # the longest first: memory that fits them fits the others
-        ranks = self._global_batch_size // self._share
         mine: list[MicroBatch] = []
-        for done in range(0, self._share, size):
-            count = min(size, self._share - done)
-            begin = done * ranks + self._offset // self._share * count
-            texts = [(*source.prompt_and_answer(pair), counts) for source, pair, counts in pairs[begin : begin + count]]
+        for pairs in self._deal(first, available):
+            texts = [(*source.prompt_and_answer(pair), counts) for source, pair, counts in pairs]
             self._require_rows([int(ids.max()) for prompt, answer, _ in texts for ids in (prompt, answer)])
             limits = self.sequences.limits
             prompts, answers = (len(prompt) for prompt, _, _ in texts), (len(answer) for _, answer, _ in texts)
@@ -69,6 +61,26 @@ class PairBatches(Batches):
             start = self._pairing.decoder_start
             mine.append(self._pinned(*padded(texts, shape=shape, start=start, padding=self._padding), None))
         return mine
+
+    def _deal(self, first: int, available: int | None = None) -> Iterator[list[tuple[PairSource, int, bool]]]:
+        """The pairs of each micro-batch: source, number there, and whether they count."""
+        size, pairs = self._micro_batch_size, []
+        for number in range(first, first + self._global_batch_size):
+            source, (pair,) = self.sequences.pairs(number)
+            pairs.append((source, int(pair), available is None or number < available))
+        pairs.sort(key=_lengths, reverse=True)  # the longest first: memory that fits them fits the others
+        ranks = self._global_batch_size // self._share
+        for done in range(0, self._share, size):
+            count = min(size, self._share - done)
+            begin = done * ranks + self._offset // self._share * count
+            yield pairs[begin : begin + count]
+
+    def sources_of(self, batch: int) -> np.ndarray:
+        """As of Batches."""
+        if not self._pairing.format.encoder_decoder:
+            return super().sources_of(batch)
+        order = {one.name: index for index, one in enumerate(self.sequences.sources)}
+        return np.array([order[one.source.name] for some in self._deal(self.first_of(batch)) for one, _, _ in some])
 
 
 def packed(rows: Sequence[Sequence[np.ndarray]], *, length: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -288,6 +288,11 @@ class PairSequences(Mixed):
         each = [pairs.tokens_of(count) for pairs, count in zip(self._own, self._counts(consumed), strict=True)]
         return sum(encoder for encoder, _ in each), sum(decoder for _, decoder in each)
 
+    def tokens_by_source(self, consumed: int) -> dict[str, int]:
+        """Those of tokens(), of each source."""
+        counts = zip(self._own, self._counts(consumed), strict=True)
+        return {pairs.source.name: sum(pairs.tokens_of(count)) for pairs, count in counts}
+
     def epochs(self, consumed: int) -> dict[str, float | None]:
         """How often each source is read in so many sequences."""
         counts = zip(self._own, self._counts(consumed), strict=True)

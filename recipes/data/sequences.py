@@ -255,6 +255,10 @@ class Mixed:
         }
         return {name: checksum for name, checksum in by_source.items() if checksum is not None}
 
+    def sources_of(self, numbers: Sequence[int]) -> np.ndarray:
+        """The source of each of these sequences, all of which is from one, by its index: (n,) int64."""
+        return self.mixture.place(np.array(numbers, dtype=np.int64))[0]
+
     def close(self) -> None:
         """End all waiting, and stop tokenizing."""
         for source in self.sources:
@@ -318,6 +322,10 @@ class Sequences(Mixed):
         """Input tokens of all segments, when `consumed` sequences of the present one are consumed: of an encoder (0),
         and of a decoder."""
         return 0, sum(segment.tokens for segment in self.history(consumed))
+
+    def tokens_by_source(self, consumed: int) -> dict[str, int]:
+        """Those of tokens(), of each source that was ever read."""
+        return consumed_tokens(self.history(consumed))
 
     def pieces(self, number: int) -> Iterator[Piece]:
         """The pieces of documents that the inputs of training sequence `number` consist of, in order."""

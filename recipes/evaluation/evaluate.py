@@ -34,7 +34,7 @@ class Evaluation:
     nats: float
     """Summed loss over all target tokens, the end-of-document tokens among them."""
     tokens: int
-    """Target tokens: all but the first of the text."""
+    """Target tokens: all but the first of the text, or of each document where border targets are left out."""
     text_bytes: int
     """UTF-8 bytes of the text."""
     documents: int
@@ -65,13 +65,15 @@ def evaluate_text(
     tokenizer: Tokenizer,
     shape: tuple[int, int],
     document_mask: bool = False,
+    border_targets: bool = True,
     mesh: Mesh,
     on_progress: Callable[[int, int], object] = lambda tokens, documents: None,
 ) -> Evaluation:
     """Evaluate a (sharded) model on documents, each ended by the end-of-document token, cut into whole sequences.
 
     Each sequence is computed by one data rank. All processes tokenize the whole text, which costs little beside the
-    model, and so agree on it. Every token but the first is a target once, whatever the number of processes.
+    model, and so agree on it. Every token but the first, or those that document_mask and border_targets leave out, is a
+    target once, whatever the number of processes.
     Raises UserError for a text of fewer than two tokens, and for a loss that is NaN or infinite.
 
     Args:
@@ -79,7 +81,7 @@ def evaluate_text(
         documents: the text.
         tokenizer: the one the model was trained with.
         shape: sequences per forward pass of a process, and tokens per sequence.
-        document_mask: as data.document_mask in a recipe.
+        document_mask, border_targets: as in the [data] of a recipe.
         mesh: the mesh that the model is sharded over.
         on_progress: receives the numbers of tokens and of whole documents so far, before each forward pass.
     """
@@ -104,6 +106,8 @@ def evaluate_text(
             done[1] += sum(sequence[1:].count(tokenizer.end_of_document) for sequence in together)
             inputs, targets = _padded(together[mesh.data_rank * rows :][:rows])
             inside = Documents.of(inputs, end_of_document=tokenizer.end_of_document) if document_mask else None
+            if document_mask and not border_targets:
+                targets.masked_fill_(inputs == tokenizer.end_of_document, IGNORED)
             yield inputs, targets, inside
 
     nats, targets = finite_loss(model, micro_batches(), mesh=mesh)

@@ -55,6 +55,6 @@ def finite_loss(model: nn.Module, micro_batches: Iterable[MicroBatch], *, mesh: 
 
 
 def mean_loss(model: nn.Module, micro_batches: Iterable[MicroBatch], *, mesh: Mesh) -> float:
-    """Mean loss per target token, in nats; arguments as in summed_loss()."""
+    """Mean loss per target token, in nats, or NaN of none; arguments as in summed_loss()."""
     loss, tokens = summed_loss(model, micro_batches, mesh=mesh)
-    return loss / tokens
+    return loss / tokens if tokens else math.nan

@@ -14,6 +14,8 @@ class MetricsConfig:
     """Log every this many steps; only at these steps does the loop wait for the device."""
     grad_norms: bool = False
     """Also log the gradient norm of embedding, head, norms, attention, feed-forward and routers, each by itself."""
+    by_source: bool = True
+    """Also log loss/NAME and tokens/NAME of each source of a data.mixture."""
     wandb: bool = False
     """Also log to Weights & Biases; without an API key or a server the run stays offline, for `wandb sync` later."""
     wandb_project: Annotated[str, MinLen(1)] = "shardwright"

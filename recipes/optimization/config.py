@@ -131,7 +131,7 @@ class ExpertsConfig:
 
 
 Phase = Annotated[int, Ge(0)] | Annotated[float, Interval(gt=0, lt=1)]
-"""Steps, or a share of the run."""
+"""Steps, or a share of the schedule."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,15 @@ class ScheduleConfig:
     """Learning rate over the run, relative to optimizer.lr."""
 
     kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
-    """After warm-up: "wsd" holds, then decays linearly over decay_steps; "cosine" and "linear" decay throughout."""
+    """After warm-up: "wsd" holds, then decays over decay_steps; "cosine" and "linear" decay throughout."""
+    decay: Literal["linear", "1-sqrt", "cosine"] = "linear"
+    """wsd: the shape of the final decay; "1-sqrt" falls by the root of its share (Hägele et al., 2024)."""
+    steps: Annotated[int, Ge(0)] = 0
+    """Steps that the schedule is made for; more than the run has, and it ends early. 0 = run.steps, or the stage's."""
     warmup_steps: Phase = 0
-    """Steps of linear warm-up from 0; a number below 1 is a share of run.steps, rounded, but at least one step."""
+    """Steps of linear warm-up from 0; a number below 1 is a share of the schedule, rounded, but at least one step."""
     decay_steps: Phase = 0
-    """wsd: steps of the final decay, or their share of run.steps."""
+    """wsd: steps of the final decay, or their share of the schedule."""
     min_lr_ratio: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """Final learning rate of the decay, as a fraction of optimizer.lr."""
 
@@ -170,5 +174,8 @@ class ScheduleConfig:
             return peak
         start = steps - decay if self.kind == "wsd" else warmup
         progress = max(0, step - start) / max(1, steps - start)  # 0 at the start of the decay, 1 at `steps`
-        share = (1 + math.cos(math.pi * progress)) / 2 if self.kind == "cosine" else 1 - progress
+        shape = self.decay if self.kind == "wsd" else self.kind
+        share = 1 - math.sqrt(progress) if shape == "1-sqrt" else 1 - progress
+        if shape == "cosine":
+            share = (1 + math.cos(math.pi * progress)) / 2
         return peak * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)

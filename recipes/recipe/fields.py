@@ -4,7 +4,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
@@ -29,6 +29,8 @@ EXAMPLES = {
 """Examples for fields whose default is not a useful one."""
 COMMAND_LINE = "command line"
 """Where a value was written that no file has."""
+BEFORE = {"data.border_targets": True}
+"""What runs did before a field existed whose default is something else. A run that goes on keeps its value."""
 LARGEST = 2**63
 """Integers of TOML are smaller."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -56,6 +58,12 @@ def value_of(recipe: Recipe, key: str) -> Any:
     """The value at a dotted key."""
     section, _, name = key.partition(".")
     return getattr(getattr(recipe, section), name)
+
+
+def states_all(keys: Collection[str]) -> bool:
+    """Whether a file with these dotted keys is the recipe.toml of a run, which states what was in effect."""
+    known = {key for key in field_types() if not key.startswith("model.")}
+    return 2 * len(known.intersection(keys)) > len(known)
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
@@ -290,8 +298,8 @@ class Written:
 
     name: str = ""
     """Of the stage; "" for the run."""
-    until: int | float | None = None
-    """Of the stage."""
+    until: int | float | str | None = None
+    """Of the stage; a text for tokens."""
     values: dict[str, Any] = field(default_factory=dict)
     """Dotted key -> value."""
     origins: dict[str, str] = field(default_factory=dict)

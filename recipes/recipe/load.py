@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,8 +15,10 @@ from models.registry import FAMILIES, PLACES
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.files.exit_codes import FINISHED
+from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_steps
 from recipes.files.reading import SHOWN, fault, read_whole, toml_table, user_path
 from recipes.recipe.fields import (
+    BEFORE,
     COMMAND_LINE,
     Problem,
     Written,
@@ -23,9 +26,11 @@ from recipes.recipe.fields import (
     refusal,
     refusal_of,
     sections,
+    states_all,
     toml,
     unknown_key,
     unknown_section,
+    value_of,
 )
 from recipes.recipe.paths import settle_paths
 from recipes.recipe.rules import broken_rules
@@ -95,6 +100,7 @@ def load_run(
     for origin, tables in [*chain, *over]:
         tables_of_stages = (tables["stages"], origin) if "stages" in tables else tables_of_stages
         problems += _read({name: table for name, table in tables.items() if name != "stages"}, origin, run)
+        run.put(_of_old_run(tables), origin)
     of_stages: dict[str, Flags] = {}
     if arguments:
         from recipes.recipe import command_line  # tyro takes a third of the time that --check needs
@@ -104,6 +110,7 @@ def load_run(
         overrides, wrong = command_line.parse(flags, before)
         problems += unexpected + wrong + run.put(overrides, COMMAND_LINE)
     problems += settle_paths(run)
+    _keep_values_of_run(run)
     weights = _initial_weights(run.values)
     if not any(problem.key == "model.name" for problem in problems):
         problems += _size(run, weights)[1]
@@ -126,6 +133,26 @@ def load_run(
     return LoadedRecipe(recipe, weights.find() if weights and needs_weights else None, run.origins)
 
 
+def _of_old_run(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """What the recipe.toml of a run of an older version leaves unsaid, if these tables are one."""
+    keys = {f"{section}.{name}" for section, table in tables.items() if isinstance(table, dict) for name in table}
+    return {key: value for key, value in BEFORE.items() if key not in keys} if states_all(keys) else {}
+
+
+def _keep_values_of_run(run: Written) -> None:
+    """Let a run that goes on keep its values of the fields of BEFORE that are not written now."""
+    with suppress(UserError):  # the start says what is wrong with the folder
+        if (unwritten := BEFORE.keys() - run.values.keys()) and checkpoint_steps(_folder(run.values) / CHECKPOINTS):
+            file = _folder(run.values) / RECIPE
+            old = load(file, rules=False)
+            run.put({key: value_of(old, key) for key in unwritten}, shown(file))
+
+
+def _folder(values: Mapping[str, Any]) -> Path:
+    """The run's folder, by these values."""
+    return RunConfig(**{key: values[f"run.{key}"] for key in ("name", "output") if f"run.{key}" in values}).folder
+
+
 def print_help(arguments: list[str], *, usage: str) -> int:
     """Print what --help shows beside these arguments: a recipe with its overrides, a section, both or neither. Returns
     the exit code."""
@@ -144,8 +171,7 @@ def _initial_weights(values: Mapping[str, Any]) -> "InitialWeights | None":
         return None
     from recipes.weights.locate import InitialWeights
 
-    run = {key: values[f"run.{key}"] for key in ("name", "output") if f"run.{key}" in values}
-    return InitialWeights(named["model.weights"], RunConfig(**run).folder, named["model.config"])
+    return InitialWeights(named["model.weights"], _folder(values), named["model.config"])
 
 
 def to_toml(recipe: Recipe) -> str:

@@ -74,7 +74,7 @@ def violations(
         processes, nodes: their numbers, where they are known.
         broken: fields with invalid values, and sections with unknown keys; rules that read them are skipped.
         written: fields with values of their own, not those of the model size or the schema.
-        schedule_steps: those of the schedule, if a stage has its own; None = run.steps.
+        schedule_steps: those of a stage with a schedule of its own; None = run.steps.
         elsewhere: whether the recipe is for another machine, so that nothing that it names is looked at.
     """
     recipe = readable(recipe, broken)
@@ -148,7 +148,7 @@ def broken_rules(
             weights,
             broken=broken,
             written=run.values.keys() | changes.keys(),
-            schedule_steps=stage.schedule_span[1] if stage.own_schedule else None,
+            schedule_steps=stage.last - stage.first if stage.own_schedule else None,
             **options,
         )
         for violation in (*rules, *unread(changes.keys(), readables[-1:])):

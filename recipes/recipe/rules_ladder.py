@@ -13,7 +13,7 @@ from recipes.recipe.fields import toml, value_of
 from recipes.recipe.paths import is_path
 from recipes.recipe.schema import Recipe
 
-NO_CONDITIONS = {"source", "mixture", "tokenizer", "cache", "shuffle_tokens", "bad_row_budget"}
+NO_CONDITIONS = {"source", "mixture", "tokenizer", "cache", "shuffle_tokens", "bad_row_budget", "border_targets"}
 """Fields of [data] that change no loss, or that conditions_of() treats by themselves."""
 KEPT = (
     *("optimizer.name", "schedule.kind", "batch.sequence_length", "model.vocabulary", "model.tied_embeddings"),
@@ -24,8 +24,9 @@ KEPT = (
 
 def ladder_for(recipe: Recipe, path: str) -> Ladder:
     """The ladder in this file. Raises UserError if it cannot be read, or does not predict this recipe's losses."""
-    if recipe.stages or recipe.model.by_transformers:
-        what = "stages" if recipe.stages else "a model of transformers"
+    if recipe.stages or recipe.model.by_transformers or recipe.schedule.steps:
+        what = "stages" if recipe.stages else "a model of transformers" if recipe.model.by_transformers else ""
+        what = what or f"schedule.steps = {recipe.schedule.steps}"
         raise UserError(f"a ladder predicts our models, trained in one stage, but this recipe has {what}")
     ladder, here = read_ladder(user_path(path)), conditions_of(recipe)
     for key in {**here, **ladder.conditions}:
@@ -49,6 +50,9 @@ def conditions_of(recipe: Recipe) -> dict[str, Any]:
         "data.mixture": [[named(source), round(share / whole, 6)] for source, share in data.sources.items()],
         "data.tokenizer": named(data.tokenizer),
         **{f"data.{key}": value for key, value in asdict(data).items() if key not in NO_CONDITIONS},
+        # Older ladders had no such fields.
+        **({"data.border_targets": False} if data.document_mask and not data.border_targets else {}),
+        **({"schedule.decay": recipe.schedule.decay} if recipe.schedule.decay != "linear" else {}),
         "validation.sources": {name: named(source) for name, source in texts.items()},
         **{key: value_of(recipe, key) for key in KEPT},
         **{f"model.{place}": name for place in PLACES if (name := getattr(recipe.model, place)) != OURS},

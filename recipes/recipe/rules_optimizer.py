@@ -10,13 +10,16 @@ from recipes.recipe.schema import RunConfig
 
 
 def schedule_fits(schedule: ScheduleConfig, *, run: RunConfig, steps: int | None) -> Iterator[Violation]:
-    """Warm-up and decay fit into so many steps; None = those of the run."""
-    steps = steps or run.steps
+    """The schedule fits so many steps (None = those of the run), and warm-up and decay fit into it."""
+    steps, name = steps or run.steps, "schedule.steps" if schedule.steps else "run.steps"
+    if 0 < schedule.steps < steps:
+        yield "schedule.steps", f"is less than the {steps} steps that are trained by it; write more, or 0"
+    steps = schedule.steps or steps
     warmup, decay = schedule.phases(steps)
     if decay and schedule.kind != "wsd":
         yield "schedule.decay_steps", f'is for kind = "wsd" only, not "{schedule.kind}"; write decay_steps = 0'
     elif warmup + decay > steps:
-        rule = f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} must not exceed run.steps = {steps}"
+        rule = f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} must not exceed {name} = {steps}"
         shares = sum(phase for phase in (schedule.warmup_steps, schedule.decay_steps) if isinstance(phase, float))
         fixed = sum(phase for phase in (schedule.warmup_steps, schedule.decay_steps) if isinstance(phase, int))
         if shares and fixed == 0:

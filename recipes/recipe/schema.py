@@ -77,7 +77,7 @@ class StageConfig:
 
     name: str
     until: int
-    """The last step of the stage; in a file also a share of run.steps, rounded. The last stage ends the run."""
+    """The last step of the stage; in a file also a share of run.steps or tokens, rounded. The last ends the run."""
     changes: dict[str, Any]
     """Dotted key, such as "batch.sequence_length" -> its value in this stage."""
 

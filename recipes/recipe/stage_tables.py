@@ -12,6 +12,7 @@ from annotated_types import Ge, Interval
 from parallel.errors import listed
 from recipes.recipe.fields import (
     COMMAND_LINE,
+    LARGEST,
     Problem,
     Violation,
     Written,
@@ -21,6 +22,7 @@ from recipes.recipe.fields import (
     sections,
     toml,
     unknown_key,
+    with_values,
 )
 from recipes.recipe.paths import settle_paths
 from recipes.recipe.schema import Recipe, StageConfig
@@ -87,7 +89,7 @@ def _tables(tables: Any, origin: str) -> tuple[list[Written], list[Problem]]:
             problems.append(Problem(f"stages.{name}", "is there twice; give each stage a name of its own", "", origin))
             name = f"stage_{number}"
         until: Any = table.get("until")
-        if until is not None and not accepts(Until, until):
+        if until is not None and not accepts(Until, until) and not _tokens(until):
             problems.append(_wrong_until(name, until, origin))
             until = None
         found.append(stage := Written(name, until))
@@ -114,7 +116,7 @@ def _override(stages: Sequence[Written], of_stages: Mapping[str, "Flags"], base:
         stage = known[name]
         for words in [words for key, words in flags if key == "until"]:
             number: Any = _number(" ".join(words))
-            if accepts(Until, number):
+            if accepts(Until, number) or _tokens(number):
                 stage.until = number
             else:
                 problems.append(_wrong_until(name, number, COMMAND_LINE))
@@ -146,6 +148,8 @@ def read_stages(
         problems += settle_paths(stage)
     if any(problem.key.endswith(".until") or not stages for problem in problems):
         return (), stages, problems
+    if problem := _count_tokens(stages, base, run.values.get("run.steps"), origin):
+        return (), stages, [*problems, problem]
     if "run.steps" not in run.values:
         steps = stages[-1].until
         if not isinstance(steps, int):
@@ -154,6 +158,31 @@ def read_stages(
         run.put({"run.steps": steps}, origin)
     configs, wrong = _settle(stages, steps=run.values["run.steps"], origin=origin)
     return configs, stages, problems + wrong
+
+
+def _tokens(until: Any) -> float:
+    """The tokens in "2.5e9 tokens"; 0 for anything else."""
+    number = _number(until.removesuffix(" tokens")) if isinstance(until, str) and until.endswith(" tokens") else 0
+    return number if isinstance(number, int | float) and 0 < number < LARGEST else 0
+
+
+def _count_tokens(stages: Sequence[Written], base: Recipe, steps: int | None, origin: str) -> Problem | None:
+    """Replace each `until` that counts the tokens of the run by the nearest step. Returns what is wrong.
+
+    steps: run.steps, without which shares of it are unknown.
+    """
+    step = tokens = 0
+    for stage in stages:
+        batch = with_values(base, {key: value for key, value in stage.values.items() if key.startswith("batch.")}).batch
+        each = batch.global_batch_size * batch.sequence_length
+        if amount := _tokens(stage.until):
+            if step < 0:
+                message = "counts tokens after a stage that ends with a share of the steps; write steps there, or here"
+                return Problem(f"stages.{stage.name}.until", message, toml(stage.until), origin)
+            stage.until = step + round((amount - tokens) / each)
+        until = round(stage.until * steps) if isinstance(stage.until, float) and steps else stage.until
+        step, tokens = (until, tokens + (until - step) * each) if isinstance(until, int) else (-1, 0)
+    return None
 
 
 def _settle(stages: Sequence[Written], *, steps: int, origin: str) -> tuple[tuple[StageConfig, ...], list[Problem]]:
@@ -169,6 +198,7 @@ def _settle(stages: Sequence[Written], *, steps: int, origin: str) -> tuple[tupl
             message += "; only the last stage may omit it"
             problems.append(Problem(f"stages.{stage.name}.until", message, "", origin))
             continue
+        assert not isinstance(until, str), "_count_tokens() puts a step there"
         step = round(until * steps) if isinstance(until, float) else until
         shown = toml(until) + (f" x {steps} steps = {step}" if isinstance(until, float) else "")
         message = ""
@@ -243,9 +273,8 @@ def _refusal(key: str) -> str | None:
 
 def _wrong_until(name: str, value: Any, origin: str) -> Problem:
     rule = f"must be a step ({describe(Annotated[int, Ge(1)])}) or a share of run.steps (a number > 0 and <= 1)"
-    return Problem(
-        f"stages.{name}.until", f"{rule}; write for example until = 1000 or until = 0.8", toml(value), origin
-    )
+    example = 'write for example until = 1000, until = 0.8 or until = "2.5e9 tokens"'
+    return Problem(f"stages.{name}.until", f"{rule} or tokens of the run; {example}", toml(value), origin)
 
 
 def _number(text: str) -> int | float | str:

@@ -26,8 +26,9 @@ class Stage:
 
     @property
     def schedule_span(self) -> tuple[int, int]:
-        """The steps before the schedule begins, and the steps that it takes."""
-        return (self.first, self.last - self.first) if self.own_schedule else (0, self.recipe.run.steps)
+        """The steps before the schedule begins, and the steps that it is made for."""
+        first, steps = (self.first, self.last - self.first) if self.own_schedule else (0, self.recipe.run.steps)
+        return first, self.recipe.schedule.steps or steps
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of optimizer step `step` (from 0) of the run."""

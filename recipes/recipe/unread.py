@@ -11,7 +11,7 @@ from dataclasses import fields
 from models.config import OF_EXPERTS, ModelConfig
 from recipes.optimization.config import OPTIMIZERS, OptimizerConfig
 from recipes.recipe.conflicts import Unreadable
-from recipes.recipe.fields import COMMAND_LINE, Violation, field_types, sections, toml, value_of
+from recipes.recipe.fields import COMMAND_LINE, Violation, sections, states_all, toml, value_of
 from recipes.recipe.schema import Recipe
 
 OF_MODEL = " ".join(
@@ -35,6 +35,7 @@ NEEDS: tuple[tuple[str, Callable[[Recipe], object], str], ...] = (
      'experts.balance = "loss" of a model with experts'),
     ("experts.bias_rate", lambda r: r.model.experts and r.experts.moves_biases,
      'experts.balance = "bias" of a model with experts'),
+    ("data.border_targets", lambda r: r.data.document_mask and not r.data.has_pairs, "data.document_mask = true"),
     ("model.rope_factor", lambda r: r.model.rope_scaling != "none", 'model.rope_scaling = "linear", for example'),
     ("model.rope_low_frequency_factor model.rope_high_frequency_factor", lambda r: r.model.rope_scaling == "llama3",
      'model.rope_scaling = "llama3"'),
@@ -54,6 +55,9 @@ NEEDS: tuple[tuple[str, Callable[[Recipe], object], str], ...] = (
     *_of_one_optimizer(),
     ("schedule.min_lr_ratio", lambda r: r.schedule.kind != "constant" and (r.schedule.kind != "wsd"
        or r.schedule.decay_steps), "a decay, by schedule.kind or schedule.decay_steps"),
+    ("schedule.decay", lambda r: r.schedule.kind == "wsd" and r.schedule.decay_steps,
+     'schedule.kind = "wsd" and schedule.decay_steps'),
+    ("schedule.steps", lambda r: r.schedule.kind != "constant", "a schedule.kind that decays"),
     ("checkpoint.keep checkpoint.asynchronous", lambda r: r.checkpoint.every, "checkpoint.every = 1000 or so"),
     ("metrics.wandb_project", lambda r: r.metrics.wandb, "metrics.wandb = true"),
     ("validation.batches", lambda r: r.validation.every, "validation.every = 1000 or so"),
@@ -86,6 +90,5 @@ def unread_of_run(
     """
     by_flags, by_file = ({key for key, origin in origins.items() if origin == one} for one in (COMMAND_LINE, file))
     yield from unread(by_flags, recipes)
-    known = {key for key in field_types() if not key.startswith("model.")}
-    if 2 * len(known & by_file) <= len(known):  # or it is the recipe.toml of a run, which states what was in effect
+    if not states_all(by_file):
         yield from unread(by_file, [*([before] if before else []), *recipes])

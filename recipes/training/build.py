@@ -44,6 +44,8 @@ class Built:
     """The parameters of the model, as sharding left them."""
     roles: Mapping[str, tuple[nn.Parameter, ...]]
     """Role -> the parameters that have it; empty unless the recipe asks for their gradient norms."""
+    notes_rows: bool
+    """Whether logged steps note the loss of each row, for those of sources."""
     balance: "Balance | None"
     """Keeps the loads of experts equal; None for a model without experts."""
     attention: str
@@ -107,6 +109,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         optimizer=optimizer,
         parameters=tuple(model.parameters()),
         roles=_roles(model, recipe.model if stages else None) if recipe.metrics.grad_norms else {},
+        notes_rows=recipe.metrics.by_source and len(recipe.data.sources) > 1,
         balance=_balance(recipe, model, mesh),
         attention=attention,
         grad_clip=recipe.optimizer.grad_clip,

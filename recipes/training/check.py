@@ -11,9 +11,11 @@ from models.hf import export_of
 from parallel.config import MeshDegrees
 from parallel.errors import TemporaryError, UserError, listed
 from parallel.float8_limits import advice
+from recipes.data.history import epoch_lines
 from recipes.data.text.pair_format import PairFormat
 from recipes.data.text.rows import first_problem
 from recipes.data.text.sources import is_hub, is_prepared, is_token_files
+from recipes.data.tokens.shards import open_index
 from recipes.data.tokens.token_files import token_files
 from recipes.files.exit_codes import FINISHED
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
@@ -116,7 +118,7 @@ def _print(recipe: Recipe, processes: int | None, nodes: int | None, origins: Ma
     hardware = hardware_of(recipe.run.name, written=recipe.run.hardware) if recipe.run.device != "cpu" else None
     stages = [Facts.of(stage, processes, nodes, hardware) for stage in stages_of(recipe)]
     other = "" if processes else "; for other numbers: --check --processes N --nodes M"
-    lines = [*_head(recipe), *trunk, *_lines_of_stages(stages, other)]
+    lines = [*_head(recipe), *trunk, *_lines_of_stages(stages, other), *_epochs(recipe)]
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     lines = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]  # as TOML wants comments
     say("".join(f"# {line}\n" for line in lines) + "\n" + to_toml(recipe), end="", whole=True)
@@ -227,21 +229,11 @@ def _lines_of_stages(stages: Sequence[Facts], other: str) -> list[str]:
         if degrees.pipeline > 1:
             lines.append(f"pipeline: {recipe.pipeline.schedule}, {recipe.pipeline_stages(degrees.pipeline)}")
         lines.append(f"batch: {recipe.batch.global_batch_size:,} sequences = {recipe.batch.divided(degrees)}")
-        lines += [*_sizes(facts.stage), *_parts(recipe)]
+        lines += _parts(recipe)
         indent = "  " if facts.stage.name else ""
         found += [_steps(facts.stage), *(f"{indent}{line}" for line in lines if line not in before)]
         before = lines
     return found
-
-
-def _sizes(stage: Stage) -> Iterator[str]:
-    """The size of each source of tokens of other trainers, and how often the stage reads it."""
-    sources = stage.recipe.data.sources
-    for source in filter(is_token_files, sources):
-        files = token_files(source)
-        tokens = sum(file.tokens for file in files)
-        times = tokens_of(stage) * sources[source] / sum(sources.values()) / tokens
-        yield f"tokens: {source} has {tokens:,} in {len(files):,} files, read {times:.3g} times"
 
 
 def _head(recipe: Recipe) -> Iterator[str]:
@@ -252,6 +244,21 @@ def _head(recipe: Recipe) -> Iterator[str]:
     if recipe.model.name.startswith("from_"):
         yield f"model: {recipe.model.computed_by}"
     yield f"export: {export_of(recipe.model)}"
+
+
+def _epochs(recipe: Recipe) -> Iterator[str]:
+    """How often prepared sources are read; the lengths of others are unknown."""
+    epochs: dict[str, float | None] = {}
+    for stage in stages_of(recipe):
+        sources, pairs = stage.recipe.data.sources, stage.recipe.data.has_pairs
+        for name in (name for name in sources if not (pairs or is_hub(name) or is_remote(name)) and is_prepared(name)):
+            share = sources[name] / sum(sources.values())
+            if is_token_files(name):
+                length = sum(file.tokens for file in token_files(name))
+            else:
+                length = sum(shard.train for shard in open_index(name).shards)
+            epochs[name] = (epochs.get(name) or 0.0) + tokens_of(stage) * share / length
+    yield from epoch_lines(epochs, by=f"step {recipe.run.steps}")
 
 
 def _steps(stage: Stage) -> str:
@@ -268,6 +275,7 @@ def _steps(stage: Stage) -> str:
         amount = f"{batch.global_batch_size:,} x {length:,} tokens with padding"
     warmup, decay = schedule.phases(stage.schedule_span[1])
     phases = f"warm-up {warmup:,}" + (f", final decay {decay:,}" if schedule.kind == "wsd" else "")
+    phases += f", of {schedule.steps:,} steps" if schedule.steps else ""
     share = optimizer.matrix_share
     by = optimizer.name.capitalize()
     matrices = f" ({optimizer.lr * share:g} of matrices, by {by})" if share else ""

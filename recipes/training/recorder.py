@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from models.interface import interface_of
 from parallel.dist import World
 from parallel.passes import gather_loss_and_numbers
 from recipes.checkpoint.config import AVERAGE_LOSS, AVERAGED, KEEP_BEST, VALIDATION
+from recipes.data.history import epoch_lines
 from recipes.data.loader import DataLoader
 from recipes.evaluation.config import TASK
 from recipes.files.reading import user_path
@@ -93,6 +95,15 @@ class Recorder:
         self._beside = _beside(recipe, tokens=loader.tokens(self._steps), log=console.log)
         self.metrics = process.metrics or _writer(recipe, world, progress, console)
         self.metrics.stage = stage.name
+        self._stage_end, self._said_epochs = stage.last, clock.step >= stage.last
+        self._say_epochs()
+
+    def _say_epochs(self) -> None:
+        """Log once how often the stage will have read its sources, when all their lengths are known."""
+        if not self._said_epochs and None not in (epochs := self._loader.epochs(self._stage_end)).values():
+            self._said_epochs = True
+            for line in epoch_lines(epochs, by=f"step {self._stage_end}"):
+                self._console.log(line)
 
     def _rates(self, step: int, step_seconds: float) -> dict[str, float | None]:
         """The rate columns of the steps since the last row. All ranks call it."""
@@ -105,7 +116,7 @@ class Recorder:
 
         Raises NonFiniteRun after too many skipped steps in a row.
         """
-        mean_loss, times, memory_numbers = self._reduce(measured.loss)
+        mean_loss, times, memory_numbers, of_sources = self._reduce(step, measured)
         step_seconds, data_seconds = self._clock.seconds_per_step()
         with self._clock(LOG):
             # Waiting for another process's data is counted as waiting for data here, too.
@@ -119,6 +130,7 @@ class Recorder:
                 step=step,
                 tokens=self._loader.tokens(step),
                 loss=mean_loss,
+                **self._columns_of_sources(step, of_sources),
                 grad_norm=measured.norm.item(),
                 **{column: value.item() for column, value in measured.columns.items()},
                 lr=learning_rate,
@@ -137,6 +149,7 @@ class Recorder:
                 self._foresight.seconds.append(step_seconds)
             self.metrics.write(row)
             self._loader.note_bad_rows()
+            self._say_epochs()
             self._console.log(step_line(row, self._steps))
             experts = self._balance.lines() if self._balance else []
             experts += self._balance.causes(slow.get("stragglers", ())) if self._balance and names else []
@@ -146,24 +159,47 @@ class Recorder:
             gc.collect()  # here, and not in the middle of a step
         self._clock.restart()
 
-    def _reduce(self, loss: Tensor) -> tuple[float, list[float], list[float]]:
-        """The mean loss, the summary of all processes' times where there are several, and that of their memory.
+    def _reduce(self, step: int, measured: "Measured") -> tuple[float, list[float], list[float], list[float]]:
+        """The mean loss, the summary of all processes' times where there are several, that of their memory, and the
+        summed losses of the sources with, behind them, their targets, if the step has noted those of rows.
 
         The host waits for the device once, and reads as many values at any number of processes.
         """
         if self._compute is None or self._stragglers is None:
-            if loss.is_cuda:
+            if measured.loss.is_cuda:
                 torch.cuda.synchronize()  # the loss is there before the step is complete
             alone = torch.tensor([self._memory.counts()], dtype=torch.float64)
-            return loss.item(), [], self._memory.summary(alone).tolist()
+            loss, *of_sources = self._losses(step, measured).tolist()
+            return loss, [], self._memory.summary(alone).tolist(), of_sources
         compute = self._compute.seconds()  # first: on CUDA it waits, and the step is complete only then
         times = self._stragglers.counts(*self._clock.seconds_per_step(), compute)
-        numbers = [*times, *self._memory.counts()]
-        mean_loss, rows = gather_loss_and_numbers(loss, numbers, loss_group=self._mesh.loss_group)
+        numbers, own = [*times, *self._memory.counts()], self._losses(step, measured)
+        losses, rows = gather_loss_and_numbers(own, numbers, loss_group=self._mesh.loss_group)
         of_times, of_memory = (columns for columns in rows.tensor_split([len(times)], dim=1))
         both = [self._stragglers.summary(of_times), self._memory.summary(of_memory)]
-        mean, *summaries = torch.cat([mean_loss.view(1), *both]).tolist()  # read at once
-        return mean, summaries[: len(both[0])], summaries[len(both[0]) :]
+        read = iter(torch.cat([losses, *both]).tolist())  # at once
+        (loss, *of_sources), of_time, of_host = ([*islice(read, len(part))] for part in (losses, *both))
+        return loss, of_time, of_host, of_sources
+
+    def _losses(self, step: int, measured: "Measured") -> Tensor:
+        """This process's part of the mean loss and, if rows are noted, of the sums and targets of each source."""
+        if measured.rows is None:
+            return measured.loss[None]
+        sources = torch.from_numpy(self._loader.training.sources_of(step - 1)).to(measured.rows.device)
+        sums = measured.rows.new_zeros(2, len(self._recipe.data.sources), dtype=torch.float64)
+        sums.index_add_(1, sources, measured.rows.double())
+        return torch.cat([measured.loss.double()[None], sums.flatten()])
+
+    def _columns_of_sources(self, step: int, sums: list[float]) -> dict[str, float | None]:
+        """The columns of the sources of a mixture, from what _reduce() found; no loss for one without a target."""
+        if not sums:
+            return {}
+        count = len(sums) // 2
+        losses = zip(self._recipe.data.sources, sums[:count], sums[count:], strict=True)
+        columns: dict[str, float | None] = {f"loss/{name}": loss / n if n else None for name, loss, n in losses}
+        training = self._loader.training
+        read = training.sequences.tokens_by_source(training.first_of(step))
+        return columns | {f"tokens/{name}": tokens for name, tokens in read.items()}
 
     def log_skipped(self) -> None:
         """Record the steps skipped since the last call. Raises NonFiniteRun after too many in a row."""

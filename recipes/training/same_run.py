@@ -36,6 +36,7 @@ IDENTITY = (
     "data.tokenizer",
     "data.bos",
     "data.document_mask",
+    "data.border_targets",
     "data.validation_fraction",
     "batch.sequence_length",
     "batch.global_batch_size",
@@ -50,7 +51,7 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
     Stages that have begun are compared step by step; those to come may change.
     """
     if not old.stages and not new.stages:
-        return _differences(old, new, old.run.steps)
+        return _differences(old, new, old.schedule.steps or old.run.steps)
     done = max([1, *checkpoint_steps(new.run.folder / CHECKPOINTS)])
     lines: dict[str, None] = {}
     for was in stages_of(old):
@@ -76,6 +77,7 @@ def _differences(old: Recipe, new: Recipe, steps: int) -> list[str]:
         if (was := value_of(old, key)) != (now := value_of(new, key))
         # A share of the run may be written where its steps were, or the other way round.
         if not (key.endswith(("warmup_steps", "decay_steps")) and same_phases)
+        if not (key == "data.border_targets" and not (old.data.document_mask or new.data.document_mask))
     ]
     was, now = old.data.mixture, new.data.mixture
     if was == now and list(was) != list(now):  # equal as dicts, but the data order follows the order of the lines
@@ -164,7 +166,7 @@ def schedule_notes(old: Recipe, new: Recipe, done: int) -> list[str]:
     rates = [stage.learning_rate(done) for stage in (was, now)]
     if rates[0] == rates[1]:
         return []
-    warmup, longer = (recipe.schedule.phases(recipe.run.steps)[0] for recipe in (old, new))
+    warmup, longer = (stage.recipe.schedule.phases(stage.schedule_span[1])[0] for stage in (was, now))
     again = ""
     if not (old.stages or new.stages) and warmup <= done < longer:
         again = f"; a share of the run, the warm-up lasts until step {longer} now"

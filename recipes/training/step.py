@@ -26,6 +26,8 @@ class Measured(NamedTuple):
     """This process's part of the mean cross-entropy."""
     norm: Tensor
     """The gradient norm before clipping."""
+    rows: Tensor | None
+    """As of Passes.run(), if the step is to be logged and the recipe asks for losses of sources."""
     columns: Mapping[str, Tensor]
     """Further columns of metrics.jsonl, which a step measures only if it is to be logged, and the recipe asks."""
 
@@ -57,7 +59,10 @@ def train_step(
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, _ in micro_batches])
     # Not over the loss group: context parallelism cuts rows inside the model, so its processes count the same targets.
     target_tokens = sum_over_group(counts.sum(), built.mesh.data_group)
-    losses = built.passes.run(micro_batches, target_tokens, step=step, progressed=clock.progressed)
+    count, rows = sum(len(targets) for _, targets, _ in micro_batches), None
+    if is_logged and built.notes_rows:
+        rows = torch.zeros(2, count, device=target_tokens.device)
+    losses = built.passes.run(micro_batches, target_tokens, step=step, progressed=clock.progressed, rows=rows)
     loss = losses[0] if built.passes.has_z_loss else losses
     norm = guard.norm_of_all(built.passes.norm(parameters))
     columns = further_columns(built, losses) if is_logged else {}
@@ -73,7 +78,7 @@ def train_step(
         from parallel.float8 import precompute_scales
 
         precompute_scales(built.model)
-    return Measured(loss, norm, columns)
+    return Measured(loss, norm, rows, columns)
 
 
 def further_columns(built: Built, losses: Tensor) -> dict[str, Tensor]:

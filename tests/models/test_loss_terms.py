@@ -117,3 +117,35 @@ def test_a_model_with_a_softcap_returns_capped_logits_and_their_loss(tied: bool)
     torch.testing.assert_close(model_with_cap(tokens[:, :-1], tokens[:, 1:]), cross_entropy_sum(logits, tokens[:, 1:]))
     cache = KeyValueCache(TINY, batch=2, max_length=8, dtype=torch.float32, device=torch.device("cpu"))
     torch.testing.assert_close(model_with_cap(tokens[:, :-1], cache=cache), logits)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_losses_of_rows_are_noted_and_change_nothing(chunks: int, softcap: float, z_loss: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, 5, 11, generator=generator)
+    targets = torch.randint(0, 11, (3, 5), generator=generator)
+    targets[0] = targets[1, 2] = IGNORED
+    options = {"chunks": chunks, "softcap": softcap, "z_loss": z_loss}
+    gradients, losses, rows = [], [], torch.full((2, 3), 9.0)
+    for noted in (None, rows):
+        mine = logits.clone().requires_grad_()
+        losses.append(cross_entropy_sum(mine * 1, targets, rows=noted, **options))
+        losses[-1].sum().backward()
+        gradients.append(mine.grad)
+    assert torch.equal(*losses) and torch.equal(*gradients)
+    expected = [cross_entropy_sum(logits[[row]], targets[[row]], softcap=softcap) for row in range(3)]
+    torch.testing.assert_close(rows[0], torch.stack(expected))
+    assert rows[1].tolist() == [0, 4, 5]
+
+
+def test_the_loss_at_once_is_torchs_own_to_the_bit() -> None:
+    logits = torch.randn(2, 7, 13, requires_grad=True)
+    targets = torch.tensor([[1, IGNORED, 3, 4, 5, 6, 12], [IGNORED] * 7])
+    ours, theirs = (
+        cross_entropy_sum(logits, targets),
+        cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"),
+    )
+    assert torch.equal(ours, theirs)
+    assert torch.equal(*(torch.autograd.grad(one, logits)[0] for one in (ours, theirs)))

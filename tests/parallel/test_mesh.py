@@ -72,7 +72,7 @@ def first_step(recipe: Recipe, mesh: Mesh, world: Any) -> dict[str, Any]:
     ]
     guard = StepGuard(mesh, device=world.device, max_skipped_steps=3, loss_spike_z=3.0)
     clock = RunClock(world.device)
-    loss, norm, _ = train_step(built, micro_batches, step=1, learning_rate=1e-3, guard=guard, clock=clock)
+    loss, norm, *_ = train_step(built, micro_batches, step=1, learning_rate=1e-3, guard=guard, clock=clock)
     mean_loss, times = gather_loss_and_numbers(loss, [float(world.rank)], loss_group=mesh.loss_group)
     return {
         "data": (mesh.data_rank, mesh.data_ranks),

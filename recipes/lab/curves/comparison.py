@@ -7,7 +7,7 @@ import numpy as np
 
 from recipes.lab.curves.reading import AVERAGE, TASK, VALIDATION, LoggedRun, Numbers, plain
 from recipes.lab.curves.style import shortened
-from recipes.recipe.fields import field_types, toml, value_of
+from recipes.recipe.fields import BEFORE, field_types, toml, value_of
 from recipes.recipe.schema import Recipe
 
 UNKNOWN = "-"
@@ -50,11 +50,11 @@ def _numbers(runs: Sequence[LoggedRun]) -> list[list[str]]:
 
 
 def _differences(runs: Sequence[LoggedRun]) -> list[list[str]]:
-    """A row for each key whose values differ. What an older version did not write has its default."""
+    """A row for each key whose values differ. What an older version did not write is as it was then."""
     recipes = [dict(_flat(run.recipe)) for run in runs]
     rows = []
     for key in dict.fromkeys(key for recipe in recipes for key in recipe if key not in OF_THE_RUN):
-        default = toml(value_of(Recipe(), key)) if key in field_types() else UNKNOWN
+        default = toml(BEFORE.get(key, value_of(Recipe(), key))) if key in field_types() else UNKNOWN
         values = [recipe.get(key, default) if recipe else None for recipe in recipes]
         if len(set(values) - {None}) > 1:
             rows.append([key, *(UNKNOWN if value is None else value for value in values)])

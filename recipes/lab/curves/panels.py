@@ -128,12 +128,14 @@ def curves(runs: Sequence[LoggedRun], axis: Axis) -> Curves:
 
     validation = named(VALIDATION) | {column: f"{name} average".strip() for column, name in named(AVERAGE).items()}
     loss = lines({"loss": ""}, smooth=True)
+    of_sources = [replace(line, raw=None) for line in lines(named("loss/"), smooth=True)]
     norm = lines({"grad_norm": ""}, smooth=True)
     by_group = lines(named("grad_norm/"), smooth=True) if len(runs) == 1 else []
     groups = [replace(line, raw=None) for line in by_group]
     loads = {f"{LOAD}/{name}": name for name in ("largest", "entropy", "smallest")}
     panels = [
         Panel("training loss, nats per token", loss, joints=_joints(runs, axis, loss), ends=_ends(loss)),
+        Panel("training loss by source, nats per token", of_sources, ends=_ends(of_sources)),
         Panel("validation loss, nats per token", lines(validation, dots=True)),
         Panel("results of tasks", lines(named(TASK), dots=True)),
         Panel("learning rate", lines({"lr": ""}), ends=FROM_ZERO),

@@ -25,7 +25,7 @@ PLAIN = {
     *("peak_memory_gib", "peak_memory_gib_most", "reserved_memory_gib", "reserved_memory_gib_most", "gpu_power_watts"),
 }
 """The columns that are drawn, and those that begin as follows."""
-BEGINNINGS = (VALIDATION, AVERAGE, TASK, WALL, "grad_norm/", "expert_load/")
+BEGINNINGS = (VALIDATION, AVERAGE, TASK, WALL, "loss/", "grad_norm/", "expert_load/")
 
 LARGE = 2**26
 """Bytes of metrics.jsonl, about 90,000 logged steps, of which every row is read. Of a file N times as large every Nth

@@ -109,6 +109,8 @@ def require_scalable(recipe: Recipe, path: Path) -> None:
         problem = 'continues from trained weights, but rungs start at random; write model.weights = ""'
     elif recipe.stages:
         problem = "has stages, but a ladder predicts one text and length; write those of one stage as a recipe"
+    elif recipe.schedule.steps:
+        problem = f"ends before its schedule (schedule.steps = {recipe.schedule.steps}), and rungs do not; write 0"
     elif not (recipe.data.validation_fraction or recipe.validation.source or recipe.validation.sources):
         problem = "has no text to validate on; write data.validation_fraction or validation.source"
     if problem:

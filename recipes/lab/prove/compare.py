@@ -17,7 +17,7 @@ from recipes.lab.prove.twin import Twin
 Limits = Mapping[str, float]
 Key = tuple[int, int, str]
 EQUAL: Limits = dict.fromkeys(KINDS, 0.0)
-LOSSES = "loss", "z-loss", "losses of routers", "validation loss", "guard"
+LOSSES = "loss", "z-loss", "loss of a source", "losses of routers", "validation loss", "guard"
 # Relative. Measured: 2e-7 of a loss, 4e-7 of a norm, 2e-6 of a gradient, 3e-5 of the way of weights.
 FLOAT32: Limits = {**EQUAL, "learning rate": 1e-12, **dict.fromkeys(LOSSES, 2e-6), "gradient norm": 4e-6}
 FLOAT32 = {**FLOAT32, "gradient": 2e-5, "weights": 4e-4, "logits": 1e-4}
@@ -129,6 +129,7 @@ def _numbers(record: Record) -> dict[Key, Tensor]:
         "skipped": {step: step in record.skipped for step in record.rates},
         "loss": record.losses,
         "z-loss": record.z_losses,
+        "loss of a source": record.source_losses,
         "gradient": {1: record.gradients},
         "gradient norm": record.norms,
         "weights": record.state,

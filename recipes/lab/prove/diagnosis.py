@@ -10,7 +10,7 @@ from parallel.config import MeshDegrees
 
 KINDS = (
     *("initial weights", "tokens of experts", "losses of routers", "learning rate", "skipped", "loss", "z-loss"),
-    *("gradient", "gradient norm", "weights", "validation loss", "guard", "logits"),
+    *("loss of a source", "gradient", "gradient norm", "weights", "validation loss", "guard", "logits"),
 )
 """What is compared, in the order in which one follows from the others."""
 NEAR = 1e-3

@@ -7,6 +7,7 @@ move. It never validates what it trains, is never interrupted and skips nothing:
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from models.experts import Routed, SparseFeedForward
 from models.interface import blocks_of, interface_of
 from models.loss import IGNORED
 from recipes.data.batches import MicroBatch
+from recipes.lab.prove.text import FEW, OTHER, TEXT
 from recipes.lab.prove.twin import SAVED, Twin
 from recipes.optimization.config import OptimizerConfig
 from recipes.training.build import plain_model
@@ -43,6 +45,8 @@ class Record:
     gradients: Tensors = field(default_factory=dict)
     """Those of the first step."""
     losses: dict[int, float] = field(default_factory=dict)
+    source_losses: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Of each text of a mixture, by the name of its file."""
     z_losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
@@ -109,6 +113,8 @@ class Alone:
     def step(self, number: int, micro_batches: Sequence[MicroBatch], *, rate: float) -> None:
         """Take a step of the whole global batch."""
         record, config = self.record, self._recipe.optimizer
+        if self._recipe.data.mixture and self._recipe.metrics.by_source:
+            self._note_sources(number, micro_batches)
         self._add_up(number, micro_batches)
         named = {name: one for name, one in self._model.named_parameters()}
         gradients = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in named.items()}
@@ -156,6 +162,20 @@ class Alone:
     def _state(self) -> Tensors:
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
         return {name: one.detach().cpu().clone() for name, one in named}
+
+    @torch.no_grad()
+    def _note_sources(self, number: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Record the mean loss of each text, row by row: all targets of the others are ignored."""
+        model, sums, counts = copy.deepcopy(self._model), defaultdict[str, float](float), defaultdict[str, int](int)
+        for inputs, targets, documents in micro_batches:
+            tokens = [inputs] if isinstance(inputs, Tensor) else [inputs.encoder_tokens, inputs.decoder_tokens]
+            for row, own in enumerate(targets):
+                name = OTHER if max(int(one[row].max()) for one in tokens) <= FEW else TEXT
+                alone = torch.full_like(targets, IGNORED)
+                alone[row] = own
+                sums[name] += self._losses((inputs, alone, documents), model).item()
+                counts[name] += int((own != IGNORED).sum())
+        self.record.source_losses[number] = {name: sums[name] / count for name, count in counts.items() if count}
 
     def _add_up(self, number: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Add up the gradients of a step, and record its losses."""

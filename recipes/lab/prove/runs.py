@@ -7,6 +7,8 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -176,10 +178,12 @@ def run_twin(recipe: Recipe, world: World) -> Record:
         if code:
             record.ended = record.ended or f"the run ended with exit code {code}"
     if world.is_main:  # what users see
-        rows = map(json.loads, (recipe.run.folder / METRICS).read_text(encoding="utf-8").splitlines())
-        record.losses |= {
-            row["step"]: row["loss"] for row in rows if row["step"] > first and row.get("loss") is not None
-        }
+        lines = (recipe.run.folder / METRICS).read_text(encoding="utf-8").splitlines()
+        rows = [row for row in map(json.loads, lines) if row["step"] > first and row.get("loss") is not None]
+        record.losses |= {row["step"]: row["loss"] for row in rows}
+        for row in rows:
+            named = {Path(key).name: loss for key, loss in row.items() if key.startswith("loss/") and loss is not None}
+            record.source_losses[row["step"]] = named
     return record
 
 
@@ -206,9 +210,11 @@ def _rows(loader: DataLoader, recipe: Recipe, text: Any, first: int, available: 
     found, end, size = [], loader.document_boundary, recipe.batch.global_batch_size
     tokens = torch.from_numpy(text.sequences.rows(first, min(size, available - first)))
     for rows in tokens.split(recipe.batch.micro_batch_size):
-        inputs = rows[:, :-1]
+        inputs, targets = rows[:, :-1], rows[:, 1:]
         documents = None if end is None else Documents.of(inputs, end_of_document=end)
-        found.append((inputs, rows[:, 1:], documents))
+        if recipe.data.document_mask and not recipe.data.border_targets:
+            targets = torch.tensor([[IGNORED if a == end else b for a, b in pairwise(row)] for row in rows.tolist()])
+        found.append((inputs, targets, documents))
     return [*thinned(found, 0, size)]
 
 

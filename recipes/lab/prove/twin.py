@@ -18,7 +18,7 @@ from parallel.errors import UserError
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import DataConfig
 from recipes.evaluation.config import ValidationConfig
-from recipes.lab.prove.text import TEXT, TOKENIZER, WORDS
+from recipes.lab.prove.text import OTHER, TEXT, TOKENIZER, WORDS
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.recipe.fields import value_of, with_values
 from recipes.recipe.rules import violations
@@ -185,7 +185,7 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
     optimizer, blocks, kind = recipe.optimizer, recipe.activation_checkpointing.blocks, recipe.schedule.kind
     if isinstance(blocks, int):
         blocks = max(1, round(blocks * model.layers / recipe.model.layers))
-    stages = degrees.pipeline * recipe.pipeline.runs
+    stages, longer = degrees.pipeline * recipe.pipeline.runs, STEPS + 2 if recipe.schedule.steps else 0
     micro, averages = min(recipe.batch.micro_batch_size, 2), recipe.validation.average > 0
     # Other meshes have up to one share of the batch for each process.
     shares = degrees.processes // gcd(degrees.processes, degrees.data_parallel)
@@ -211,7 +211,8 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         "optimizer.matrix_lr": RATE * min(optimizer.matrix_share, 4.0) if optimizer.matrix_lr else 0.0,
         "optimizer.eps": max(optimizer.eps, 1e-5),  # else the smallest gradients become updates of full size
         "schedule.warmup_steps": 6 if kind == "constant" else 2,  # the rate changes after a resume
-        "schedule.decay_steps": 3 if kind == "wsd" else 0,
+        "schedule.decay_steps": (6 if longer else 3) if kind == "wsd" else 0,
+        "schedule.steps": longer,
     }
     twin = replace(
         with_values(recipe, values),
@@ -219,7 +220,9 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         model=model,
         data=_words(recipe, folder, values["batch.sequence_length"]),
         checkpoint=CheckpointConfig(every=SAVED, asynchronous=recipe.checkpoint.asynchronous),
-        metrics=MetricsConfig(every=1, grad_norms=recipe.metrics.grad_norms, picture=False),
+        metrics=MetricsConfig(
+            every=1, grad_norms=recipe.metrics.grad_norms, by_source=recipe.metrics.by_source, picture=False
+        ),
         validation=ValidationConfig(every=SAVED if averages else 1, batches=8, average=2 * averages),
         profile=ProfileConfig(),
     )
@@ -231,11 +234,15 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
 
 def _words(recipe: Recipe, folder: Path, length: int) -> DataConfig:
     """The section for random words in rows of this length."""
+    texts: dict[str, Any] = {"source": str(folder / TEXT)}
+    if len(recipe.data.mixture) > 1:
+        texts = {"mixture": {str(folder / TEXT): 0.7, str(folder / OTHER): 0.3}}
     data = DataConfig(
-        source=str(folder / TEXT),
+        **texts,
         tokenizer=str(folder / TOKENIZER),
         cache=str(folder / "cache"),
         document_mask=recipe.data.document_mask,
+        border_targets=recipe.data.border_targets,
         validation_fraction=0.055 if length <= 4 * LENGTH else 0.2,  # 13 rows of 48: the last batch is not full
     )
     if recipe.data.has_pairs:

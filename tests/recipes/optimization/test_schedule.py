@@ -61,3 +61,23 @@ def test_a_number_below_1_is_a_share_of_the_run(
     warmup: float, decay: float, steps: int, expected: tuple[int, int]
 ) -> None:
     assert ScheduleConfig(warmup_steps=warmup, decay_steps=decay).phases(steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("linear", [1.0, 0.75, 0.5, 0.25]),
+        ("1-sqrt", [1.0, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)]),
+        ("cosine", [1.0, (2 + math.sqrt(2)) / 4, 0.5, (2 - math.sqrt(2)) / 4]),
+    ],
+)
+def test_the_decay_after_the_plateau_has_the_shape_that_is_asked_for(shape: str, expected: list[float]) -> None:
+    found = rates(ScheduleConfig(kind="wsd", decay_steps=4, decay=shape), steps=8, peak=1.0)
+    assert found == pytest.approx([1.0] * 4 + expected)
+    floor = rates(ScheduleConfig(kind="wsd", decay_steps=4, decay=shape, min_lr_ratio=0.5), steps=8, peak=1.0)
+    assert floor[4:] == pytest.approx([0.5 + share / 2 for share in expected])
+
+
+def test_the_shape_of_a_final_decay_means_nothing_to_other_kinds() -> None:
+    for kind in ("cosine", "linear"):
+        assert rates(ScheduleConfig(kind=kind, decay="1-sqrt")) == rates(ScheduleConfig(kind=kind))

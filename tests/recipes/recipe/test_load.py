@@ -230,7 +230,7 @@ def test_every_field_refuses_a_value_of_the_wrong_type(key: str) -> None:
     [
         ("[run]\nstepz = 100\n", "run.stepz = 100 (x.toml) unknown key; did you mean run.steps?"),
         ("[run]\nlr = 1\n", "unknown key; did you mean optimizer.lr?"),
-        ("[optimizer]\nsteps = 1\n", "unknown key; did you mean run.steps?"),
+        ("[optimizer]\nsteps = 1\n", "unknown key; did you mean run.steps or schedule.steps?"),
         ("[run]\nkind = 1\n", "did you mean schedule.kind?"),
         ("[float8]\nevery = 1\n", "did you mean checkpoint.every, metrics.every or validation.every?"),
         ("[batch]\nMicro-Batch-Size = 1\n", "did you mean batch.micro_batch_size?"),
@@ -255,7 +255,7 @@ def test_an_unknown_name_is_refused_with_the_likeliest_ones(text: str, expected:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("steps = 5", "steps = 5 (x.toml) unknown key; did you mean run.steps?"),
+        ("steps = 5", "steps = 5 (x.toml) unknown key; did you mean run.steps or schedule.steps?"),
         ("batch_size = 5", "did you mean batch.global_batch_size or batch.micro_batch_size?"),
         ("zzz = 5", "unknown key; every key belongs to a section: run, model,"),
         ("run = 5", "run = 5 (x.toml) is a section; write [run] on a separate line"),
@@ -359,7 +359,7 @@ def test_a_recipe_for_another_machine_is_checked_without_its_data_and_weights() 
     ("arguments", "expected"),
     [
         (["--run.stepz", "100"], "run.stepz = 100 (command line) unknown key; did you mean run.steps?"),
-        (["--steps=100"], "steps = 100 (command line) unknown key; did you mean run.steps?"),
+        (["--steps=100"], "steps = 100 (command line) unknown key; did you mean run.steps or schedule.steps?"),
         (["--float8", "1"], "is a section; its keys are float8.recipe, float8.all_gather"),
         (["--chek"], "chek (command line) unknown; did you mean --check?"),
         (["--base", "y.toml"], "belongs in a file, above its first [section]"),

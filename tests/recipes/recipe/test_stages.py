@@ -9,7 +9,7 @@ from recipes.recipe.fields import field_types
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stage_tables import FIELDS, REASONS, SECTIONS
-from recipes.recipe.stages import stage_of, stages_of
+from recipes.recipe.stages import stage_of, stages_of, tokens_of
 from recipes.training.same_run import identity_differences
 
 DEBUG = Path(__file__).parents[3] / "configs" / "smollm3_debug.toml"
@@ -184,3 +184,78 @@ def test_started_run_may_change_only_stages_to_come(three: Recipe, tmp_path: Pat
     (line,) = identity_differences(old, load(file, [*output, "--stages.long.batch.sequence_length", "256"]))
     assert line.startswith("steps 76 to 80, done already: batch.sequence_length: 512")
     assert identity_differences(old, load(file, [*output, "--stages.first.until", "78"]))
+
+
+BY_TOKENS = """
+[[stages]]
+name = "small"
+until = "40_960 tokens"
+batch.global_batch_size = 4
+[[stages]]
+name = "middle"
+until = "2.048e5 tokens"
+[[stages]]
+name = "large"
+until = "1_024_000 tokens"
+batch = { global_batch_size = 32, sequence_length = 256 }
+"""
+
+
+def test_stages_that_end_with_tokens_end_at_the_nearest_step(tmp_path: Path) -> None:
+    head = "[batch]\nsequence_length = 128\nglobal_batch_size = 16\n"
+    recipe = load(written(tmp_path, BY_TOKENS, head=head), ["--run.steps", "260"])
+    ends = [(stage.last, stage.recipe.batch.global_batch_size) for stage in stages_of(recipe)]
+    # 80 steps of 512 tokens, 80 of 2,048, 100 of 8,192
+    assert ends == [(80, 4), (160, 16), (260, 32)]
+    assert sum(map(tokens_of, stages_of(recipe))) == 1_024_000
+    words = ["--run.steps", "220", "--stages.small.until", "20480 tokens", "--stages.large.until", "9.4208e5 tokens"]
+    assert [stage.until for stage in load(written(tmp_path, BY_TOKENS, head=head), words).stages] == [40, 130, 220]
+
+
+def test_the_last_stage_may_say_in_tokens_how_long_the_run_is(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(
+        '[model]\nname = "smollm3_debug"\n[checkpoint]\nevery = 5\n[batch]\nsequence_length = 128\n' + BY_TOKENS
+    )
+    assert load(file).run.steps == 260
+    text = file.read_text().replace('"40_960 tokens"', "0.5")
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"stages.middle.until = \"2.048e5 tokens\" .*\n.*counts tokens after a stage"):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('until = "9 TOKENS"', 'or tokens of the run; write for example until = 1000, until = 0.8 or until = "2.5e9'),
+        ('until = "-5 tokens"', "or tokens of the run"),
+        ('until = "1 tokens"', "leaves the stage no step"),
+        ('until = "1e9 tokens"', "must be below run.steps = 150"),
+    ],
+)
+def test_stages_that_end_with_wrong_tokens_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refused(tmp_path, f'[[stages]]\nname = "a"\n{text}\n[[stages]]\nname = "z"\n')
+
+
+def test_a_schedule_may_be_longer_than_the_run(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        "",
+        head='[run]\nsteps = 50\n[schedule]\nkind = "cosine"\nwarmup_steps = 0.1\ndecay_steps = 0\nsteps = 100\n',
+    )
+    (short,), (long,) = stages_of(load(file)), stages_of(load(file, ["--run.steps", "100"]))
+    assert [short.learning_rate(step) for step in range(50)] == [long.learning_rate(step) for step in range(50)]
+    assert short.learning_rate(49) > 0.5 * short.recipe.optimizer.lr
+    assert identity_differences(short.recipe, long.recipe) == []  # extending the run changes no rate
+    text = refused(tmp_path, "", "--run.steps", "101", head="[schedule]\nsteps = 100\n")
+    assert "is less than the 101 steps that are trained by it" in text
+
+
+def test_a_stage_with_a_schedule_of_its_own_may_end_before_it(tmp_path: Path) -> None:
+    schedule = 'schedule = { kind = "linear", decay_steps = 0, steps = 80 }'
+    ends = f'[[stages]]\nname = "a"\nuntil = 40\n{schedule}\n[[stages]]\nname = "b"\n'
+    first, _ = stages_of(load(written(tmp_path, ends), ["--run.steps", "50"]))
+    assert first.schedule_span == (0, 80) and first.learning_rate(39) > 0.5 * first.recipe.optimizer.lr
+    assert "is less than the 40 steps" in refused(
+        tmp_path, ends, "--run.steps", "50", "--stages.a.schedule.steps", "39"
+    )

@@ -80,6 +80,16 @@ def test_norms_by_group_are_drawn_of_a_single_run(tmp_path: Path) -> None:
     assert not [found for found in curves(read_runs(folders), "steps").panels if "by group" in found.title]
 
 
+def test_losses_of_sources_are_drawn_also_of_several_runs(tmp_path: Path) -> None:
+    losses = {"loss/data/web": 2.5, "loss/data/code": 1.5, "tokens/data/web": 7, "tokens/data/code": 3}
+    later = losses | {"loss/data/code": None}  # no target of it in this step
+    folders = [run_folder(tmp_path / name, row(1, **losses), row(2, **later)) for name in "ab"]
+    drawn = panel(curves(read_runs(folders), "steps"), "training loss by source")
+    assert [(line.run, line.name) for line in drawn.lines] == [
+        (n, f"data/{x}") for n in (0, 1) for x in ("web", "code")
+    ]
+
+
 def test_loads_of_experts_are_drawn(tmp_path: Path) -> None:
     loads = {"expert_load/largest": 2.5, "expert_load/smallest": 0.5, "expert_load/entropy": 0.9, "expert_load/dead": 1}
     drawn = curves(read_runs([run_folder(tmp_path / "a", row(1, **loads))]), "steps")

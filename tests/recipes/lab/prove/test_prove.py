@@ -13,7 +13,7 @@ import torch
 from parallel.dist import on_main, start, stop
 from recipes.lab.prove.compare import Comparison
 from recipes.lab.prove.prove import against_one_process
-from recipes.lab.prove.text import write_words
+from recipes.lab.prove.text import FEW, OTHER, TEXT, write_words
 from recipes.lab.prove.twin import Twin, twins_of
 from recipes.recipe.load import load
 from tests.compiling import graphs_only
@@ -86,3 +86,14 @@ def test_a_wrong_use_of_the_command_is_refused_with_what_to_write(tmp_path: Path
     for output, more, said in ((tmp_path, ["--check"], "--check"), (tmp_path / "file" / "x", [], "run.output")):
         code, _, err = prove(ROOT, output, *more)
         assert code == 2 and said in err and "Traceback" not in err
+
+
+def test_rows_of_the_other_text_of_a_mixture_are_known_by_their_words(tmp_path: Path) -> None:
+    write_words(tmp_path)
+
+    def largest(name: str) -> list[int]:
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        texts = [text for row in rows for text in (row["text"], f"{row['prompt']} {row['answer']}")]
+        return [max(int(word[1:]) for word in text.split()) for text in texts]
+
+    assert max(largest(OTHER)) <= FEW < min(largest(TEXT))
