@@ -12,13 +12,16 @@ import tomli
 from models.config import CUSTOM, FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
+from recipes.files.added import ADDED
 from recipes.files.exit_codes import FINISHED
 from recipes.files.reading import SHOWN, fault, read_whole, toml_table, user_path
 from recipes.recipe.fields import (
     COMMAND_LINE,
     Problem,
     Written,
+    default_recipe,
     field_types,
+    recipes_of,
     refusal,
     refusal_of,
     sections,
@@ -74,6 +77,7 @@ def load_run(
     nodes: int | None = None,
     rules: bool = True,
     elsewhere: bool = False,
+    kind: type[Recipe] | None = None,
 ) -> LoadedRecipe:
     """Load a recipe and locate the weights it starts from, once. Raises one UserError that lists everything wrong.
 
@@ -86,11 +90,56 @@ def load_run(
         processes, nodes: check that the layout fits these numbers; None = any.
         rules: False skips the rules across fields and the look at the data, for a recipe that is only read.
         elsewhere: True skips only the look at the data and the weights, for a recipe that will run on another machine.
+        kind: the class of a recipe with the same plug-ins, which are then not looked for; None = as written.
     """
-    run = Written()
+    chain = _read_chain(user_path(path))
+    kind = kind or _kind_of([*chain, *over], arguments)
+    options = {"processes": processes, "nodes": nodes, "rules": rules, "elsewhere": elsewhere}
+    with recipes_of(kind):
+        if rules:
+            _activate(kind)
+        return _load(path, chain, arguments, kind, over=over, **options)
+
+
+def _kind_of(layers: Sequence[Layer], arguments: Sequence[str]) -> type[Recipe]:
+    """The class of the recipe of these layers and flags. Raises UserError for plug-ins that cannot be loaded."""
+    flags: Flags = []
+    if any(argument.startswith("--plugins.") for argument in arguments):
+        from recipes.recipe import command_line
+
+        flags = command_line.split(arguments)[0]
+    if not flags and not any("plugins" in tables for _, tables in layers):
+        return Recipe
+    from recipes.recipe.plugins import kind_for
+
+    return kind_for(layers, flags)
+
+
+def _activate(kind: type[Recipe]) -> None:
+    """Read what the plug-ins of this recipe read, and nothing of those of another one."""
+    ADDED.clear()
+    if kind.loads:
+        from recipes.plugins.loading import activate
+
+        activate(kind.loads)
+
+
+def _load(
+    path: str | Path,
+    chain: Sequence[Layer],
+    arguments: Sequence[str],
+    kind: type[Recipe],
+    *,
+    over: Sequence[Layer],
+    processes: int | None,
+    nodes: int | None,
+    rules: bool,
+    elsewhere: bool,
+) -> LoadedRecipe:
+    """As load_run(). chain: the layers of the file."""
+    run, before = Written(), None
     problems: list[Problem] = []
     tables_of_stages: tuple[Any, str] = ([], "")
-    chain, before = _read_chain(user_path(path)), None
     for origin, tables in [*chain, *over]:
         tables_of_stages = (tables["stages"], origin) if "stages" in tables else tables_of_stages
         problems += _read({name: table for name, table in tables.items() if name != "stages"}, origin, run)
@@ -103,6 +152,10 @@ def load_run(
         overrides, wrong = command_line.parse(flags, before)
         problems += unexpected + wrong + run.put(overrides, COMMAND_LINE)
     problems += settle_paths(run)
+    if kind is not Recipe or run.values.get("plugins.versions"):
+        from recipes.recipe.plugins import settle_versions
+
+        problems += settle_versions(run, kind, strict=rules)
     weights = _initial_weights(run.values)
     if not any(problem.key == "model.name" for problem in problems):
         problems += _size(run, weights)[1]
@@ -130,9 +183,12 @@ def print_help(arguments: list[str], *, usage: str) -> int:
     the exit code."""
     from recipes.recipe import command_line
 
-    arguments, section = command_line.split_section(arguments)
+    named = arguments[1:]  # after the recipe, perhaps a section of one of its plug-ins
+    with recipes_of(_kind_of(_read_chain(user_path(arguments[0])), named) if named else Recipe):
+        arguments, section = command_line.split_section(arguments)
     recipe = load(arguments[0], arguments[1:], rules=False) if arguments else None
-    command_line.print_help(recipe, usage=usage, section=section)
+    with recipes_of(type(recipe) if recipe else Recipe):
+        command_line.print_help(recipe, usage=usage, section=section)
     return FINISHED
 
 
@@ -151,6 +207,8 @@ def to_toml(recipe: Recipe) -> str:
     """The whole recipe with every field in effect, as TOML that loads back to an equal recipe."""
     tables = asdict(replace(recipe, stages=()))
     del tables["stages"]
+    if not recipe.plugins.modules:
+        del tables["plugins"]
     if recipe.model.by_transformers:  # its shape is in its config.json
         tables["model"] = {name: tables["model"][name] for name in NO_SHAPE}
     del tables["data"]["source" if recipe.data.mixture else "mixture"]
@@ -194,7 +252,8 @@ def _assemble(run: Written, weights: "InitialWeights | None") -> Recipe:
     if size.by_transformers:  # _size refuses the other fields
         fields_of_model = {name: value for name, value in fields_of_model.items() if name in NO_SHAPE}
     model = replace(size, **fields_of_model)
-    return Recipe(model=model, **{section: sections()[section](**given) for section, given in values.items()})
+    given = {section: sections()[section](**fields) for section, fields in values.items()}
+    return replace(default_recipe(), model=model, **given)
 
 
 def _size(run: Written, weights: "InitialWeights | None") -> tuple[ModelConfig, list[Problem]]:

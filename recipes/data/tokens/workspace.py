@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ from recipes.data.tokens.shards import (
     shards_from,
     tokens_fingerprint,
 )
+from recipes.files.added import ADDED
 from recipes.files.atomic import PART
 from recipes.files.lock import LOCK, NoLocks, open_locked
 from recipes.files.reading import read_patiently
@@ -89,6 +90,8 @@ class Preparation:
     """What file_states() returned before the fingerprint was taken; empty for the hub, where the commit is fixed."""
     pieces: Pieces
     text_documents: str = "auto"
+    plugins: Callable[[], None] | None = None
+    """Loads, in the process that does this, the plug-ins that it needs."""
 
     @property
     def fingerprint(self) -> str:
@@ -108,7 +111,9 @@ def preparation(
     """Take the fingerprint of a source's files. Raises UserError if something is wrong with them."""
     states = file_states(source)  # first: then a change while the contents are read is noticed when they are tokenized
     found = fingerprint(source, text_field=text_field, text_documents=text_documents)
-    return Preparation(source, text_field, tokenizer, validation_fraction, found, states, pieces, text_documents)
+    return Preparation(
+        source, text_field, tokenizer, validation_fraction, found, states, pieces, text_documents, ADDED.again
+    )
 
 
 def would_read_itself(source: str, folder: Path) -> bool:
