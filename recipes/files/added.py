@@ -1,38 +1,32 @@
 """The formats and sources of text that plug-ins have added to this process. Imports no torch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 
-class Added:
-    """What is found by the name of a file or a source alone. recipes/plugins/loading.py alone changes it."""
+class Adding(NamedTuple):
+    """What a plug-in adds under one name."""
 
-    def __init__(self) -> None:
-        self.formats: dict[str, Any] = {}
-        """End of a file's name -> what yields its rows."""
-        self.sources: dict[str, Any] = {}
-        """Beginning of a source, such as "mine://" -> what lists its files."""
-        self.versions: dict[str, str] = {}
-        """Either -> the plug-in's name and version."""
-        self.again: Callable[[], None] | None = None
-        """Does the same in another process, to which it can be sent."""
-
-    def clear(self) -> None:
-        for names in (self.formats, self.sources, self.versions):
-            names.clear()
-        self.again = None
-
-    def put(self, kind: str, name: str, value: Any, *, version: str) -> None:
-        {"format": self.formats, "source": self.sources}[kind][name] = value
-        self.versions[name] = version
-
-    def format_of(self, file: str) -> str:
-        """The added end of this file's name; "" if it has none."""
-        return next((end for end in self.formats if file.lower().endswith(end)), "")
-
-    def source_of(self, source: str) -> str:
-        """The added beginning of this source; "" if it has none."""
-        return next((begin for begin in self.sources if source.startswith(begin)), "")
+    work: Callable[[Any], Any]
+    """Yields the rows of a file, or lists the files of a source."""
+    version: str
+    """The plug-in's name and version."""
 
 
-ADDED = Added()
+FORMATS: dict[str, Adding] = {}
+"""By the end of a file's name. recipes/plugins/loading.py alone changes these."""
+SOURCES: dict[str, Adding] = {}
+"""By the beginning of a source, such as "mine://"."""
+
+AGAIN: list[Callable[[], None]] = []
+"""What fills them in another process, to which it can be sent."""
+
+
+def added_to(text: str) -> Adding | None:
+    """What was added for this source, or for a file of this name; None if nothing was."""
+    begins = (one for begin, one in SOURCES.items() if text.startswith(begin))
+    return next(begins, None) or next((one for end, one in FORMATS.items() if text.lower().endswith(end)), None)
+
+
+def is_added_source(source: str) -> bool:
+    return source.startswith(tuple(SOURCES))

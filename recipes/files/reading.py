@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import xxhash
 
 from parallel.errors import TemporaryError, UserError
-from recipes.files.added import ADDED
+from recipes.files.added import is_added_source
 from recipes.files.exit_codes import TEMPORARY, meaning
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def is_remote(place: str) -> bool:
     The page of a model on the hub is not: messages say how to download the model.
     """
     is_address = re.match(r"(?!https://huggingface\.co/[^/]+/[^/]+/?$)[a-z0-9]+://", place) is not None
-    return is_address and not ADDED.source_of(place)
+    return is_address and not is_added_source(place)
 
 
 def patiently(read: Callable[[], Result]) -> Result:

@@ -1,16 +1,12 @@
 """The [metrics] and [profile] sections. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, MinLen
 
 TRACKERS = {"wandb": "recipes.metrics.tracking:Tracker", "tensorboard": "recipes.metrics.board:TensorBoard"}
 """What opens each tracker, beside those of plug-ins: see tracker() in recipes/plugins/register.py."""
-if TYPE_CHECKING:
-    Tracked = str
-else:
-    Tracked = Literal[tuple(TRACKERS)]
 
 
 @dataclass(frozen=True)
@@ -27,7 +23,7 @@ class MetricsConfig:
     """Name of the Weights & Biases project."""
     tensorboard: bool = False
     """Also write for TensorBoard, to `tensorboard` in the run folder; needs the package tensorboard."""
-    trackers: tuple[Tracked, ...] = ()
+    trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Where rows also go, by name: those of plug-ins, and the two above, which need no name here."""
     picture: bool = True
     """Draw curves.png, as scripts/plot.py does, when the run ends."""

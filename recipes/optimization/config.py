@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval
@@ -33,10 +33,6 @@ class OptimizerFacts:
     @property
     def orthogonalizes(self) -> bool:
         return self.matrix_moments is not None
-
-    def at(self, place: str) -> "OptimizerFacts":
-        """These facts, written there."""
-        return replace(self, place=place)
 
 
 OF_ADAMW = ("betas", "eps", "state_dtype")
@@ -130,11 +126,6 @@ class ExpertsConfig:
     """Add this x log(Z)^2 of every token's router to the loss that is trained on (ST-MoE: 1e-3); 0 = off."""
 
 
-SCHEDULES = ("wsd", "cosine", "linear", "constant")
-if TYPE_CHECKING:
-    Kind = str
-else:
-    Kind = Literal[SCHEDULES]
 Phase = Annotated[int, Ge(0)] | Annotated[float, Interval(gt=0, lt=1)]
 """Steps, or a share of the run."""
 
@@ -145,7 +136,7 @@ class ScheduleConfig:
 
     table: ClassVar[Mapping[str, Callable[..., float]]] = {}
     """The kinds of plug-ins: the share of the way from min_lr_ratio to the peak, of steps after the warm-up."""
-    kind: Kind = "wsd"
+    kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
     """After warm-up: "wsd" holds, then decays linearly over decay_steps; "cosine" and "linear" decay throughout."""
     warmup_steps: Phase = 0
     """Steps of linear warm-up from 0; a number below 1 is a share of run.steps, rounded, but at least one step."""

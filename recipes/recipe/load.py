@@ -12,7 +12,7 @@ import tomli
 from models.config import CUSTOM, FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.files.added import ADDED
+from recipes.files.added import FORMATS, SOURCES
 from recipes.files.exit_codes import FINISHED
 from recipes.files.reading import SHOWN, fault, read_whole, toml_table, user_path
 from recipes.recipe.fields import (
@@ -94,11 +94,13 @@ def load_run(
     """
     chain = _read_chain(user_path(path))
     kind = kind or _kind_of([*chain, *over], arguments)
-    options = {"processes": processes, "nodes": nodes, "rules": rules, "elsewhere": elsewhere}
+    if rules and (kind.loads or FORMATS or SOURCES):  # of this recipe, and of no other
+        from recipes.plugins.loading import activate
+
+        activate(kind.loads)
+    options = {"rules": rules, "elsewhere": elsewhere, "processes": processes, "nodes": nodes}
     with recipes_of(kind):
-        if rules:
-            _activate(kind)
-        return _load(path, chain, arguments, kind, over=over, **options)
+        return _load(path, [*chain, *over], arguments, kind, file="" if over else chain[-1][0], **options)
 
 
 def _kind_of(layers: Sequence[Layer], arguments: Sequence[str]) -> type[Recipe]:
@@ -115,32 +117,15 @@ def _kind_of(layers: Sequence[Layer], arguments: Sequence[str]) -> type[Recipe]:
     return kind_for(layers, flags)
 
 
-def _activate(kind: type[Recipe]) -> None:
-    """Read what the plug-ins of this recipe read, and nothing of those of another one."""
-    ADDED.clear()
-    if kind.loads:
-        from recipes.plugins.loading import activate
-
-        activate(kind.loads)
-
-
 def _load(
-    path: str | Path,
-    chain: Sequence[Layer],
-    arguments: Sequence[str],
-    kind: type[Recipe],
-    *,
-    over: Sequence[Layer],
-    processes: int | None,
-    nodes: int | None,
-    rules: bool,
-    elsewhere: bool,
+    path: str | Path, layers: Sequence[Layer], arguments: Sequence[str], kind: type[Recipe], **options: Any
 ) -> LoadedRecipe:
-    """As load_run(). chain: the layers of the file."""
+    """As load_run(), of whose options some are those of broken_rules()."""
+    rules, elsewhere = options.pop("rules"), options["elsewhere"]
     run, before = Written(), None
     problems: list[Problem] = []
     tables_of_stages: tuple[Any, str] = ([], "")
-    for origin, tables in [*chain, *over]:
+    for origin, tables in layers:
         tables_of_stages = (tables["stages"], origin) if "stages" in tables else tables_of_stages
         problems += _read({name: table for name, table in tables.items() if name != "stages"}, origin, run)
     of_stages: dict[str, Flags] = {}
@@ -168,10 +153,8 @@ def _load(
         problems += wrong
     recipe = replace(_assemble(run, weights), stages=configs)
     if rules:
-        wrong_keys, world = {problem.key for problem in problems}, {"processes": processes, "nodes": nodes}
-        file = "" if over else chain[-1][0]
-        options: dict[str, Any] = {"file": file, "before": before, "elsewhere": elsewhere, **world}
-        problems += broken_rules(recipe, weights, [run, *stages], wrong=wrong_keys, **options)
+        wrong_keys = {problem.key for problem in problems}
+        problems += broken_rules(recipe, weights, [run, *stages], wrong=wrong_keys, before=before, **options)
     if problems:
         raise refusal(problems, where=shown(Path(path)))
     needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)

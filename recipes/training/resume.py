@@ -66,11 +66,8 @@ def describe(
     length = recipe.batch.sequence_length
     description = trained_description(recipe.model, loader.tokenizer, start, length=length, log=log)
     if recipe.loads:
-        about = {
-            "loads": recipe.loads,
-            "versions": recipe.versions,
-            "built_with": bool(recipe.added.keys() & OF_MODELS),
-        }
+        about: dict[str, Any] = {"modules": recipe.loads, "versions": recipe.versions}
+        about["build_models"] = bool(OF_MODELS & recipe.added.keys())
         description = replace(description, plugins=about)
     if loader.pairing is None or not loader.pairing.format.template:
         return description

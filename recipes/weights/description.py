@@ -34,7 +34,7 @@ class Description:
     begins: bool = False
     """Whether the tokenizer adds tokens to a text although facts.bos_token_id is None."""
     plugins: Mapping[str, Any] = field(default_factory=dict)
-    """The plug-ins of the run: `loads` and `versions` of its recipe, and whether the model is `built_with` them."""
+    """The section [plugins] of the run, and whether they `build_models`."""
 
     def ends(self, *, where: Path) -> tuple[int, ...]:
         """Every token that may end a text, by config.json, generation settings and tokenizer_config.json. where: they
@@ -63,10 +63,10 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
     file = folder / MODEL
     try:
         content = json.loads(read_text(file))
-        if (plugins := content.get("plugins", {})).get("built_with"):
-            from recipes.plugins.loading import load_recorded
+        if (plugins := content.get("plugins", {})).get("build_models"):
+            from recipes.plugins.loading import load_plugins
 
-            load_recorded(plugins["loads"], plugins["versions"], file=file)
+            load_plugins(plugins["modules"])
         kind = ModelConfig
         if "definition" in content["model"]:
             from models.transformers_config import TransformersConfig

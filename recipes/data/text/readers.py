@@ -28,7 +28,7 @@ from recipes.data.text.row import (
     text_of,
     text_or_problem,
 )
-from recipes.files.added import ADDED
+from recipes.files.added import Adding, added_to
 from recipes.files.border import foreign, reason
 
 ARRAY = "if it is one JSON array, write a line for each item: jq -c '.[]' OLD > NEW.jsonl"
@@ -90,8 +90,8 @@ def _rows_after(path: File, place: Place, size: int) -> int:
 
 def _reader(path: File, *, text_field: Fields, start: Place, rule: TextRule) -> Rows:
     name = path.name.lower()
-    if (end := ADDED.format_of(name)) and isinstance(path, Path):
-        return _of_plugin(path, end, text_field=text_field, start=start)
+    if (added := added_to(name)) and isinstance(path, Path):
+        return _of_plugin(path, added, text_field=text_field, start=start)
     if name.endswith((".parquet", ".csv")):
         from recipes.data.text.tables import csv_rows, parquet
 
@@ -105,10 +105,10 @@ def _reader(path: File, *, text_field: Fields, start: Place, rule: TextRule) -> 
     return _json_lines(path, text_field=text_field, start=start)
 
 
-def _of_plugin(path: Path, end: str, *, text_field: Fields, start: Place) -> Rows:
-    rows, number = iter(ADDED.formats[end](path)), 0
+def _of_plugin(path: Path, added: Adding, *, text_field: Fields, start: Place) -> Rows:
+    rows, number = iter(added.work(path)), 0
     while True:
-        with foreign(f"data.source: '{path}', row {number + 1}: the reader of {end} in plug-in {ADDED.versions[end]}"):
+        with foreign(f"data.source: '{path}', row {number + 1}: plug-in {added.version}"):
             if (row := next(rows, None)) is None:
                 return
         number += 1

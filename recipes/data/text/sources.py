@@ -15,7 +15,7 @@ import xxhash
 from parallel.errors import UserError
 from recipes.data.text.plain_text import PIECES, text_rule, what_a_document_is
 from recipes.data.text.readers import ARRAY, file_kind
-from recipes.files.added import ADDED
+from recipes.files.added import FORMATS, added_to, is_added_source
 from recipes.files.border import foreign
 from recipes.files.reading import fault, is_remote, may_pass, patiently, read_patiently, user_path
 
@@ -69,7 +69,7 @@ def source_problem(source: str) -> str | None:
         from recipes.data.text.hub import hub_problem
 
         return hub_problem(source)
-    if ADDED.source_of(source):
+    if is_added_source(source):
         wrong = [file for file in find_files(source) if file_kind(file) != "file" or not _suffix(file, NAMED)]
         hint = f"{source!r} lists '{wrong[0]}', which is" if wrong else f"{source!r} lists"
         return f"{hint} no file of a type that is read: {_supported()}" if wrong or not find_files(source) else None
@@ -123,7 +123,7 @@ def fingerprint(source: str, *, text_field: "Fields", text_documents: str = "aut
 def _fingerprint(source: str, text_field: "Fields", text_documents: str) -> str:
     files = find_files(source)
     paths = [file for file in files if isinstance(file, Path)]
-    added = {ADDED.versions[one] for one in (ADDED.source_of(source), *(ADDED.format_of(str(x)) for x in files)) if one}
+    added = {one.version for one in map(added_to, (source, *(file.name for file in files))) if one}
     settings: tuple[object, ...]
     if is_hub(source):
         dataset = _dataset(pinned(source))
@@ -187,7 +187,7 @@ def require_unchanged(files: Sequence[str], states: Mapping[str, tuple[int, int 
 
 def would_read(source: str, file: Path) -> bool:
     """Whether the source would read this file, of a supported type, if it existed."""
-    if is_stdlib(source) or is_remote(source) or ADDED.source_of(source):
+    if is_stdlib(source) or is_remote(source) or is_added_source(source):
         return False
     path = _dataset(source).folder if is_hub(source) else user_path(source)
     if path is None:
@@ -262,9 +262,9 @@ def find_files(source: str) -> "Sequence[File]":
         from recipes.data.text.stdlib import stdlib_files
 
         return stdlib_files(source.removeprefix(STDLIB))
-    if begin := ADDED.source_of(source):
-        with foreign(f"data.source: {source!r}: plug-in {ADDED.versions[begin]}"):
-            return [Path(file) for file in ADDED.sources[begin](source)]
+    if is_added_source(source) and (added := added_to(source)):
+        with foreign(f"data.source: {source!r}: plug-in {added.version}"):
+            return [Path(file) for file in added.work(source)]
     path = user_path(source)
     if path.is_file():
         return [path]
@@ -274,7 +274,7 @@ def find_files(source: str) -> "Sequence[File]":
 
 def notes(source: str, *, text_documents: str) -> list[str]:
     """What is read of a source, for messages: the files by kind, those that are not read, and what a .txt holds."""
-    if is_hub(source) or is_stdlib(source) or ADDED.source_of(source):
+    if is_hub(source) or is_stdlib(source) or is_added_source(source):
         return []
     files, lines = find_files(source), []
     others = [] if is_remote(source) else [path for path in _found(source)[0] if path not in set(files)]
@@ -358,12 +358,12 @@ def _remote_files(source: str) -> "list[RemoteFile]":
 
 
 def _suffix(path: "File", source: str = "") -> str | None:
-    suffixes = (*ADDED.formats, *SUFFIXES, *([NAMED] if source.lower().endswith(NAMED) else []))
+    suffixes = (*FORMATS, *SUFFIXES, *([NAMED] if source.lower().endswith(NAMED) else []))
     return next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), None)
 
 
 def _supported() -> str:
-    return ", ".join((*SUFFIXES, NAMED, *ADDED.formats))
+    return ", ".join((*SUFFIXES, NAMED, *FORMATS))
 
 
 def _did_you_mean(path: Path) -> str:

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ from recipes.data.tokens.shards import (
     shards_from,
     tokens_fingerprint,
 )
-from recipes.files.added import ADDED
+from recipes.files.added import AGAIN
 from recipes.files.atomic import PART
 from recipes.files.lock import LOCK, NoLocks, open_locked
 from recipes.files.reading import read_patiently
@@ -90,8 +90,8 @@ class Preparation:
     """What file_states() returned before the fingerprint was taken; empty for the hub, where the commit is fixed."""
     pieces: Pieces
     text_documents: str = "auto"
-    plugins: Callable[[], None] | None = None
-    """Loads, in the process that does this, the plug-ins that it needs."""
+    plugins: tuple[Callable[[], None], ...] = field(default_factory=lambda: tuple(AGAIN))
+    """Load what the process needs that does this."""
 
     @property
     def fingerprint(self) -> str:
@@ -111,9 +111,7 @@ def preparation(
     """Take the fingerprint of a source's files. Raises UserError if something is wrong with them."""
     states = file_states(source)  # first: then a change while the contents are read is noticed when they are tokenized
     found = fingerprint(source, text_field=text_field, text_documents=text_documents)
-    return Preparation(
-        source, text_field, tokenizer, validation_fraction, found, states, pieces, text_documents, ADDED.again
-    )
+    return Preparation(source, text_field, tokenizer, validation_fraction, found, states, pieces, text_documents)
 
 
 def would_read_itself(source: str, folder: Path) -> bool:
