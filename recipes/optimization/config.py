@@ -134,8 +134,8 @@ Phase = Annotated[int, Ge(0)] | Annotated[float, Interval(gt=0, lt=1)]
 class ScheduleConfig:
     """Learning rate over the run, relative to optimizer.lr."""
 
+    # The kinds of plug-ins: the share of the way from min_lr_ratio to the peak, of steps after the warm-up.
     table: ClassVar[Mapping[str, Callable[..., float]]] = {}
-    """The kinds of plug-ins: the share of the way from min_lr_ratio to the peak, of steps after the warm-up."""
     kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
     """After warm-up: "wsd" holds, then decays linearly over decay_steps; "cosine" and "linear" decay throughout."""
     warmup_steps: Phase = 0

@@ -18,7 +18,7 @@ from recipes.plugins.loading import add
 
 
 def optimizer(name: str, facts: OptimizerFacts, *, fields: type | None = None) -> None:
-    """A value of optimizer.name. facts.builder(groups, config, *, matrices, mesh, dtype, blocks) returns a torch
+    """A name for [optimizer]. facts.builder(groups, config, *, matrices, mesh, dtype, blocks) returns a torch
     Optimizer; take **_ for what yours does not need.
 
     Example: optimizer("lion", OptimizerFacts(Lion, reads=(), moments=1), fields=LionFields)
