@@ -90,7 +90,7 @@ def test_fields_of_plugins_are_as_strict_as_ours(folder: Path, flags: list[str],
 
 
 def test_a_stage_may_change_fields_of_a_plugin(folder: Path) -> None:
-    text = (folder / "mine.toml").read_text().replace("steps = 12\n", "")
+    text = (folder / "mine.toml").read_text()
     for_two = '[checkpoint]\nevery = 3\n[[stages]]\nname = "a"\nuntil = 6\n[[stages]]\nname = "b"\nuntil = 12\n'
     (folder / "two.toml").write_text(text + for_two + "lion.beta1 = 0.5\n")
     recipe = load("two.toml")
@@ -105,7 +105,7 @@ def test_schedule_of_a_plugin_decays_after_the_warm_up_and_refuses_nonsense(fold
         "from recipes.plugins.register import schedule\nschedule('bad', lambda step, steps: -1)\n"
     )
     wrong = load("mine.toml", ["--plugins.modules", "lion.py", "parts.py", "bad.py", "--schedule.kind", "bad"])
-    with pytest.raises(UserError, match="gives -1.0 after step"):
+    with pytest.raises(UserError, match=r"gives -1\.0 after step"):
         stage_of(wrong, 11).learning_rate(11)
 
 
