@@ -1,7 +1,9 @@
-"""What a plug-in calls while it is imported. docs/extending.md has a worked example of each. Imports no torch.
+"""What a plug-in calls while it is imported. docs/extending.md has a worked example of each.
 
 fields: a dataclass such as those of our sections, each field with a type, a default and a text below it. It becomes the
 section [NAME] of the recipe, which the function gets as fields=SECTION.
+
+Imports no torch.
 """
 
 import re
