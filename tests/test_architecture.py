@@ -31,6 +31,7 @@ LAYERS = (
     ("recipes/recipe",),
     ("recipes/evaluation",),
     ("recipes/weights", "recipes/cluster"),
+    ("recipes/plugins",),
     ("recipes/data", "recipes/checkpoint", "recipes/metrics"),
     ("recipes/data/tokens",),
     ("recipes/data/text",),

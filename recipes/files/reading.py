@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import xxhash
 
 from parallel.errors import TemporaryError, UserError
+from recipes.files.added import is_added_source
 from recipes.files.exit_codes import TEMPORARY, meaning
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def is_remote(place: str) -> bool:
 
     The page of a model on the hub is not: messages say how to download the model.
     """
-    return re.match(r"(?!https://huggingface\.co/[^/]+/[^/]+/?$)[a-z0-9]+://", place) is not None
+    is_address = re.match(r"(?!https://huggingface\.co/[^/]+/[^/]+/?$)[a-z0-9]+://", place) is not None
+    return is_address and not is_added_source(place)
 
 
 def patiently(read: Callable[[], Result]) -> Result:

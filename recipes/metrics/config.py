@@ -1,9 +1,12 @@
 """The [metrics] and [profile] sections. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, MinLen
+
+TRACKERS = {"wandb": "recipes.metrics.tracking:Tracker", "tensorboard": "recipes.metrics.board:TensorBoard"}
+"""What opens each tracker, beside those of plug-ins: see tracker() in recipes/plugins/register.py."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class MetricsConfig:
     """Name of the Weights & Biases project."""
     tensorboard: bool = False
     """Also write for TensorBoard, to `tensorboard` in the run folder; needs the package tensorboard."""
+    trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """Where rows also go, by name: those of plug-ins, and the two above, which need no name here."""
     picture: bool = True
     """Draw curves.png, as scripts/plot.py does, when the run ends."""
     calibrated_by: str = ""

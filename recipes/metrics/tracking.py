@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -16,6 +16,7 @@ from typing import Any
 
 from recipes.files.border import reason
 from recipes.files.screen import join_aloud
+from recipes.metrics.config import MetricsConfig
 
 STARTS = 4
 """How often it is started: wandb-core may be killed, or run out of memory, again and again."""
@@ -31,24 +32,23 @@ KEPT = "metrics.jsonl has every row"
 class Tracker:
     """One run at Weights & Biases. Without a server or a valid key, wandb keeps it in a folder for `wandb sync`."""
 
+    title = "Weights & Biases"
+
     def __init__(
         self,
         folder: Path,
         *,
-        project: str,
-        name: str,
-        recipe: dict[str, Any],
-        run_id: str | None,
+        config: MetricsConfig,
+        run_name: str,
+        recipe: Mapping[str, Any],
+        before: Mapping[str, Any],
         log: Callable[[str], None],
     ) -> None:
-        """folder: the run folder. run_id: of the run to continue; None = a new one. Other arguments: see MetricsWriter.
-
-        log: called by write() and close() only, never by the thread.
-        """
-        self.id = run_id or secrets.token_hex(4)
-        self._options: dict[str, Any] = {"project": project, "name": name, "dir": folder, "config": recipe}
+        """Arguments: see MetricsWriter. log: called by write() and close() only, never by the thread."""
+        self.id: str = before.get("wandb_id") or secrets.token_hex(4)
+        self._options = {"project": config.wandb_project, "name": run_name, "dir": folder, "config": recipe}
         self._folder, self._log = folder / "wandb", log
-        self._resumes, self._offline = run_id is not None, False
+        self._resumes, self._offline = bool(before.get("wandb_id")), False
         self._rows: SimpleQueue[dict[str, Any]] = SimpleQueue()  # the last one is empty
         # wandb-core writes to its disk only now and then, and its connection accepts rows for a while after its death.
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)

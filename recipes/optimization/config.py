@@ -1,18 +1,21 @@
 """The [optimizer], [experts] and [schedule] sections. Imports no torch."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval
+
+from parallel.errors import UserError
 
 
 @dataclass(frozen=True)
 class OptimizerFacts:
     """What others know of an optimizer without building it. A run first tries it on a few numbers (optimizer.py)."""
 
-    builder: str
-    """"MODULE:FUNCTION" that makes it, of parameter groups, the section and what build_optimizer() names."""
+    builder: str | Callable[..., Any]
+    """What makes it, or its "MODULE:FUNCTION", of parameter groups, the section and what build_optimizer() names."""
     reads: tuple[str, ...]
     """The fields of [optimizer] that it reads itself, beside lr and weight_decay."""
     moments: int
@@ -21,6 +24,8 @@ class OptimizerFacts:
     """Whether it keeps a float32 number of each parameter besides."""
     skips: bool = False
     """Whether step() reads found_inf and grad_scale, as torch's fused ones do; else the host waits in each step."""
+    place: str = "recipes/optimization/config.py"
+    """Where this is written, for messages."""
     matrix_moments: int | None = None
     """Moments of the blocks' matrices, without a count, if it orthogonalizes these: whole on an owner, which multiplies
     them on its GPU (parallel/owners.py). None: they are stepped as all others."""
@@ -44,7 +49,7 @@ OPTIMIZERS = {
         matrix_moments=1,
     ),
 }
-"""The values of optimizer.name. One of your own needs an entry, and a file with its builder."""
+"""The values of optimizer.name, beside those of plug-ins."""
 if TYPE_CHECKING:
     Name = str
 else:
@@ -55,6 +60,7 @@ else:
 class OptimizerConfig:
     """AdamW, without weight decay on norms and, unless asked for, embeddings; or Muon for matrices of the blocks."""
 
+    table: ClassVar[Mapping[str, OptimizerFacts]] = OPTIMIZERS
     name: Name = "adamw"
     """"muon" orthogonalizes the momentum of the blocks' matrices; embeddings, head, norms and biases keep AdamW."""
     lr: Annotated[float, Gt(0)] = 3e-4
@@ -86,7 +92,7 @@ class OptimizerConfig:
 
     @property
     def facts(self) -> OptimizerFacts:
-        return OPTIMIZERS[self.name]
+        return self.table[self.name]
 
     @property
     def matrix_share(self) -> float:
@@ -138,6 +144,8 @@ Phase = Annotated[int, Ge(0)] | Annotated[float, Interval(gt=0, lt=1)]
 class ScheduleConfig:
     """Learning rate over the run, relative to optimizer.lr."""
 
+    # The kinds of plug-ins: the share of the way from min_lr_ratio to the peak, of steps after the warm-up.
+    table: ClassVar[Mapping[str, Callable[..., float]]] = {}
     kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
     """After warm-up: "wsd" holds, then decays over decay_steps; "cosine" and "linear" decay throughout."""
     decay: Literal["linear", "1-sqrt", "cosine"] = "linear"
@@ -161,8 +169,8 @@ class ScheduleConfig:
             return (warmup, decay - over) if isinstance(written[1], float) else (warmup - over, decay)
         return warmup, decay
 
-    def learning_rate(self, step: int, *, peak: float, steps: int) -> float:
-        """The learning rate of optimizer step `step` (from 0) out of `steps`.
+    def learning_rate(self, step: int, *, peak: float, steps: int, fields: Any = None) -> float:
+        """The learning rate of optimizer step `step` (from 0) out of `steps`. fields: the section of a plug-in's kind.
 
         Warm-up rises linearly and reaches `peak` at its last step. A decay would reach min_lr_ratio x peak at step
         `steps`, one past the last, so that no step is wasted at a rate of zero.
@@ -172,6 +180,12 @@ class ScheduleConfig:
             return peak * (step + 1) / warmup
         if self.kind == "constant":
             return peak
+        if self.kind in self.table:
+            own = {"fields": fields} if fields is not None else {}
+            share = float(self.table[self.kind](step - warmup, steps - warmup, **own))
+            if not 0 <= share < math.inf:
+                raise UserError(f'schedule.kind = "{self.kind}" gives {share} after step {step}; give 0 or more')
+            return peak * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
         start = steps - decay if self.kind == "wsd" else warmup
         progress = max(0, step - start) / max(1, steps - start)  # 0 at the start of the decay, 1 at `steps`
         shape = self.decay if self.kind == "wsd" else self.kind

@@ -22,13 +22,14 @@ def build_optimizer(
     *,
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
+    fields: Any = None,
 ) -> Optimizer:
     """The optimizer of `config` over the sharded parameters of `model`.
 
     Matrices decay. Norms and biases do not. Embeddings, of tokens, positions or distances, and an output projection
     that is tied to one do so only with decay_embeddings. mesh, dtype: where whole matrices are multiplied, what shards
     them, and the type of the products. compiled: AdamW's updates by kernels of torch.compile, one call for each block;
-    else by torch's fused kernel.
+    else by torch's fused kernel. fields: the section of a plug-in's optimizer, if it has one.
     """
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices: dict[nn.Parameter, None] = {}
@@ -46,7 +47,7 @@ def build_optimizer(
             (decayed if decays else undecayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     blocks = blocks_of(model) if compiled else None
-    optimizer = _built(config, groups, matrices=[*matrices], mesh=mesh, dtype=dtype, blocks=blocks)
+    optimizer = _built(config, groups, fields, matrices=[*matrices], mesh=mesh, dtype=dtype, blocks=blocks)
     stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if left := [name for name, parameter in model.named_parameters() if parameter not in stepped]:
         raise UserError(f"{_entry(config)} leaves {len(left)} parameters untrained, such as {left[0]}")
@@ -58,26 +59,32 @@ def matrices_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups if "lr_share" in group for parameter in group["params"]]
 
 
-def _built(config: OptimizerConfig, groups: list[dict[str, Any]], **options: Any) -> Optimizer:
+def _built(config: OptimizerConfig, groups: list[dict[str, Any]], fields: Any, **options: Any) -> Optimizer:
+    builder, own = config.facts.builder, {} if fields is None else {"fields": fields}
     try:
-        optimizer: Optimizer = resolve_name(config.facts.builder)(groups, config, **options)
+        build = resolve_name(builder) if isinstance(builder, str) else builder
+        optimizer: Optimizer = build(groups, config, **options, **own)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{_entry(config)} names {config.facts.builder}, which builds nothing: {error}") from error
+        raise UserError(f"{_entry(config)} names {builder}, which builds nothing: {error}") from error
     return optimizer
 
 
 def _entry(config: OptimizerConfig) -> str:
-    return f'optimizer.name = "{config.name}": its entry in recipes/optimization/config.py'
+    return f'optimizer.name = "{config.name}": its entry in {config.facts.place}'
 
 
-def require_as_described(config: OptimizerConfig) -> None:
-    """Try the optimizer on four numbers, which are no matrix of a block. Raises UserError unless its facts are true."""
+def require_as_described(config: OptimizerConfig, fields: Any = None) -> None:
+    """Try the optimizer on four numbers, which are no matrix of a block. Raises UserError unless its facts are true.
+
+    fields: as of build_optimizer().
+    """
     facts, entry = config.facts, _entry(config)
 
     def after(*steps: tuple[float, float], divisor: float, rate: float = 1.0) -> list[Tensor]:
         """The numbers, and what is kept of them, after steps with these gradients, unless they are skipped."""
         numbers = nn.Parameter(torch.ones(2, 2, device="cpu"))
-        optimizer = _built(config, [{"params": [numbers]}], matrices=[], mesh=None, dtype=torch.float32, blocks=None)
+        options: dict[str, Any] = {"matrices": [], "mesh": None, "dtype": torch.float32, "blocks": None}
+        optimizer = _built(config, [{"params": [numbers]}], fields, **options)
         if facts.skips != isinstance(optimizer, Skips):
             here = "lacks" if facts.skips else "has"
             raise UserError(f"{entry} says skips = {facts.skips}, but it {here} found_inf and grad_scale")

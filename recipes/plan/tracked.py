@@ -238,7 +238,9 @@ class _Step:
         compute_with_whole_shards(self._model, self._mesh, self._fsdp)
         self._units, self._parameters = units_of(self._model), tuple(self._model.parameters())
         dtype = getattr(torch, self._fsdp.param_dtype)
-        self._optimizer = build_optimizer(self._model, self._recipe.optimizer, self._mesh, dtype=dtype)
+        config = self._recipe.optimizer
+        fields = self._recipe.fields_of("optimizer", config.name)
+        self._optimizer = build_optimizer(self._model, config, self._mesh, dtype=dtype, fields=fields)
 
     def fullest_moment(self, batches: list[MicroBatch]) -> tuple[str, Pieces]:
         """The fullest moment. The first steps find the peak, the last its pieces."""

@@ -18,6 +18,7 @@ from recipes.recipe.fields import (
     Problem,
     accept,
     complaint,
+    default_recipe,
     field_types,
     sections,
     toml,
@@ -75,7 +76,7 @@ def print_help(recipe: Recipe | None, *, usage: str, section: str = "") -> None:
     description = "Train a recipe. The end of this text lists the forms of the command."
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     with suppress(SystemExit):
-        _tyro(["--help"], recipe or Recipe(), [section] if section else sections(), description=description)
+        _tyro(["--help"], recipe or default_recipe(), [section] if section else sections(), description=description)
     say(usage)
 
 

@@ -4,8 +4,9 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -24,6 +25,8 @@ TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: 
 VALUE_WORDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
 EXAMPLES = {
     "data.mixture": {"web.jsonl": 0.7, "code.jsonl": 0.3},
+    "plugins.modules": ["lion.py"],
+    "plugins.versions": {"lion": "1.0 0123456789abcdef"},
     "validation.sources": {"web": "held-out/web.jsonl", "code": "held-out/code.jsonl"},
 }
 """Examples for fields whose default is not a useful one."""
@@ -37,20 +40,46 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """Attribute of a range of annotated_types -> its sign."""
 
 
-@cache
-def sections() -> dict[str, type]:
-    """Section name -> its dataclass, in the order of the recipe."""
-    hints = get_type_hints(Recipe)
-    return {field.name: hints[field.name] for field in fields(Recipe) if is_dataclass(hints[field.name])}
+_kind: ContextVar[type[Recipe]] = ContextVar("_kind", default=Recipe)
+
+
+@contextmanager
+def recipes_of(kind: type[Recipe]) -> Iterator[None]:
+    """Inside, sections and fields are those of this class: Recipe, or what with_plugins() makes of it."""
+    token = _kind.set(kind)
+    try:
+        yield
+    finally:
+        _kind.reset(token)
+
+
+def default_recipe() -> Recipe:
+    """The recipe in which nothing is written."""
+    return _kind.get()()
+
+
+def sections(kind: type[Recipe] | None = None) -> dict[str, type]:
+    """Section name -> its dataclass, in the order of the recipe. kind: None = that of recipes_of()."""
+    return _sections(kind or _kind.get())
+
+
+def field_types(kind: type[Recipe] | None = None) -> dict[str, Any]:
+    """Dotted key, such as "batch.micro_batch_size" -> the annotation of its field. kind: see sections()."""
+    return _field_types(kind or _kind.get())
 
 
 @cache
-def field_types() -> dict[str, Any]:
-    """Dotted key, such as "batch.micro_batch_size" -> the annotation of its field."""
+def _sections(kind: type[Recipe]) -> dict[str, type]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind) if is_dataclass(hints[field.name])}
+
+
+@cache
+def _field_types(kind: type[Recipe]) -> dict[str, Any]:
     return {
-        f"{section}.{name}": annotation
-        for section, cls in sections().items()
-        for name, annotation in get_type_hints(cls, include_extras=True).items()
+        f"{section}.{one.name}": get_type_hints(cls, include_extras=True)[one.name]
+        for section, cls in _sections(kind).items()
+        for one in fields(cls)
     }
 
 
@@ -155,7 +184,7 @@ def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
     close = [candidate for candidate in _readings(annotation, value) if accepts(annotation, candidate)]
     if not close and (is_wish(value) or annotation is bool or get_origin(annotation) is Literal):
         return rule  # says all that there is; the default would be one answer to any wish
-    instead = close[0] if close else EXAMPLES.get(key, value_of(Recipe(), key))
+    instead = close[0] if close else EXAMPLES.get(key, value_of(default_recipe(), key))
     example = "" if close else "for example "
     if flag:
         instead = [word for item in instead.items() for word in item] if isinstance(instead, dict) else instead

@@ -14,6 +14,7 @@ from models.config import CUSTOM, FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.registry import FAMILIES, PLACES
 from models.sizes import SIZES
 from parallel.errors import UserError
+from recipes.files.added import FORMATS, SOURCES
 from recipes.files.exit_codes import FINISHED
 from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_steps
 from recipes.files.reading import SHOWN, fault, read_whole, toml_table, user_path
@@ -22,7 +23,9 @@ from recipes.recipe.fields import (
     COMMAND_LINE,
     Problem,
     Written,
+    default_recipe,
     field_types,
+    recipes_of,
     refusal,
     refusal_of,
     sections,
@@ -80,6 +83,7 @@ def load_run(
     nodes: int | None = None,
     rules: bool = True,
     elsewhere: bool = False,
+    kind: type[Recipe] | None = None,
 ) -> LoadedRecipe:
     """Load a recipe and locate the weights it starts from, once. Raises one UserError that lists everything wrong.
 
@@ -92,12 +96,42 @@ def load_run(
         processes, nodes: check that the layout fits these numbers; None = any.
         rules: False skips the rules across fields and the look at the data, for a recipe that is only read.
         elsewhere: True skips only the look at the data and the weights, for a recipe that will run on another machine.
+        kind: the class of a recipe with the same plug-ins, which are then not looked for; None = as written.
     """
-    run = Written()
+    chain = _read_chain(user_path(path))
+    kind = kind or _kind_of([*chain, *over], arguments)
+    if rules and (kind.loads or FORMATS or SOURCES):  # of this recipe, and of no other
+        from recipes.plugins.loading import activate
+
+        activate(kind.loads)
+    options = {"rules": rules, "elsewhere": elsewhere, "processes": processes, "nodes": nodes}
+    with recipes_of(kind):
+        return _load(path, [*chain, *over], arguments, kind, file="" if over else chain[-1][0], **options)
+
+
+def _kind_of(layers: Sequence[Layer], arguments: Sequence[str]) -> type[Recipe]:
+    """The class of the recipe of these layers and flags. Raises UserError for plug-ins that cannot be loaded."""
+    flags: Flags = []
+    if any(argument.startswith("--plugins.") for argument in arguments):
+        from recipes.recipe import command_line
+
+        flags = command_line.split(arguments)[0]
+    if not flags and not any("plugins" in tables for _, tables in layers):
+        return Recipe
+    from recipes.recipe.plugins import kind_for
+
+    return kind_for(layers, flags)
+
+
+def _load(
+    path: str | Path, layers: Sequence[Layer], arguments: Sequence[str], kind: type[Recipe], **options: Any
+) -> LoadedRecipe:
+    """As load_run(), of whose options some are those of broken_rules()."""
+    rules, elsewhere = options.pop("rules"), options["elsewhere"]
+    run, before = Written(), None
     problems: list[Problem] = []
     tables_of_stages: tuple[Any, str] = ([], "")
-    chain, before = _read_chain(user_path(path)), None
-    for origin, tables in [*chain, *over]:
+    for origin, tables in layers:
         tables_of_stages = (tables["stages"], origin) if "stages" in tables else tables_of_stages
         problems += _read({name: table for name, table in tables.items() if name != "stages"}, origin, run)
         run.put(_of_old_run(tables), origin)
@@ -111,6 +145,10 @@ def load_run(
         problems += unexpected + wrong + run.put(overrides, COMMAND_LINE)
     problems += settle_paths(run)
     _keep_values_of_run(run)
+    if kind is not Recipe or run.values.get("plugins.versions"):
+        from recipes.recipe.plugins import settle_versions
+
+        problems += settle_versions(run, kind, strict=rules)
     weights = _initial_weights(run.values)
     if not any(problem.key == "model.name" for problem in problems):
         problems += _size(run, weights)[1]
@@ -123,10 +161,8 @@ def load_run(
         problems += wrong
     recipe = replace(_assemble(run, weights), stages=configs)
     if rules:
-        wrong_keys, world = {problem.key for problem in problems}, {"processes": processes, "nodes": nodes}
-        file = "" if over else chain[-1][0]
-        options: dict[str, Any] = {"file": file, "before": before, "elsewhere": elsewhere, **world}
-        problems += broken_rules(recipe, weights, [run, *stages], wrong=wrong_keys, **options)
+        wrong_keys = {problem.key for problem in problems}
+        problems += broken_rules(recipe, weights, [run, *stages], wrong=wrong_keys, before=before, **options)
     if problems:
         raise refusal(problems, where=shown(Path(path)))
     needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
@@ -158,9 +194,12 @@ def print_help(arguments: list[str], *, usage: str) -> int:
     the exit code."""
     from recipes.recipe import command_line
 
-    arguments, section = command_line.split_section(arguments)
+    named = arguments[1:]  # after the recipe, perhaps a section of one of its plug-ins
+    with recipes_of(_kind_of(_read_chain(user_path(arguments[0])), named) if named else Recipe):
+        arguments, section = command_line.split_section(arguments)
     recipe = load(arguments[0], arguments[1:], rules=False) if arguments else None
-    command_line.print_help(recipe, usage=usage, section=section)
+    with recipes_of(type(recipe) if recipe else Recipe):
+        command_line.print_help(recipe, usage=usage, section=section)
     return FINISHED
 
 
@@ -178,6 +217,8 @@ def to_toml(recipe: Recipe) -> str:
     """The whole recipe with every field in effect, as TOML that loads back to an equal recipe."""
     tables = asdict(replace(recipe, stages=()))
     del tables["stages"]
+    if not recipe.plugins.modules:
+        del tables["plugins"]
     if recipe.model.by_transformers:  # its shape is in its config.json
         tables["model"] = {name: tables["model"][name] for name in NO_SHAPE}
     del tables["data"]["source" if recipe.data.mixture else "mixture"]
@@ -221,7 +262,8 @@ def _assemble(run: Written, weights: "InitialWeights | None") -> Recipe:
     if size.by_transformers:  # _size refuses the other fields
         fields_of_model = {name: value for name, value in fields_of_model.items() if name in NO_SHAPE}
     model = replace(size, **fields_of_model)
-    return Recipe(model=model, **{section: sections()[section](**given) for section, given in values.items()})
+    given = {section: sections()[section](**fields) for section, fields in values.items()}
+    return replace(default_recipe(), model=model, **given)
 
 
 def _size(run: Written, weights: "InitialWeights | None") -> tuple[ModelConfig, list[Problem]]:

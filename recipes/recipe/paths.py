@@ -12,9 +12,17 @@ from recipes.files.reading import is_remote, path_problem, shorten
 from recipes.recipe.fields import Problem, Written, toml
 
 ROOT = Path(__file__).resolve().parents[2]
+MODULES = "plugins.modules"
 READ = (
     *("model.weights", "model.config", "data.source", "data.mixture", "data.tokenizer", "data.chat_template"),
-    *("validation.source", "validation.sources", "validation.tasks", "validation.ladder", "metrics.calibrated_by"),
+    *(
+        MODULES,
+        "validation.source",
+        "validation.sources",
+        "validation.tasks",
+        "validation.ladder",
+        "metrics.calibrated_by",
+    ),
 )
 """Fields whose paths are read."""
 WRITTEN = {"run.output": 600, "data.cache": 600, "compile.cache": 100, "run.name": 0, "run.continue_from": 0}
@@ -39,13 +47,25 @@ def settle_paths(written: Written) -> list[Problem]:
             problems.append(Problem(written.prefix + key, wrong, shorten(toml(value)), origin))
             written.remove(key)
         elif key in READ:
-            beside = Path(origin.rpartition(".toml")[0]).parent if ".toml" in origin else ROOT
-            written.values[key] = _replaced(value, {path: located(path, beside) for path in paths})
+            found = module_at if key == MODULES else lambda path, origin: located(path, beside(origin))
+            written.values[key] = _replaced(value, {path: found(path, origin) for path in paths})
     return problems
+
+
+def beside(origin: str) -> Path:
+    """The folder of what wrote a value: a file, a table of one, or the command line."""
+    return Path(origin.rpartition(".toml")[0]).parent if ".toml" in origin else ROOT
+
+
+def module_at(module: str, origin: str) -> str:
+    """A module of a plug-in as all programs find it: a file with its whole path. origin: what wrote it."""
+    return str(Path(located(module, beside(origin))).expanduser().absolute()) if module.endswith(".py") else module
 
 
 def is_path(text: str, key: str) -> bool:
     """Whether this value of this field may be the path of a file or folder."""
+    if key == MODULES:
+        return text.endswith(".py")
     if key == "validation.tasks":
         return "/" in text or text.endswith((".yaml", ".yml"))
     if key in ("run.output", "data.cache", "compile.cache"):  # an address will not do

@@ -96,6 +96,7 @@ def violations(
         moments_can_move(recipe.optimizer),
         optimizer_fits(recipe.optimizer, fsdp=recipe.fsdp),
         profile_fits(recipe.profile, run=recipe.run),
+        *(entry.value(recipe) for entry in recipe.added.get("rule", {}).values()),
     ]
     if not elsewhere:
         rules += [

@@ -3,9 +3,10 @@
 --help and docs/recipes.md print the string below the field. Imports no torch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Interval, MinLen
 
@@ -26,6 +27,7 @@ from recipes.evaluation.config import ValidationConfig
 from recipes.files.reading import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import ExpertsConfig, OptimizerConfig, ScheduleConfig
+from recipes.plugins.config import PluginsConfig
 
 if TYPE_CHECKING:
     from parallel.stages import Stages
@@ -104,6 +106,13 @@ class Recipe:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    plugins: PluginsConfig = field(default_factory=PluginsConfig)
+    added: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Kind -> name -> what plug-ins register (recipes/plugins/loading.py); their recipes are of a class below this."""
+    versions: ClassVar[Mapping[str, str]] = {}
+    """Name -> version and hash of each of their plug-ins."""
+    loads: ClassVar[tuple[str, ...]] = ()
+    """The modules of these, as recipes/plugins/loading.py takes them."""
     stages: tuple[StageConfig, ...] = ()
     """Stages in the order of the run; empty if all of it is one stage. Not a section: stages.py applies them."""
 
@@ -111,6 +120,11 @@ class Recipe:
     def compiles_updates(self) -> bool:
         """Whether AdamW's kernels are compiled on GPUs. Offloaded states are updated on the CPU, by torch's kernel."""
         return self.compile.enabled and self.run.device != "cpu" and not self.fsdp.cpu_offload
+
+    def fields_of(self, kind: str, name: str) -> Any:
+        """The section of its own that what a plug-in registered has; None for what has none, and for ours."""
+        entry = self.added.get(kind, {}).get(name)
+        return getattr(self, name) if entry and entry.fields else None
 
     def pipeline_stages(self, degree: int) -> "Stages":
         """The stages of the model on so many processes of a pipeline."""

@@ -263,7 +263,7 @@ def _refusal(key: str) -> str | None:
         return unknown_key(key)
     if key in REASONS:
         return f"cannot change in a stage: {REASONS[key]}; write it outside of [[stages]], for the whole run"
-    if key in FIELDS or key.partition(".")[0] in SECTIONS:
+    if key in FIELDS or (section := key.partition(".")[0]) in SECTIONS or section not in sections(Recipe):
         return None
     return (
         f"cannot change in a stage; write it outside of [[stages]]. A stage changes fields of {listed(SECTIONS)},"

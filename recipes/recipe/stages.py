@@ -33,7 +33,8 @@ class Stage:
     def learning_rate(self, step: int) -> float:
         """The learning rate of optimizer step `step` (from 0) of the run."""
         before, steps = self.schedule_span
-        return self.recipe.schedule.learning_rate(step - before, peak=self.recipe.optimizer.lr, steps=steps)
+        schedule, fields = self.recipe.schedule, self.recipe.fields_of("schedule", self.recipe.schedule.kind)
+        return schedule.learning_rate(step - before, peak=self.recipe.optimizer.lr, steps=steps, fields=fields)
 
     @property
     def ends_run(self) -> bool:

@@ -25,7 +25,16 @@ def _of_one_optimizer() -> Iterator[tuple[str, Callable[[Recipe], object], str]]
         readers = [optimizer for optimizer, facts in OPTIMIZERS.items() if name in facts.reads]
         if readers:
             wanted = f"optimizer.name = {' or '.join(map(toml, readers))}"
-            yield f"optimizer.{name}", lambda r, readers=readers: r.optimizer.name in readers, wanted  # type: ignore[misc]
+            yield f"optimizer.{name}", lambda r, name=name: name in r.optimizer.facts.reads, wanted  # type: ignore[misc]
+
+
+def _of_plugins(recipe: Recipe) -> Iterator[tuple[str, Callable[[Recipe], object], str]]:
+    """The sections of optimizers and schedules of plug-ins."""
+    for kind, field in (("optimizer", "name"), ("schedule", "kind")):
+        for name in (name for name, entry in recipe.added.get(kind, {}).items() if entry.fields):
+            keys = " ".join(key for key in field_types() if key.startswith(f"{name}."))
+            wanted = f"{kind}.{field} = {toml(name)}"
+            yield keys, lambda r, kind=kind, field=field, name=name: getattr(getattr(r, kind), field) == name, wanted  # type: ignore[misc]
 
 
 # fmt: off
@@ -72,7 +81,7 @@ NEEDS: tuple[tuple[str, Callable[[Recipe], object], str], ...] = (
 
 def unread(keys: Collection[str], recipes: Sequence[Recipe]) -> Iterator[Violation]:
     """Those of these fields, which were written, that none of these recipes reads."""
-    for names, is_read, wanted in NEEDS:
+    for names, is_read, wanted in (*NEEDS, *_of_plugins(recipes[-1])):
         for key in filter(keys.__contains__, names.split()):
             with suppress(Unreadable):
                 section, _, name = key.partition(".")

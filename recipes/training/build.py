@@ -63,7 +63,8 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     weights: trained weights to start from; None = random ones from the recipe's seed. mesh: None makes the recipe's.
     Raises UserError, on all processes, for weights that cannot be read and for what this device does not have.
     """
-    require_as_described(recipe.optimizer)
+    fields = recipe.fields_of("optimizer", recipe.optimizer.name)
+    require_as_described(recipe.optimizer, fields)
     mesh = _whole_mesh(recipe, world, mesh)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
     stages = own = None
@@ -98,7 +99,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
 
         on_all(world, lambda: load_weights(model, weights))
     dtype, compiled = getattr(torch, fsdp.param_dtype), world.device.type == "cuda" and recipe.compiles_updates
-    optimizer = build_optimizer(model, recipe.optimizer, mesh, dtype=dtype, compiled=compiled)
+    optimizer = build_optimizer(model, recipe.optimizer, mesh, dtype=dtype, compiled=compiled, fields=fields)
     if matrices := matrices_of(optimizer):
         count = sum(prod(matrix.shape[:-2]) for matrix in matrices)
         report.append(f"{recipe.optimizer.name}: {count} matrices of the blocks, {fsdp.param_dtype} products")

@@ -212,6 +212,7 @@ def _throughput(recipe: Recipe, process: Process) -> Throughput:
 def _claim_folder(recipe: Recipe, process: Process, built: Built, checkpoint: Path | None) -> None:
     world, console, done = process.world, process.console, process.clock.step
     about = process.environment(built.mesh, attention=built.attention)
+    about |= {"plugins": recipe.versions} if recipe.versions else {}
     for note in on_main(world, lambda: claim_run_folder(recipe, done=done, environment=about, lock=process.lock)):
         console.log(note)
     console.open_log(recipe.run.folder / LOG_FILE)

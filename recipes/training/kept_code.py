@@ -109,7 +109,7 @@ def _key(recipe: Recipe, mesh: Mesh, device: torch.device) -> str:
         *(recipe.float8, recipe.activation_checkpointing, replace(recipe.compile, cache=""), recipe.fsdp),
         *(batch.micro_batch_size, batch.sequence_length, batch.loss_chunks),
         *(recipe.data.document_mask, recipe.data.has_pairs),
-        *(optimizer.name, optimizer.state_dtype, optimizer.z_loss),
+        *(optimizer.name, optimizer.state_dtype, optimizer.z_loss, recipe.plugins.versions),
     ]
     return xxhash.xxh3_128_hexdigest(repr(facts).encode())
 

@@ -19,6 +19,7 @@ from recipes.data.loader import DataLoader
 from recipes.evaluation.config import TASK
 from recipes.files.reading import user_path
 from recipes.metrics.clock import LOADING, LOG, SKIPPED, STEP, Goodput
+from recipes.metrics.config import TRACKERS
 from recipes.metrics.throughput import AttentionLength, HostMemory, Throughput
 from recipes.metrics.writer import MetricsWriter
 from recipes.optimization.skip_steps import StepGuard
@@ -56,6 +57,7 @@ class Recorder:
         recipe = stage.recipe
         mesh, model, world, clock, console = built.mesh, built.model, process.world, process.clock, process.console
         self._world, self._mesh, self._clock, self._console = world, mesh, clock, console
+        self._built = built
         self._loader, self._guard, self._throughput = loader, guard, throughput
         self._balance = built.balance
         self._recipe, self._steps = recipe, recipe.run.steps
@@ -144,6 +146,7 @@ class Recorder:
                 **self.goodput.row(),
                 **slow,
             )
+            row = row_with_metrics(row, recipe=self._recipe, built=self._built)
             self._knows_pace = True
             if self._foresight:
                 self._foresight.seconds.append(step_seconds)
@@ -275,8 +278,17 @@ def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: 
         run_name=recipe.run.name,
         recipe=asdict(recipe),
         before=progress,
+        openers=TRACKERS | {name: entry.value for name, entry in recipe.added.get("tracker", {}).items()},
         log=console.log,
     )
+
+
+def row_with_metrics(row: dict[str, Any], *, recipe: Recipe, built: Built) -> dict[str, Any]:
+    """The row with the columns of plug-ins. All ranks call it. Raises TypeError for a column of two owners."""
+    for name, entry in recipe.added.get("metric", {}).items():
+        own = {"fields": getattr(recipe, name)} if entry.fields else {}
+        row = dict(**row, **{name: float(entry.value(row, built, **own))})
+    return row
 
 
 def _beside(recipe: Recipe, *, tokens: int, log: Callable[[str], None]) -> "Beside | None":

@@ -21,6 +21,8 @@ from recipes.training.same_run import require_same_data
 from recipes.weights.description import Description, checkpoint_files
 from recipes.weights.locate import Weights, find_weights, trained_description
 
+OF_MODELS = {"part", "family"}
+"""The kinds of what plug-ins register without which a model cannot be built."""
 if TYPE_CHECKING:
     from recipes.data.text.pair_format import PairFormat
     from recipes.data.text.tokenizer import Tokenizer
@@ -63,6 +65,10 @@ def describe(
         start = find_weights(checkpoint)
     length = recipe.batch.sequence_length
     description = trained_description(recipe.model, loader.tokenizer, start, length=length, log=log)
+    if recipe.loads:
+        about: dict[str, Any] = {"modules": recipe.loads, "versions": recipe.versions}
+        about["build_models"] = bool(OF_MODELS & recipe.added.keys())
+        description = replace(description, plugins=about)
     if loader.pairing is None or not loader.pairing.format.template:
         return description
     return _of_chats(description, loader.pairing.format, loader.tokenizer, log=log)

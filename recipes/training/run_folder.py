@@ -111,9 +111,10 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
         if done < recipe.run.steps:
             text, file = to_toml(recipe), folder / RECIPE
             if done > 0 and file.is_file() and (old := file.read_text(encoding="utf-8")) != text:
-                from recipes.training.same_run import schedule_notes
+                from recipes.training.same_run import plugin_notes, schedule_notes
 
-                notes += schedule_notes(load(file, rules=False), recipe, done)
+                notes += schedule_notes(load(file, rules=False, kind=type(recipe)), recipe, done)
+                notes += plugin_notes(file, recipe, done)
                 kept = folder / f"recipe-until-{done:08d}.toml"
                 if not kept.exists():  # if it exists, no step of the recipe in `file` remains
                     write_whole(kept, old, sync=True)

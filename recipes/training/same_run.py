@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel.errors import TemporaryError, UserError
+from parallel.errors import TemporaryError, UserError, listed
 from recipes.data.config import DataConfig
 from recipes.files.layout import CHECKPOINTS, DATA, RECIPE, checkpoint_steps
 from recipes.files.lock import ANOTHER_NAME
 from recipes.files.reading import read_text
 from recipes.recipe.fields import field_types, toml, value_of
-from recipes.recipe.load import load
+from recipes.recipe.load import load, read_toml
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of, stages_of
 
@@ -68,12 +68,14 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
 
 def _differences(old: Recipe, new: Recipe, steps: int) -> list[str]:
     """The differences between two recipes without stages. steps: those of the old schedule."""
+    added = [one for kind in ("optimizer", "schedule") for one in new.added.get(kind, {}).values() if one.fields]
+    own = tuple(f"{entry.name}." for entry in added)
     same_phases = old.schedule.phases(steps) == new.schedule.phases(steps)
     differences = [
         f"{key}: {toml(was)} in the folder's recipe.toml, {toml(now)} now"
-        for key in field_types()
+        for key in field_types(type(new))
         # The last three are used before the first step.
-        if key.startswith(IDENTITY) and key not in ("model.weights", "model.config", "model.upcycle")
+        if key.startswith((*IDENTITY, *own)) and key not in ("model.weights", "model.config", "model.upcycle")
         if (was := value_of(old, key)) != (now := value_of(new, key))
         # A share of the run may be written where its steps were, or the other way round.
         if not (key.endswith(("warmup_steps", "decay_steps")) and same_phases)
@@ -95,8 +97,12 @@ def require_resumes(recipe: Recipe, file: Path | None, *, where: Path | str) -> 
         )
     if file is None:
         return
+    gone = [f"{name} ({version})" for name, version in versions_in(file).items() if name not in recipe.versions]
+    if gone:
+        rule = f"was trained with {listed(gone)}, which this recipe does not load; name what is missing in [plugins]"
+        raise UserError(f"{where} {rule} modules, or {ANOTHER_NAME}")
     try:
-        old = load(file, rules=False)
+        old = load(file, rules=False, kind=type(recipe))
     except TemporaryError:
         raise
     except UserError as error:
@@ -105,6 +111,21 @@ def require_resumes(recipe: Recipe, file: Path | None, *, where: Path | str) -> 
     if differences := identity_differences(old, recipe):
         lines = "".join(f"\n  {line}" for line in differences)
         raise UserError(f"{where} belongs to a different recipe:{lines}\n{ANOTHER_NAME}, or put these keys back")
+
+
+def versions_in(file: Path) -> dict[str, str]:
+    """The plug-ins that a resolved recipe was trained with: name -> version and hash of the content."""
+    found = read_toml(file).get("plugins", {}).get("versions", {})
+    return found if isinstance(found, dict) else {}
+
+
+def plugin_notes(file: Path, new: Recipe, done: int) -> list[str]:
+    """Which plug-ins of the recipe in this file have other content now."""
+    return [
+        f"plug-in {name} is {now} from step {done + 1} on; before, it was {was}"
+        for name, was in versions_in(file).items()
+        if (now := new.versions.get(name)) != was
+    ]
 
 
 def read_data_state(checkpoint: Path) -> dict[str, Any]:

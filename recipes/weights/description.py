@@ -33,6 +33,8 @@ class Description:
     """File name -> text of what came with the weights: chat template, special tokens, generation settings."""
     begins: bool = False
     """Whether the tokenizer adds tokens to a text although facts.bos_token_id is None."""
+    plugins: Mapping[str, Any] = field(default_factory=dict)
+    """The section [plugins] of the run, and whether they `build_models`."""
 
     def ends(self, *, where: Path) -> tuple[int, ...]:
         """Every token that may end a text, by config.json, generation settings and tokenizer_config.json. where: they
@@ -50,6 +52,7 @@ def checkpoint_files(description: Description) -> dict[str, str]:
     # Where it came from is not part of the model.
     model = replace(description.model, weights="", config="", upcycle=False)
     content = {"model": asdict(model), "text": asdict(description.facts)}
+    content |= {"plugins": description.plugins} if description.plugins else {}
     return {MODEL: json.dumps(content, indent=2) + "\n", TOKENIZER: description.tokenizer, **description.companions}
 
 
@@ -60,6 +63,10 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
     file = folder / MODEL
     try:
         content = json.loads(read_text(file))
+        if (plugins := content.get("plugins", {})).get("build_models"):
+            from recipes.plugins.loading import load_plugins
+
+            load_plugins(plugins["modules"])
         kind = ModelConfig
         if "definition" in content["model"]:
             from models.transformers_config import TransformersConfig

@@ -3,7 +3,7 @@ with the place after it. The rows depend only on the file's bytes, not on where 
 in memory; of parquet, one batch of rows. Imports no torch."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import IO
@@ -26,8 +26,10 @@ from recipes.data.text.row import (
     decoded_text,
     is_compressed,
     text_of,
+    text_or_problem,
 )
-from recipes.files.border import reason
+from recipes.files.added import Adding, added_to
+from recipes.files.border import foreign, reason
 
 ARRAY = "if it is one JSON array, write a line for each item: jq -c '.[]' OLD > NEW.jsonl"
 # About the length of a web page. Counted as one row, a lost file of a million rows would equal one broken line.
@@ -88,6 +90,8 @@ def _rows_after(path: File, place: Place, size: int) -> int:
 
 def _reader(path: File, *, text_field: Fields, start: Place, rule: TextRule) -> Rows:
     name = path.name.lower()
+    if (added := added_to(name)) and isinstance(path, Path):
+        return _of_plugin(path, added, text_field=text_field, start=start)
     if name.endswith((".parquet", ".csv")):
         from recipes.data.text.tables import csv_rows, parquet
 
@@ -99,6 +103,18 @@ def _reader(path: File, *, text_field: Fields, start: Place, rule: TextRule) -> 
         return _python(path, start=start)
     assert ".json" in name, f"no reader for '{path}'"
     return _json_lines(path, text_field=text_field, start=start)
+
+
+def _of_plugin(path: Path, added: Adding, *, text_field: Fields, start: Place) -> Rows:
+    rows, number = iter(added.work(path)), 0
+    while True:
+        with foreign(f"data.source: '{path}', row {number + 1}: plug-in {added.version}"):
+            if (row := next(rows, None)) is None:
+                return
+        number += 1
+        if number > start.number:
+            found = text_of(row, text_field) if isinstance(row, Mapping) else text_or_problem(row, text_field="text")
+            yield Row(found[0], start.file, number, found[1]), Place(start.file, number)
 
 
 def _python(path: Path, *, start: Place) -> Rows:

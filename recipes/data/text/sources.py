@@ -15,6 +15,8 @@ import xxhash
 from parallel.errors import UserError
 from recipes.data.text.plain_text import PIECES, text_rule, what_a_document_is
 from recipes.data.text.readers import ARRAY, file_kind
+from recipes.files.added import FORMATS, added_to, is_added_source
+from recipes.files.border import foreign
 from recipes.files.reading import fault, is_remote, may_pass, patiently, read_patiently, user_path
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 NAMED = ".csv"
 """Read where the source names such files, itself or by a glob that ends so: folders of text hold other tables."""
-SUPPORTED = ", ".join((*SUFFIXES, NAMED))
 
 TOKEN_FILES = (".ds", ".npy", ".bin")
 """Names of files of tokens end so."""
@@ -85,10 +86,14 @@ def source_problem(source: str) -> str | None:
         from recipes.data.text.hub import hub_problem
 
         return hub_problem(source)
+    if is_added_source(source):
+        wrong = [file for file in find_files(source) if file_kind(file) != "file" or not _suffix(file, NAMED)]
+        hint = f"{source!r} lists '{wrong[0]}', which is" if wrong else f"{source!r} lists"
+        return f"{hint} no file of a type that is read: {_supported()}" if wrong or not find_files(source) else None
     if is_remote(source):
         from recipes.data.text.remote import remote_problem
 
-        return remote_problem(source, _remote_files(source), supported=SUPPORTED)
+        return remote_problem(source, _remote_files(source), supported=_supported())
     if is_stdlib(source):
         from recipes.data.text.stdlib import stdlib_problem
 
@@ -102,7 +107,7 @@ def source_problem(source: str) -> str | None:
     if path.exists() and (kind := file_kind(path)) not in ("file", "folder"):
         return f"{source!r} is {kind}, not a file or folder; write what it yields to a file, and give that"
     if path.is_file() and _suffix(path, source) is None:
-        return f"{source!r} has an unknown type; supported are {SUPPORTED}{_json_hint([path])}"
+        return f"{source!r} has an unknown type; supported are {_supported()}{_json_hint([path])}"
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         return f"this user may not read the folder {source!r}; change its permissions or give another folder"
     found, closed = _found(source)
@@ -112,7 +117,7 @@ def source_problem(source: str) -> str | None:
     if not files:
         where = "no file matches" if is_glob else "no file of a supported type is in the folder"
         others = f"there are {_by_kind(found)}; " if found else ""
-        return f"{where} {source!r}; {others}supported are {SUPPORTED}{_json_hint(found)}"
+        return f"{where} {source!r}; {others}supported are {_supported()}{_json_hint(found)}"
     for file in files:
         if not os.access(str(file), os.R_OK):
             return f"this user may not read '{file}'; change its permissions or leave the file out"
@@ -135,6 +140,7 @@ def fingerprint(source: str, *, text_field: "Fields", text_documents: str = "aut
 def _fingerprint(source: str, text_field: "Fields", text_documents: str) -> str:
     files = find_files(source)
     paths = [file for file in files if isinstance(file, Path)]
+    added = {one.version for one in map(added_to, (source, *(file.name for file in files))) if one}
     settings: tuple[object, ...]
     if is_hub(source):
         dataset = _dataset(pinned(source))
@@ -146,6 +152,7 @@ def _fingerprint(source: str, text_field: "Fields", text_documents: str) -> str:
     settings = (READER_VERSION, text_field if has_rows else None)
     if text_documents != PIECES and any(_suffix(file) == ".txt" for file in files):
         settings += (TEXT_VERSION, text_documents)
+    settings += tuple(sorted(added))
     if is_remote(source):
         from recipes.data.text.remote import remote_fingerprint
 
@@ -197,7 +204,7 @@ def require_unchanged(files: Sequence[str], states: Mapping[str, tuple[int, int 
 
 def would_read(source: str, file: Path) -> bool:
     """Whether the source would read this file, of a supported type, if it existed."""
-    if is_stdlib(source) or is_remote(source):
+    if is_stdlib(source) or is_remote(source) or is_added_source(source):
         return False
     path = _dataset(source).folder if is_hub(source) else user_path(source)
     if path is None:
@@ -273,6 +280,9 @@ def find_files(source: str) -> "Sequence[File]":
         from recipes.data.text.stdlib import stdlib_files
 
         return stdlib_files(source.removeprefix(STDLIB))
+    if is_added_source(source) and (added := added_to(source)):
+        with foreign(f"data.source: {source!r}: plug-in {added.version}"):
+            return [Path(file) for file in added.work(source)]
     path = user_path(source)
     if path.is_file():
         return [path]
@@ -282,7 +292,7 @@ def find_files(source: str) -> "Sequence[File]":
 
 def notes(source: str, *, text_documents: str) -> list[str]:
     """What is read of a source, for messages: the files by kind, those that are not read, and what a .txt holds."""
-    if is_hub(source) or is_stdlib(source):
+    if is_hub(source) or is_stdlib(source) or is_added_source(source):
         return []
     files, lines = find_files(source), []
     others = [] if is_remote(source) else [path for path in _found(source)[0] if path not in set(files)]
@@ -370,8 +380,12 @@ def _remote_files(source: str) -> "list[RemoteFile]":
 
 
 def _suffix(path: "File", source: str = "") -> str | None:
-    suffixes = (*SUFFIXES, NAMED) if source.lower().endswith(NAMED) else SUFFIXES
+    suffixes = (*FORMATS, *SUFFIXES, *([NAMED] if source.lower().endswith(NAMED) else []))
     return next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), None)
+
+
+def _supported() -> str:
+    return ", ".join((*SUFFIXES, NAMED, *FORMATS))
 
 
 def _did_you_mean(path: Path) -> str:
@@ -391,4 +405,4 @@ def _did_you_mean(path: Path) -> str:
     close = difflib.get_close_matches(path.name, [*siblings, STDLIB], n=1)
     if close:
         return f"; did you mean {siblings.get(close[0], STDLIB)!r}?"
-    return f"; write {STDLIB!r}, 'hf:ID' for a dataset on the hub, or a file, folder or glob of {SUPPORTED}"
+    return f"; write {STDLIB!r}, 'hf:ID' for a dataset on the hub, or a file, folder or glob of {_supported()}"

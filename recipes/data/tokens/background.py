@@ -168,6 +168,8 @@ def _work(folder: Path, work: Preparation, wanted: Any, shards_there: Any, token
 
     tokens, at_the_end = 0, False
     try:
+        for load in work.plugins:
+            load()
         tokens = Shards(folder).tokens
         shards = write_shards(folder, work, progress=progress)
         while True:

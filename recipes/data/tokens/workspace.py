@@ -7,9 +7,9 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +36,7 @@ from recipes.data.tokens.shards import (
     shards_from,
     tokens_fingerprint,
 )
+from recipes.files.added import AGAIN
 from recipes.files.atomic import PART
 from recipes.files.lock import LOCK, NoLocks, open_locked
 from recipes.files.reading import read_patiently
@@ -89,6 +90,8 @@ class Preparation:
     """What file_states() returned before the fingerprint was taken; empty for the hub, where the commit is fixed."""
     pieces: Pieces
     text_documents: str = "auto"
+    plugins: tuple[Callable[[], None], ...] = field(default_factory=lambda: tuple(AGAIN))
+    """Load what the process needs that does this."""
 
     @property
     def fingerprint(self) -> str:

@@ -304,7 +304,7 @@ def numerics_of(recipe: Recipe, *, gpu: Gpu, fixed: frozenset[str]) -> Iterator[
 def changes(original: Recipe, other: Recipe) -> Changes:
     """Section -> field -> value of the other recipe, where they differ."""
     changed: Changes = {}
-    for section in sections():
+    for section in sections(type(other)):
         before, after = vars(getattr(original, section)), vars(getattr(other, section))
         if before != after:
             changed[section] = {name: value for name, value in after.items() if value != before[name]}

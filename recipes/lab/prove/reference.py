@@ -273,7 +273,7 @@ def _optimizer(model: nn.Module, twin: Twin) -> Optimizer:
     if config.name not in ("adamw", "muon"):
         from recipes.optimization.optimizer import build_optimizer
 
-        return build_optimizer(model, config)
+        return build_optimizer(model, config, fields=twin.recipe.fields_of("optimizer", config.name))
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     inside = {one for block in blocks_of(model) for one in block.parameters()} if config.name == "muon" else set()
     of_muon, decayed, others = list[nn.Parameter](), list[nn.Parameter](), list[nn.Parameter]()

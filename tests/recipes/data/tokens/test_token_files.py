@@ -321,7 +321,7 @@ def checked(folder: Path, source: str, *more: str) -> None:
     check(str(DEBUG), [*words, "--validation.sample_tokens", "0", *more], processes=1, nodes=1)
 
 
-def test_check_says_how_large_the_files_are_and_how_often_they_are_read(
+def test_check_says_how_often_the_files_are_read(
     corpus: tuple[Path, Tokenizer, Documents], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = sum(map(len, corpus[2]))
@@ -329,7 +329,7 @@ def test_check_says_how_large_the_files_are_and_how_often_they_are_read(
     size = ["--run.steps", "10", "--schedule.warmup_steps", "1", "--schedule.decay_steps", "1"]
     batch = ["--batch.sequence_length", "32", "--batch.global_batch_size", "8", "--batch.micro_batch_size", "1"]
     checked(corpus[0], source, *size, *batch)
-    line = f"# tokens: {source} has {tokens:,} in 4 files, read {10 * 8 * 32 / tokens:.3g} times"
+    line = f"# reads {source!r} {10 * 8 * 32 / tokens:.1f} times by step 10"
     assert line in capsys.readouterr().out.splitlines()
 
 

@@ -1,0 +1,143 @@
+"""Imports the modules that a recipe names in [plugins], and keeps what each of them registers.
+
+All that a process remembers of plug-ins is _IMPORTED and _importing, and what is found without a recipe, by the name of
+a file or source alone: recipes/files/added.py. Imports no torch.
+"""
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata, util
+from pathlib import Path
+from traceback import extract_stack, extract_tb
+from typing import Any, NamedTuple
+
+from parallel.errors import UserError, listed
+from recipes.files.added import AGAIN, FORMATS, SOURCES, Adding
+from recipes.files.border import foreign
+from recipes.files.reading import fault, user_path
+from recipes.files.version import of_package
+
+GROUP = "shardwright.plugins"
+
+
+class Entry(NamedTuple):
+    """What a plug-in registers."""
+
+    kind: str
+    """The function of register.py that was called, such as "optimizer"."""
+    name: str
+    value: Any
+    fields: type | None
+    """The dataclass of its own section, if it has one."""
+    place: str
+    """FILE:LINE of the call."""
+
+
+@dataclass(eq=False)
+class Plugin:
+    """One module, as it was imported."""
+
+    name: str
+    module: str
+    """An absolute path, or a dotted name."""
+    version: str
+    """Of its package or its __version__, if any, and a hash of its content."""
+    entries: list[Entry] = field(default_factory=list)
+
+
+_IMPORTED: dict[tuple[str, str], Plugin] = {}
+"""By module and hash of its content."""
+_importing: list[Plugin] = []
+
+
+def load_plugins(modules: Iterable[str]) -> tuple[Plugin, ...]:
+    """The plug-ins of these modules, each imported once in a process, unless its content has changed. Raises UserError
+    for one that cannot be imported, and for two that give the same name to different things."""
+    plugins = tuple(dict.fromkeys(map(_plugin, modules)))
+    seen: dict[tuple[str, str], str] = {}
+    for plugin in plugins:
+        names = [("plug-in", plugin.name, plugin.module), *((one.kind, one.name, one.place) for one in plugin.entries)]
+        for kind, name, place in names:
+            if (kind, name) in seen and kind != "rule":
+                raise UserError(f"{place}: {kind} {name!r} exists already: {seen[kind, name]}; rename one of them")
+            seen[kind, name] = place
+    return plugins
+
+
+def activate(modules: Sequence[str]) -> None:
+    """Make formats and sources of these plug-ins, and of no others, what this process reads."""
+    AGAIN[:] = [partial(activate, tuple(modules))] if modules else []
+    for kind, table in (("format", FORMATS), ("source", SOURCES)):
+        table.clear()
+        for plugin in load_plugins(modules):
+            version = f"{plugin.name} {plugin.version}"
+            table |= {one.name: Adding(one.value, version) for one in plugin.entries if one.kind == kind}
+
+
+def add(kind: str, name: str, value: Any, fields: type | None = None) -> None:
+    """Keep what the plug-in that is being imported registers. Of a module that somebody else imports, keep nothing."""
+    if _importing:
+        here = str(Path(__file__).parent)
+        call = next(frame for frame in reversed(extract_stack()) if not frame.filename.startswith(here))
+        _importing[-1].entries.append(Entry(kind, name, value, fields, f"{call.filename}:{call.lineno}"))
+
+
+def _plugin(module: str) -> Plugin:
+    if module.endswith(".py"):
+        file = user_path(module).absolute()
+        return _imported(file.stem, str(file), [file])
+    points = {point.name: point.module for point in metadata.entry_points(group=GROUP)}
+    name = points.get(module, module)
+    top = util.find_spec(name.partition(".")[0]) if name.partition(".")[0] else None
+    if top is None or top.origin is None:
+        known = f" (there are {listed(points)})" if points else ""
+        rule = f'is no installed module, and no entry point of the group "{GROUP}"{known}'
+        raise UserError(f"plugins.modules: {module!r} {rule}; install it, or write a file that ends in .py")
+    is_package = top.submodule_search_locations is not None
+    return _imported(module, name, sorted(Path(top.origin).parent.rglob("*.py")) if is_package else [Path(top.origin)])
+
+
+def _imported(name: str, module: str, files: Sequence[Path]) -> Plugin:
+    """The plug-in of a module, or of a file, with the content of these files."""
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            digest.update(f"{file.name}\0".encode() + file.read_bytes())
+        except OSError as error:
+            raise fault(f"plugins.modules: {file} cannot be read", error) from None
+    key = module, digest.hexdigest()[:16]
+    if key in _IMPORTED:
+        return _IMPORTED[key]
+    plugin = Plugin(name, module, key[1])
+    _importing.append(plugin)
+    try:
+        with foreign(f"plug-in {name}"):
+            if module == str(files[0]):
+                spec = util.spec_from_file_location(f"shardwright_plugin_{name}_{key[1]}", module)
+                assert spec is not None and spec.loader is not None, module
+                imported = sys.modules[spec.name] = util.module_from_spec(spec)
+                spec.loader.exec_module(imported)
+            elif module in sys.modules:  # imported by somebody else, who registered nothing
+                imported = importlib.reload(sys.modules[module])
+            else:
+                imported = importlib.import_module(module)
+    except UserError as error:
+        raise UserError(f"{_line(error, {str(file) for file in files}) or module}: {error}") from error
+    finally:
+        _importing.pop()
+    version = getattr(imported, "__version__", None) or of_package(name.partition(".")[0])
+    plugin.version = f"{version} {key[1]}" if version else key[1]
+    return _IMPORTED.setdefault(key, plugin)
+
+
+def _line(error: BaseException, files: set[str]) -> str:
+    """FILE:LINE of the plug-in at which its import ended; "" if it did not begin."""
+    cause = error.__cause__
+    if isinstance(cause, SyntaxError):
+        return f"{cause.filename}:{cause.lineno}"
+    frames = [frame for one in (error, cause) if one for frame in extract_tb(one.__traceback__)]
+    return next((f"{frame.filename}:{frame.lineno}" for frame in reversed(frames) if frame.filename in files), "")

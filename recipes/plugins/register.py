@@ -1,0 +1,96 @@
+"""What a plug-in calls while it is imported. docs/extending.md has a worked example of each.
+
+fields: a dataclass such as those of our sections, each field with a type, a default and a text below it. It becomes the
+section [NAME] of the recipe, which the function gets as fields=SECTION.
+
+Imports no torch.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import UserError
+from recipes.data.text.sources import NAMED, SUFFIXES
+from recipes.optimization.config import OptimizerFacts
+from recipes.plugins.loading import add
+
+
+def optimizer(name: str, facts: OptimizerFacts, *, fields: type | None = None) -> None:
+    """A name for [optimizer]. facts.builder(groups, config, *, matrices, mesh, dtype, blocks) returns a torch
+    Optimizer; take **_ for what yours does not need.
+
+    Example: optimizer("lion", OptimizerFacts(Lion, reads=(), moments=1), fields=LionFields)
+    """
+    _require_callable(facts.builder)
+    add("optimizer", name, facts, fields)
+
+
+def schedule(name: str, share: Callable[..., float], *, fields: type | None = None) -> None:
+    """A value of schedule.kind. share(step, steps) is the share of the way from min_lr_ratio to the peak at this step,
+    from 0, of those after the warm-up.
+
+    Example: schedule("one_minus_sqrt", lambda step, steps: 1 - (step / steps) ** 0.5)
+    """
+    _require_callable(share)
+    add("schedule", name, share, fields)
+
+
+def metric(name: str, function: Callable[..., float], *, fields: type | None = None) -> None:
+    """A column of metrics.jsonl. function(row, built) is called after each logged step by all processes, with the
+    columns so far and what build.py built: the model, optimizer and mesh. Sums over processes are its own.
+
+    Example: metric("bits", lambda row, built: row["loss"] / math.log(2))
+    """
+    _require_callable(function)
+    add("metric", name, function, fields)
+
+
+def tracker(name: str, opener: Callable[..., Any] | str, *, fields: type | None = None) -> None:
+    """A value of metrics.trackers. opener(folder=, config=, run_name=, recipe=, before=, log=) returns what has
+    write(row), flush() and close(), which rank 0 calls. An attribute `id` is before["NAME_id"] at the next start.
+
+    Example: tracker("csv", CsvTracker)
+    """
+    _require_callable(opener)
+    add("tracker", name, opener, fields)
+
+
+def file_format(end: str, read: Callable[[Path], Iterable[str | Mapping[str, Any]]]) -> None:
+    """A file format, by the end of its names. read(path) yields rows, always the same: texts, or tables with
+    data.text_field.
+
+    Example: file_format(".json", lambda path: json.loads(path.read_text()))
+    """
+    if not end.startswith(".") or end != end.lower() or end.endswith((*SUFFIXES, NAMED)):
+        raise UserError(f"{end!r}: write the end of names in lower case, with a dot, that is not read already")
+    _require_callable(read)
+    add("format", end, read)
+
+
+def source(begin: str, files: Callable[[str], Iterable[str | Path]]) -> None:
+    """Sources that begin so, such as "mine://". files(source) lists files on this disk, always in the same order, of
+    formats that are read.
+
+    Example: source("books://", lambda name: sorted(Path("/data/books").glob(name.removeprefix("books://"))))
+    """
+    if not re.fullmatch(r"[a-z0-9]+://", begin) or begin in ("hf://", "s3://", "gs://", "http://", "https://"):
+        raise UserError(f'{begin!r}: sources of a plug-in begin with a word of their own, such as "mine://"')
+    _require_callable(files)
+    add("source", begin, files)
+
+
+def rule(check: Callable[[Any], Iterator[tuple[str, str]]]) -> None:
+    """A rule across fields. check(recipe) yields ("section.field", what is wrong and what to write instead)."""
+    _require_callable(check)
+    add("rule", "", check)
+
+
+def _require_callable(value: Any) -> None:
+    with suppress(ImportError):
+        if callable(value) or (re.fullmatch(r"[\w.]+:[\w.]+", str(value)) and find_spec(value.partition(":")[0])):
+            return
+    raise UserError(f'{value!r} is no function; give one, or "MODULE:FUNCTION" of a module that is installed')
