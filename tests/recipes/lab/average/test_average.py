@@ -70,7 +70,7 @@ def test_damaged_recipe_of_a_run_is_refused_by_name(damage: bytes, copy: Path, t
         export_checkpoint(step_folder(copy / "checkpoints", 8), tmp_path / "hf", dtype=None)
     if damage != b"model = 3\n":  # it is TOML
         with pytest.raises(UserError, match=r"recipe\.toml (is not|cannot be read)"):
-            average(str(copy), STEPS, tmp_path / "average", weights="equal", log=lambda line: None)
+            quietly(copy, STEPS, tmp_path / "average")
     assert not (tmp_path / "hf").exists() and not (tmp_path / "average").exists()
 
 
@@ -94,7 +94,7 @@ def by_hand(folder: Path, steps: list[int], shares: list[float]) -> dict[str, Te
 
 
 def quietly(run: Path | str, steps: str, out: Path, weights: str = "equal") -> None:
-    average(str(run), steps, out, weights=weights, log=lambda line: None)
+    average([(str(run), step) for step in steps_of(steps)], out, weights=weights, log=lambda line: None)
 
 
 def require_nothing_left(folder: Path) -> None:
@@ -246,7 +246,8 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_an_error_that_leaves_not
             first.rename(first.with_name(".partial-00000002"))
 
     with pytest.raises(UserError, match=f"^{first / SHARD[:10]}.* is missing$"):
-        average(str(copy), STEPS, copy.with_name("out"), weights="equal", log=delete_at_the_end)
+        wanted = [(str(copy), step) for step in steps_of(STEPS)]
+        average(wanted, copy.with_name("out"), weights="equal", log=delete_at_the_end)
     assert len(seen) == 5
     require_nothing_left(copy.parent)
 
@@ -310,7 +311,9 @@ def test_steps_that_are_not_two_or_more_in_ascending_order_are_refused(text: str
 @pytest.mark.parametrize("arguments", [["average", "x"], ["average", "x", "y"], ["list", "x", "y"]])
 def test_average_alone_takes_steps_and_a_folder_to_write(arguments: list[str]) -> None:
     code, screen, error = run_command("scripts/checkpoint.py", *arguments)
-    assert (code, screen) == (2, "") and error.endswith("average, and nothing else, needs --steps and OUT\n")
+    assert (code, screen) == (2, "") and error.endswith(
+        "average, and nothing else, needs OUT, and --steps or several RUN@STEP\n"
+    )
 
 
 @pytest.fixture
