@@ -113,8 +113,7 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.pending is not None:
         from recipes.training.evaluate_waiting import evaluate_waiting
 
-        evaluate_waiting(Path(options.model), device=options.device, attempts=options.pending)
-        return 0
+        return evaluate_waiting(Path(options.model), device=options.device, attempts=options.pending)
     weights = find_weights(options.model)
     if isinstance(weights.model, TransformersConfig) and not find_spec("transformers"):
         raise UserError(INSTALL)

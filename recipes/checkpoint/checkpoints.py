@@ -305,8 +305,7 @@ class Checkpoints:
 
     def _dispensable(self) -> list[int]:
         """The steps of the checkpoints that need not be kept here, oldest first."""
-        steps = self.steps()
-        copied = self._copies.step if self._copies else None
+        steps, copied = self.steps(), self._copies.step if self._copies else None
         try:
             best = self._best.kept(steps) if self._best else ()
         except TemporaryError:  # it may be any of them; the next save deletes the others

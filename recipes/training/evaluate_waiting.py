@@ -17,6 +17,7 @@ from recipes.evaluation.beside import BEGAN, FAILED, RESULT, uncopied, waiting
 from recipes.evaluation.config import TASK
 from recipes.evaluation.losses import mean_loss
 from recipes.files.atomic import Lines, utc_now
+from recipes.files.exit_codes import FINISHED
 from recipes.files.layout import CHECKPOINTS, EVALUATIONS, METRICS, RECIPE, step_folder
 from recipes.files.lock import FolderLock, alone
 from recipes.files.reading import logged_rows
@@ -35,11 +36,11 @@ from recipes.training.run_folder import draw_curves, step_of
 from recipes.weights.locate import find_weights
 
 
-def evaluate_waiting(folder: Path, *, device: str, attempts: int) -> None:
+def evaluate_waiting(folder: Path, *, device: str, attempts: int) -> int:
     """Evaluate the checkpoints of a run that have no result and have failed less often than this, one after the other.
 
     Waits while another process does so. Results go to evaluations.jsonl, and to metrics.jsonl: by the run itself, if it
-    goes on. Raises UserError if this folder is not that of a run that asks for it.
+    goes on. Returns the exit code. Raises UserError if this folder is not that of a run that asks for it.
     """
     recipe = load(folder / RECIPE, rules=False)
     if not recipe.validation.job:
@@ -82,6 +83,7 @@ def evaluate_waiting(folder: Path, *, device: str, attempts: int) -> None:
             Lines(folder / METRICS, log=say).append(*(json.dumps(row | {"time": utc_now()}) for row in rows))
             if recipe.metrics.picture:
                 draw_curves(folder, log=say)
+    return FINISHED
 
 
 def evaluate(recipe: Recipe, checkpoint: Path, world: World) -> dict[str, float | None]:
