@@ -93,28 +93,43 @@ def test_a_run_that_goes_on_evaluates_what_was_interrupted_and_then_keeps_no_mor
     wait_for_all(place, "killed", [4, 8, 12, 16, 20])
 
 
-def test_tasks_are_evaluated_beside_the_run_and_by_hand_on_two_processes(place: Path, corpus: Path) -> None:
+def by_hand(place: Path, name: str) -> dict[int, dict[str, float]]:
+    """What two processes find that are started by hand, and what one adds to that."""
+    evaluate = ["scripts/evaluate.py", place / "runs" / name, "--pending", "--device", "cpu"]
+    code, _, error = run_command("scripts/launch.py", "--standalone", "--nproc-per-node=2", *evaluate)
+    assert (code, error) == (0, "")
+    found = validated(place, name)
+    assert run_command(*evaluate)[0] == 0 and validated(place, name) == found
+    assert run_command(*evaluate, "--dtype", "bfloat16")[0] == 2
+    return found
+
+
+def test_what_no_job_has_evaluated_is_kept_and_evaluated_by_hand_on_two_processes(
+    place: Path, corpus: Path, beside: str
+) -> None:
+    """Without a SLURM that accepts the job, nothing evaluates, and the run goes on."""
+    log = run(place, corpus, "by hand", "--validation.every", "0", "--validation.job", "slurm --nonsense")
+    assert "not evaluated yet; by hand: python " in log.splitlines()[-1]
+    assert checkpoint_steps(place / "runs/by hand/checkpoints") == STEPS  # keep = 1
+    found, expected = by_hand(place, "by hand"), validated(place, "beside")
+    assert found.keys() == expected.keys()
+    for step in STEPS:
+        assert found[step] == pytest.approx(expected[step], rel=1e-6)
+
+
+def test_tasks_are_evaluated_beside_the_run_and_losses_in_it(place: Path, corpus: Path) -> None:
     pytest.importorskip("lm_eval", reason="the lm-evaluation-harness is not installed: pip install -e '.[evaluation]'")
     tasks = ["--validation.tasks", str(write_tasks(place / "tasks")), "--validation.task_limit", "4"]
     tasks += ["--validation.every", "4", "--batch.sequence_length", "64"]
     run(place, corpus, "inside with tasks", *tasks)
-    # Without sbatch, nothing evaluates, and the run goes on.
-    log = run(place, corpus, "with tasks", *tasks, "--validation.job", "slurm --nonsense")
-    assert "not evaluated yet; by hand: python " in log.splitlines()[-1]
-    folder = place / "runs" / "with tasks"
-    assert checkpoint_steps(folder / "checkpoints") == STEPS  # keep = 1
-    evaluate = ["scripts/evaluate.py", folder, "--pending", "--device", "cpu"]
-    code, _, error = run_command("scripts/launch.py", "--standalone", "--nproc-per-node=2", *evaluate)
-    assert (code, error) == (0, "")
-    expected, found = validated(place, "inside with tasks"), validated(place, "with tasks")
+    run(place, corpus, "with tasks", *tasks, "--validation.job", "slurm --nonsense")
+    found, expected = by_hand(place, "with tasks"), validated(place, "inside with tasks")
     assert found.keys() == expected.keys() and len(expected[4]) == 5
     for step in STEPS:
         assert found[step] == pytest.approx(expected[step], rel=1e-5)
-    assert run_command(*evaluate)[0] == 0 and validated(place, "with tasks") == found
-    assert run_command(*evaluate, "--dtype", "bfloat16")[0] == 2
 
 
 def test_a_run_that_asks_for_no_evaluation_is_refused_by_name(place: Path, corpus: Path) -> None:
-    run(place, corpus, "plain", "--validation.every", "0", "--run.steps", "4")
+    run(place, corpus, "plain", "--validation.every", "4", "--run.steps", "4")
     code, _, error = run_command("scripts/evaluate.py", place / "runs/plain", "--pending", "--device", "cpu")
     assert code == 2 and 'has validation.job = "": nothing waits' in error

@@ -120,6 +120,37 @@ def test_decay_has_the_shares_of_a_decay_by_1_minus_the_root(run: Recipe, tmp_pa
         assert torch.equal(value, found[name]), name
 
 
+def test_checkpoints_of_two_runs_are_averaged_by_their_weights_and_the_last_gives_the_rest(
+    run: Recipe, copy: Path, tmp_path: Path
+) -> None:
+    names, out = [f"{run.run.folder}@4", f"{copy}@2"], tmp_path / "merged"
+    code, _, error = run_command("scripts/checkpoint.py", "average", *names, "--weights", "3,1", out)
+    assert (code, error) == (0, "")
+    first, last, found = tensors(run.run.folder, 4), tensors(copy, 2), tensors(out, 2)
+    for name, value in found.items():
+        mean = (0.75 * first[name].double() + 0.25 * last[name].double()).float()
+        assert torch.equal(value, mean if name.startswith(PARAMETERS) else last[name]), name
+    progress = read_manifest(step_folder(out / "checkpoints", 2)).state["progress"]
+    assert progress["average_of"] == {"checkpoints": names, "weights": "3,1"}
+
+
+def test_runs_of_other_tokenizers_are_refused(run: Recipe, copy: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.lab.average.average.read_data_state", lambda path: {"tokenizer": str(path)})
+        wanted = [(str(run.run.folder), 4), (str(copy), 2)]
+        with pytest.raises(UserError, match=r"step-00000004 differs from .*step-00000002 in its tokenizer"):
+            average(wanted, copy.with_name("out"), weights="equal", log=lambda line: None)
+    require_nothing_left(copy.parent)
+
+
+@pytest.mark.parametrize("weights", ["1", "1,0", "1,x", "1,2,3", "inf,1", "decay"])
+def test_weights_that_do_not_fit_two_runs_are_refused(weights: str, run: Recipe, copy: Path) -> None:
+    wanted = [(str(run.run.folder), 4), (str(copy), 2)]
+    with pytest.raises(UserError, match=f"--weights {weights}"):
+        average(wanted, copy.with_name("out"), weights=weights, log=lambda line: None)
+    require_nothing_left(copy.parent)
+
+
 def test_progress_says_what_was_averaged_and_has_no_validation_of_the_newest(run: Recipe, out: Path) -> None:
     theirs = read_manifest(step_folder(run.run.folder / "checkpoints", 8)).state
     ours = verify(step_folder(out / "checkpoints", 8)).state
