@@ -25,7 +25,8 @@ USAGE = """\
 checkpoint.py list PATH      a table of checkpoints: step, size, visible damage
        checkpoint.py verify PATH    the same after reading every byte; exits with 1 if anything is damaged
        checkpoint.py show PATH      the contents of one checkpoint: progress, files, tensors
-       checkpoint.py average RUN --steps FIRST:LAST:EVERY|A,B,C [--weights equal|decay] OUT
+       checkpoint.py average RUN --steps FIRST:LAST:EVERY|A,B,C [--weights equal|decay|2,1,1] OUT
+       checkpoint.py average RUN@STEP RUN@STEP ... [--weights equal|2,1,1] OUT
 
 PATH: runs/NAME, its folder of checkpoints, one checkpoint, or the address of one of these, s3://bucket/runs/NAME.
 `show` takes the newest of several. RUN: runs/NAME, or its address. OUT: a new folder like a run's, with the average in
@@ -37,22 +38,24 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False)
     parser.add_argument("command", choices=("list", "verify", "show", "average"), help=argparse.SUPPRESS)
     parser.add_argument(
-        "path", type=lambda one: one if is_remote(one) else str(path_argument(one)), help=argparse.SUPPRESS
+        "paths", nargs="+", type=lambda one: one if is_remote(one) else str(path_argument(one)), help=argparse.SUPPRESS
     )
-    parser.add_argument("out", nargs="?", type=path_argument, help=argparse.SUPPRESS)
     parser.add_argument("--steps", help=argparse.SUPPRESS)
-    parser.add_argument("--weights", default="equal", choices=("equal", "decay"), help=argparse.SUPPRESS)
+    parser.add_argument("--weights", default="equal", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
-    if {bool(options.steps), bool(options.out)} != {options.command == "average"}:
-        parser.error("average, and nothing else, needs --steps and OUT")
+    path, *others = options.paths
+    averages, others, out = options.command == "average", others[:-1], others[-1:]
+    if bool(out) != averages or bool(options.steps) != (averages and not others):
+        parser.error("average, and nothing else, needs OUT, and --steps or several RUN@STEP")
     codes = {FINISHED}
     try:
         if options.command == "average":
-            from recipes.lab.average.average import average
+            from recipes.lab.average.average import average, named, steps_of
 
-            average(options.path, options.steps, options.out, weights=options.weights, log=say)
+            wanted = named([path, *others]) if others else [(path, step) for step in steps_of(options.steps)]
+            average(wanted, Path(out[0]), weights=options.weights, log=say)
             return 0
-        for line, code in look.lines(options.command, options.path):
+        for line, code in look.lines(options.command, path):
             say(line)
             codes.add(code)
     except UserError as error:

@@ -3,6 +3,7 @@
 python scripts/evaluate.py FOLDER_OR_CHECKPOINT SOURCE
 python scripts/evaluate.py FOLDER_OR_CHECKPOINT --tasks hellaswag,my_task.yaml
 python scripts/launch.py --standalone --nproc-per-node=8 scripts/evaluate.py FOLDER_OR_CHECKPOINT SOURCE
+python scripts/evaluate.py RUN --pending
 """
 
 import argparse
@@ -78,6 +79,8 @@ def main(arguments: list[str]) -> int:
     tasks.add_argument("--tasks", help="names, YAML files and folders of them, separated by commas")
     tasks.add_argument("--num-fewshot", "--num_fewshot", type=int, help="examples in each prompt (as the task says)")
     tasks.add_argument("--output", type=path_argument, help="also write all results to this file, as JSON")
+    pending = "evaluate what validation.job of a run has not, or what has failed less often than N times"
+    parser.add_argument("--pending", metavar="N", type=int, nargs="?", const=sys.maxsize, help=pending)
     pairs = parser.add_argument_group("pairs", "of which only the answers are predicted; defaults are those of the run")
     for name, meaning in PAIR_OPTIONS.items():
         pairs.add_argument(f"--{name.replace('_', '-')}", help=meaning)
@@ -107,6 +110,10 @@ def evaluate(options: argparse.Namespace) -> int:
     from recipes.weights.pairing import pairing_of
 
     _require_possible(options)
+    if options.pending is not None:
+        from recipes.training.evaluate_waiting import evaluate_waiting
+
+        return evaluate_waiting(Path(options.model), device=options.device, attempts=options.pending)
     weights = find_weights(options.model)
     if isinstance(weights.model, TransformersConfig) and not find_spec("transformers"):
         raise UserError(INSTALL)
@@ -255,8 +262,12 @@ def _require_possible(options: argparse.Namespace) -> None:
     """Raises UserError for an option out of its range, and for a source that cannot be read."""
     from recipes.data.text.sources import source_problem
 
-    if (options.source is None) == (options.tasks is None):
-        raise UserError("write either a text to evaluate the model on, or --tasks")
+    if [options.source, options.tasks, options.pending].count(None) != 2:
+        raise UserError("write either a text to evaluate the model on, or --tasks, or --pending")
+    if options.pending is not None and (options.limit or options.sequence_length or options.dtype != "float32"):
+        raise UserError(
+            "--pending evaluates as the recipe of the run says; omit --limit, --sequence-length and --dtype"
+        )
     if options.output and not options.output.absolute().parent.is_dir():
         raise UserError(f"--output {options.output}: its folder does not exist; create it, or write another one")
     if options.tasks is None and (options.output or options.num_fewshot is not None):

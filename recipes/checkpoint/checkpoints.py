@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -56,6 +56,7 @@ class Checkpoints:
         mark: Path | None = None,
         remote: "RemoteFolder | None" = None,
         pipeline: int = 1,
+        held: Callable[[], Collection[int]] = tuple,
         log: Callable[[str], None] = print,
     ) -> None:
         """
@@ -66,9 +67,10 @@ class Checkpoints:
             mark: a file outside of the folder that receives the newest step, so that its loss is noticed.
             remote: where checkpoints are copied to, in the background.
             pipeline: the degree of the mesh's outermost axis, along which processes hold other parameters.
+            held: the steps that are not deleted, whatever the config says; called on rank 0.
             log: receives one line of text per message.
         """
-        self.folder, self.files, self._mark = folder, files or {}, mark
+        self.folder, self.files, self._mark, self._held = folder, files or {}, mark, held
         self._config, self._log = config, log
         self._best: BestOf | None = None
         if config.keep_best:
@@ -303,13 +305,12 @@ class Checkpoints:
 
     def _dispensable(self) -> list[int]:
         """The steps of the checkpoints that need not be kept here, oldest first."""
-        steps = self.steps()
-        copied = self._copies.step if self._copies else None
+        steps, copied = self.steps(), self._copies.step if self._copies else None
         try:
             best = self._best.kept(steps) if self._best else ()
         except TemporaryError:  # it may be any of them; the next save deletes the others
             return []
-        return [old for old in folders.dispensable(steps, self._config, best=best) if old != copied]
+        return [old for old in folders.dispensable(steps, self._config, best={*best, *self._held()}) if old != copied]
 
     # Resuming
 

@@ -29,11 +29,13 @@ class ValidationConfig:
     """Documents of each task; 0 = all."""
     average: Annotated[int, Ge(0)] = 0
     """Validate the average of the newest so many checkpoints, too, this step's weights included; 0 = none."""
+    job: str = ""
+    """Evaluate each checkpoint beside the run: "process" (CPU), "process 6,7" (GPUs), "slurm OPTIONS" (of sbatch)."""
     ladder: str = ""
     """A ladder.json of scripts/ladder.py: say how far the losses are from those that small runs predict."""
 
     @property
     def texts(self) -> dict[str, str]:
         """Name -> source of each text that the run validates on; "" is the name of a single one."""
-        used = self.every or self.sample_tokens
+        used = self.every or self.sample_tokens or self.job
         return (self.sources or {"": self.source}) if used else {}

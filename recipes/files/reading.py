@@ -11,7 +11,7 @@ import stat
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -251,3 +251,17 @@ def memory_map(file: Path) -> "np.ndarray":
         np.lib.format.read_magic(content)
         shape, _, dtype = np.lib.format.read_array_header_1_0(content)
         return np.memmap(content, dtype, "r", content.tell(), shape)
+
+
+def logged_rows(path: Path) -> list[dict[str, Any]]:
+    """The lines that are rows of a step, which lines from another hand or after a power cut are not."""
+    return [row for row in json_lines(path) if isinstance(row, dict) and type(row.get("step")) is int]
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file; empty if there is no such file."""
+    values = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        with suppress(ValueError, RecursionError):  # cut off when the run was killed
+            values.append(json.loads(line))
+    return values

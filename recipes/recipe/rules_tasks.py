@@ -19,6 +19,8 @@ def best_problems(checkpoint: CheckpointConfig, validation: ValidationConfig) ->
             f" validation.every = {validation.every}, instead of {checkpoint.every}"
         )
     if best.row.startswith(TASK):
+        if validation.job:
+            yield 'names a score that is known after its checkpoint is saved; write a loss, or validation.job = ""'
         if not validation.tasks:
             yield "names a task, but there are none; write [validation] tasks"
         if not best.has_direction:

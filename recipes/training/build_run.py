@@ -34,13 +34,14 @@ from recipes.training.run_folder import check_output_folder, claim_run_folder, i
 
 if TYPE_CHECKING:
     from recipes.checkpoint.checkpoints import Checkpoints
+    from recipes.evaluation.beside import Beside
     from recipes.metrics.float8_samples import CastSampler
     from recipes.metrics.profile import StepProfiler
     from recipes.training.kept_code import KeptCode
     from recipes.weights.description import Description
     from recipes.weights.locate import Weights
 
-    Observer = KeptCode | StepProfiler | CastSampler
+    Observer = Beside | KeptCode | StepProfiler | CastSampler
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Run:
     """What the recipe asks to watch steps with; each is entered around every step."""
     tasks: Callable[[], Mapping[str, float]]
     """Evaluates the tasks of the validation: "TASK/METRIC" -> value."""
+    beside: "Beside | None"
+    """Evaluates checkpoints beside the run; None on other ranks than 0, and in runs that ask for no such thing."""
 
 
 def build_run(loaded: LoadedRecipe, process: Process, *, after: int | None = None) -> Run:
@@ -132,8 +135,8 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
         from recipes.training.resume import describe, resume
 
         description = describe(recipe, loader, weights, checkpoint, log=console.log)
-        if recipe.validation.tasks:
-            tasks = _validation_tasks(recipe, process, built, description)
+        if recipe.validation.tasks and not recipe.validation.job:
+            tasks = validation_tasks(recipe, process, built, description)
         if saves:
             checkpoints, progress = resume(recipe, built, loader, checkpoint, description, log=console.log)
     clock.step = progress.get("step", 0)
@@ -157,11 +160,16 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     )
     guard.restore(progress)
     recorder = Recorder(stage, process, built, loader, guard=guard, throughput=throughput, progress=progress)
-    observers = observers_of(recipe, process, built)
+    observers, beside = observers_of(recipe, process, built), None
+    if recipe.validation.job and world.is_main:
+        from recipes.evaluation.beside import Beside
+
+        beside = Beside(recipe.run.folder, recipe.validation.job, log=console.log, write=recorder.metrics.write)
+        observers += (beside,)
     if process.metrics is None:
         process = replace(process, first_step=clock.step, trains_since=time.perf_counter())
     process = replace(process, metrics=recorder.metrics, goodput=recorder.goodput)
-    return Run(process, stage, built, loader, checkpoints, guard, recorder, observers, tasks)
+    return Run(process, stage, built, loader, checkpoints, guard, recorder, observers, tasks, beside)
 
 
 def _weights_for(loaded: LoadedRecipe, checkpoint: Path | None) -> "Weights | None":
@@ -269,7 +277,7 @@ def open_loader(
     return loader
 
 
-def _validation_tasks(
+def validation_tasks(
     recipe: Recipe, process: Process, built: Built, description: "Description"
 ) -> Callable[[], Mapping[str, float]]:
     """Load the tasks with their data. Returns what evaluates them: "TASK/METRIC" -> value, equal on all processes.

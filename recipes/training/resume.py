@@ -12,6 +12,7 @@ from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.folder import newest_whole, none_left
 from recipes.data.history import from_json
 from recipes.data.loader import DataLoader
+from recipes.evaluation.beside import MOST, waiting
 from recipes.files.layout import CHECKPOINTS, DATA, SAVED
 from recipes.files.reading import read_text
 from recipes.recipe.load import LoadedRecipe
@@ -128,6 +129,7 @@ def resume(
         mark=recipe.run.folder / SAVED,
         remote=remote,
         pipeline=recipe.mesh.pipeline,
+        held=(lambda: sorted(waiting(recipe.run.folder))[-MOST:]) if recipe.validation.job else tuple,
     )
     if checkpoint is None:
         return checkpoints, {}

@@ -113,7 +113,9 @@ def train_stages(loaded: LoadedRecipe, process: Process) -> int:
     if run.checkpoints:
         left = run.process.interruption.leaves.is_set
         if not run.checkpoints.finish_copies(soon=code == PREEMPTED, stop=left) and code == FINISHED:
-            return CANNOT_WRITE
+            code = CANNOT_WRITE
+    if run.beside:
+        run.beside.end(finished=code == FINISHED)
     return code
 
 

@@ -21,10 +21,11 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
+from recipes.files.reading import json_lines
 from recipes.files.screen import say
 from recipes.lab.sweep.grid import read_sweep
 from recipes.lab.sweep.loop import run_sweep
-from recipes.lab.sweep.results import current_results, json_lines
+from recipes.lab.sweep.results import current_results
 from recipes.lab.sweep.runner import exit_code_of, run
 from recipes.recipe.load import CONFIGS
 

@@ -4,6 +4,7 @@ a line. Imports no torch."""
 import json
 import os
 from array import array
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -47,9 +48,12 @@ class Column:
         self._steps, self._values = array("d"), array("d")
 
     def add(self, step: int, value: float) -> None:
-        self.forget_from(step)
-        self._steps.append(step)
-        self._values.append(value)
+        place = bisect_left(self._steps, step)  # not always the end: evaluations beside the run come later
+        if self._steps[place : place + 1] == array("d", [step]):
+            self._values[place] = value
+            return
+        self._steps.insert(place, step)
+        self._values.insert(place, value)
 
     def forget_from(self, step: int) -> None:
         """Drop the values of this step and of later ones."""

@@ -10,10 +10,9 @@ from statistics import fmean
 
 from parallel.errors import UserError
 from recipes.files.layout import CHECKPOINTS, DATA, METRICS, RECIPE, checkpoint_steps, step_folder
-from recipes.files.reading import json_object, read_text
+from recipes.files.reading import json_object, logged_rows, read_text
 from recipes.lab.ladder.fit import EndedRun
 from recipes.lab.ladder.rungs import Budget
-from recipes.lab.sweep.results import logged_rows
 from recipes.lab.sweep.runner import train_apart, write_recipe
 from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.load import load

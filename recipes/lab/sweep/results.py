@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, FLOAT8_SHARES, METRICS
 from recipes.files.markdown import markdown_table
+from recipes.files.reading import json_lines, logged_rows
 from recipes.lab.sweep.grid import Row, Sweep, windows
 from recipes.lab.sweep.runner import Ended
 from recipes.metrics.hardware import bf16_peak
@@ -319,17 +319,3 @@ def _conditions(sweep: Sweep, done: Sequence[Result]) -> str:
 def _logged(path: Path) -> list[dict[str, Any]]:
     """The training steps of metrics.jsonl."""
     return [row for row in logged_rows(path) if "loss" in row]
-
-
-def logged_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines that are rows of a step, which lines from another hand or after a power cut are not."""
-    return [row for row in json_lines(path) if isinstance(row, dict) and type(row.get("step")) is int]
-
-
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; empty if there is no such file."""
-    values = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-        with suppress(ValueError, RecursionError):  # cut off when the run was killed
-            values.append(json.loads(line))
-    return values

@@ -70,7 +70,7 @@ def test_damaged_recipe_of_a_run_is_refused_by_name(damage: bytes, copy: Path, t
         export_checkpoint(step_folder(copy / "checkpoints", 8), tmp_path / "hf", dtype=None)
     if damage != b"model = 3\n":  # it is TOML
         with pytest.raises(UserError, match=r"recipe\.toml (is not|cannot be read)"):
-            average(str(copy), STEPS, tmp_path / "average", weights="equal", log=lambda line: None)
+            quietly(copy, STEPS, tmp_path / "average")
     assert not (tmp_path / "hf").exists() and not (tmp_path / "average").exists()
 
 
@@ -94,7 +94,7 @@ def by_hand(folder: Path, steps: list[int], shares: list[float]) -> dict[str, Te
 
 
 def quietly(run: Path | str, steps: str, out: Path, weights: str = "equal") -> None:
-    average(str(run), steps, out, weights=weights, log=lambda line: None)
+    average([(str(run), step) for step in steps_of(steps)], out, weights=weights, log=lambda line: None)
 
 
 def require_nothing_left(folder: Path) -> None:
@@ -118,6 +118,37 @@ def test_decay_has_the_shares_of_a_decay_by_1_minus_the_root(run: Recipe, tmp_pa
     found = tensors(tmp_path / "deep" / "out", 8)
     for name, value in by_hand(run.run.folder, [2, 6, 8], shares).items():
         assert torch.equal(value, found[name]), name
+
+
+def test_checkpoints_of_two_runs_are_averaged_by_their_weights_and_the_last_gives_the_rest(
+    run: Recipe, copy: Path, tmp_path: Path
+) -> None:
+    names, out = [f"{run.run.folder}@4", f"{copy}@2"], tmp_path / "merged"
+    code, _, error = run_command("scripts/checkpoint.py", "average", *names, "--weights", "3,1", out)
+    assert (code, error) == (0, "")
+    first, last, found = tensors(run.run.folder, 4), tensors(copy, 2), tensors(out, 2)
+    for name, value in found.items():
+        mean = (0.75 * first[name].double() + 0.25 * last[name].double()).float()
+        assert torch.equal(value, mean if name.startswith(PARAMETERS) else last[name]), name
+    progress = read_manifest(step_folder(out / "checkpoints", 2)).state["progress"]
+    assert progress["average_of"] == {"checkpoints": names, "weights": "3,1"}
+
+
+def test_runs_of_other_tokenizers_are_refused(run: Recipe, copy: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.lab.average.average.read_data_state", lambda path: {"tokenizer": str(path)})
+        wanted = [(str(run.run.folder), 4), (str(copy), 2)]
+        with pytest.raises(UserError, match=r"step-00000004 differs from .*step-00000002 in its tokenizer"):
+            average(wanted, copy.with_name("out"), weights="equal", log=lambda line: None)
+    require_nothing_left(copy.parent)
+
+
+@pytest.mark.parametrize("weights", ["1", "1,0", "1,x", "1,2,3", "inf,1", "decay"])
+def test_weights_that_do_not_fit_two_runs_are_refused(weights: str, run: Recipe, copy: Path) -> None:
+    wanted = [(str(run.run.folder), 4), (str(copy), 2)]
+    with pytest.raises(UserError, match=f"--weights {weights}"):
+        average(wanted, copy.with_name("out"), weights=weights, log=lambda line: None)
+    require_nothing_left(copy.parent)
 
 
 def test_progress_says_what_was_averaged_and_has_no_validation_of_the_newest(run: Recipe, out: Path) -> None:
@@ -246,7 +277,8 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_an_error_that_leaves_not
             first.rename(first.with_name(".partial-00000002"))
 
     with pytest.raises(UserError, match=f"^{first / SHARD[:10]}.* is missing$"):
-        average(str(copy), STEPS, copy.with_name("out"), weights="equal", log=delete_at_the_end)
+        wanted = [(str(copy), step) for step in steps_of(STEPS)]
+        average(wanted, copy.with_name("out"), weights="equal", log=delete_at_the_end)
     assert len(seen) == 5
     require_nothing_left(copy.parent)
 
@@ -310,7 +342,9 @@ def test_steps_that_are_not_two_or_more_in_ascending_order_are_refused(text: str
 @pytest.mark.parametrize("arguments", [["average", "x"], ["average", "x", "y"], ["list", "x", "y"]])
 def test_average_alone_takes_steps_and_a_folder_to_write(arguments: list[str]) -> None:
     code, screen, error = run_command("scripts/checkpoint.py", *arguments)
-    assert (code, screen) == (2, "") and error.endswith("average, and nothing else, needs --steps and OUT\n")
+    assert (code, screen) == (2, "") and error.endswith(
+        "average, and nothing else, needs OUT, and --steps or several RUN@STEP\n"
+    )
 
 
 @pytest.fixture
