@@ -83,6 +83,8 @@ class OptimizerConfig:
     """Decoupled weight decay of the weight matrices."""
     decay_embeddings: bool = False
     """Weight decay of embeddings as well, with what is tied to them."""
+    decay_norms: bool = False
+    """Weight decay of norms and biases as well (OLMo 2)."""
     z_loss: Annotated[float, Ge(0)] = 0.0
     """Add this x log(Z)^2 of every token to the loss that is trained on (PaLM: 1e-4); 0 = off."""
     grad_clip: Annotated[float, Ge(0)] = 1.0

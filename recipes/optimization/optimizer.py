@@ -26,7 +26,7 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of `config` over the sharded parameters of `model`.
 
-    Matrices decay. Norms and biases do not. Embeddings, of tokens, positions or distances, and an output projection
+    Matrices decay. Norms and biases do so only with decay_norms; embeddings, of tokens, positions or distances, and an output projection
     that is tied to one do so only with decay_embeddings. mesh, dtype: where whole matrices are multiplied, what shards
     them, and the type of the products. compiled: AdamW's updates by kernels of torch.compile, one call for each block;
     else by torch's fused kernel. fields: the section of a plug-in's optimizer, if it has one.
@@ -42,7 +42,7 @@ def build_optimizer(
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
     for parameter in model.parameters():
-        decays = parameter.dim() >= 2 and (config.decay_embeddings or parameter not in embeddings)
+        decays = config.decay_norms if parameter.dim() < 2 else config.decay_embeddings or parameter not in embeddings
         if parameter not in matrices:
             (decayed if decays else undecayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}]

@@ -65,6 +65,7 @@ REASONS = {
     "optimizer.name": "a stage begins with the moments of the one before it",
     "optimizer.state_dtype": "a stage begins with the moments of the one before it",
     "optimizer.decay_embeddings": "a stage begins with the optimizer's groups of the one before it",
+    "optimizer.decay_norms": "a stage begins with the optimizer's groups of the one before it",
     "validation.job": "the whole run has one queue",
     "metrics.wandb": "the whole run has one page",
     "metrics.wandb_project": "the whole run has one page",

@@ -281,7 +281,8 @@ def _optimizer(model: nn.Module, twin: Twin) -> Optimizer:
         if one.dim() > 1 and one in inside and one not in embeddings:
             of_muon.append(one)
         else:
-            (decayed if one.dim() > 1 and (config.decay_embeddings or one not in embeddings) else others).append(one)
+            decays = config.decay_embeddings or one not in embeddings if one.dim() > 1 else config.decay_norms
+            (decayed if decays else others).append(one)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     adamw = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False, fused=False)
     return _Muon(of_muon, config, adamw, getattr(torch, twin.recipe.fsdp.param_dtype)) if of_muon else adamw

@@ -70,6 +70,13 @@ def test_embeddings_decay_where_the_recipe_asks_for_it(size: str) -> None:
     assert all(parameter.dim() == 1 for parameter in undecayed["params"])
 
 
+def test_norms_decay_where_the_recipe_asks_for_it() -> None:
+    model = build("smollm3_debug")
+    decayed, undecayed = build_optimizer(model, replace(CONFIG, decay_norms=True)).param_groups
+    assert names(model, undecayed) == {"embedding.weight"}
+    assert {"norm.weight", "blocks.0.attention_norm.weight"} <= names(model, decayed)
+
+
 @pytest.mark.parametrize(
     ("family", "embeddings"),
     [
