@@ -113,15 +113,15 @@ FAMILIES: dict[str, Any] = {}
 """Value of model.name -> the ModelConfig that a plug-in has registered for it."""
 
 
-def part(place: Place, name: str, builder: str | Callable[..., Any], **facts: Any) -> None:
-    """Make `[model] PLACE = "NAME"` a choice. facts: the other fields of Part, of which `tensors` is needed.
+def checked(place: Place, name: str, builder: str | Callable[..., Any], **facts: Any) -> Part:
+    """A part for the name. facts: the other fields of Part, of which `tensors` is needed.
 
-    Raises ValueError for a name that is taken and for facts that contradict each other.
+    Raises ValueError for the name of ours and for facts that contradict each other.
     """
     new = Part(builder, **facts)
     wrong = {
         f"there is no such place; write one of {', '.join(PLACES)}": place not in PLACES,
-        "it is there already; choose another name": (place, name) in _parts,
+        "it is ours; choose another name": name == OURS,
         "it says no tensors; write tensors = (config, layer) -> shapes": new.tensors is None,
         f"it can read {', '.join(READ.get(place, ()))} alone": {*new.reads} - {*READ.get(place, ())},
         "it says a half of how it is cut; write both column and row": bool(new.column) != bool(new.row),
@@ -129,17 +129,17 @@ def part(place: Place, name: str, builder: str | Callable[..., Any], **facts: An
     for message, applies in wrong.items():
         if applies:
             raise ValueError(f'model.{place} = "{name}": {message}')
-    _parts[place, name] = new
+    return new
 
 
-def family(name: str, size: Any) -> None:
-    """Make `[model] name = "NAME"` a choice, with the fields of this ModelConfig: of its shape, and of its parts.
-
-    Raises ValueError for a name that is taken.
-    """
-    if name in FAMILIES:
-        raise ValueError(f'there is a model of the name "{name}" already; choose another name')
-    FAMILIES[name] = size
+def put(kind: str, name: str, value: Any) -> None:
+    """Make a part, of the name "PLACE.NAME", or a family a choice of [model] from now on; it replaces an earlier one of
+    the name. A family is a ModelConfig, whose shape and parts `[model] name = "NAME"` takes."""
+    if kind == "part":
+        place, _, of_part = name.partition(".")
+        _parts[place, of_part] = value
+    elif kind == "family":
+        FAMILIES[name] = value
 
 
 def find(place: Place, name: str) -> Part:

@@ -15,6 +15,7 @@ from pathlib import Path
 from traceback import extract_stack, extract_tb
 from typing import Any, NamedTuple
 
+from models.registry import put
 from parallel.errors import UserError, listed
 from recipes.files.added import AGAIN, FORMATS, SOURCES, Adding
 from recipes.files.border import foreign
@@ -65,6 +66,8 @@ def load_plugins(modules: Iterable[str]) -> tuple[Plugin, ...]:
             if (kind, name) in seen and kind != "rule":
                 raise UserError(f"{place}: {kind} {name!r} exists already: {seen[kind, name]}; rename one of them")
             seen[kind, name] = place
+        for entry in plugin.entries:
+            put(entry.kind, entry.name, entry.value)
     return plugins
 
 

@@ -13,6 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from models import registry
+from models.config import ModelConfig
+from models.registry import Place
+from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.data.text.sources import NAMED, SUFFIXES
 from recipes.optimization.config import OptimizerFacts
@@ -27,6 +31,28 @@ def optimizer(name: str, facts: OptimizerFacts, *, fields: type | None = None) -
     """
     _require_callable(facts.builder)
     add("optimizer", name, facts, fields)
+
+
+def part(place: Place, name: str, builder: str | Callable[..., Any], **facts: Any) -> None:
+    """A name for [model] attention, feed_forward or norm. facts: as of models.registry.Part, `tensors` at least.
+
+    Example: part("norm", "layer", layer_norm, tensors=lambda config, width: {"weight": (width,)}, column=())
+    """
+    _require_callable(builder)
+    try:
+        add("part", f"{place}.{name}", registry.checked(place, name, builder, **facts))
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+
+
+def family(name: str, size: ModelConfig) -> None:
+    """A name for [model] name, with the shape and the parts of this ModelConfig.
+
+    Example: family("mine_1b", replace(SIZES["llama3_1b"], attention="gated"))
+    """
+    if name in SIZES:
+        raise UserError(f"family {name!r} is a size of models/sizes.py; choose another name")
+    add("family", name, size)
 
 
 def schedule(name: str, share: Callable[..., float], *, fields: type | None = None) -> None:

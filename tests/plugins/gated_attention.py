@@ -7,7 +7,7 @@ B batch, T tokens, D model width, N heads, H head width.
 from typing import Any
 
 from models.hf import tensors_of_ours
-from models.registry import Costs, part
+from recipes.plugins.register import Costs, part
 
 
 def gated_attention(config: Any, layer: int) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from models.registry import Costs, part
+from recipes.plugins.register import Costs, part
 
 
 def squared_relu(config: Any, layer: int) -> Any:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from models.decoder import build_model
 from parallel.errors import UserError
 from recipes.data.text.rows import open_rows
 from recipes.data.text.sources import fingerprint, source_problem
@@ -57,6 +59,18 @@ def test_the_resolved_copy_loads_to_an_equal_recipe_from_elsewhere(folder: Path,
     (elsewhere / "recipe.toml").write_text(to_toml(recipe))
     os.chdir(elsewhere)
     assert load("recipe.toml") == recipe
+
+
+def test_a_part_of_the_decoder_is_chosen_by_name_and_kept_by_checkpoints(folder: Path) -> None:
+    recipe = load("gated.toml")
+    assert recipe.model.attention == "gated" and "part" in type(recipe).added
+    with torch.device("meta"):
+        names = {name for name, _ in build_model(recipe.model).named_parameters()}
+    assert "blocks.0.attention.gate_proj.weight" in names
+    (folder / "gated_attention.py").write_text((folder / "gated_attention.py").read_text() + "VERSION = 2\n")
+    assert load("gated.toml").versions != recipe.versions
+    with pytest.raises(UserError, match=r'"gatd".*did you mean "gated"'):
+        load("gated.toml", ["--model.attention", "gatd"])
 
 
 def test_names_of_plugins_are_unknown_to_other_recipes_of_the_process(folder: Path) -> None:
