@@ -26,7 +26,7 @@ usage: train.py RECIPE [--section.field value ...]    (recipes are in configs/)
   train.py RECIPE --check [--processes N [--nodes M]]   print it resolved
   train.py RECIPE --prove [--json]      compare these processes with one
   train.py RECIPE --plan [--help]       predict memory, time and cost on GPUs
-  train.py [RECIPE] --help [SECTION]    list all fields, or those of a section; --version"""
+  train.py [RECIPE] --help [SECTION]    all fields, or a section's; --version"""
 
 
 def main(arguments: list[str]) -> int:

@@ -178,7 +178,7 @@ def main(fault: str, ill: int, begin: int) -> None:
     ):
         Trainer.take_step = locals()[fault]  # type: ignore[method-assign]
     elif fault == "fails_in_validation":
-        Trainer._validate = fails  # type: ignore[method-assign]
+        Trainer.validate = fails  # type: ignore[method-assign]
     elif fault == "out_of_memory_at_start":
         from recipes.training import build_run
 

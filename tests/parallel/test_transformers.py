@@ -165,7 +165,8 @@ def train_plainly(config: TransformersConfig, model: nn.Module | None = None, *,
 def built_for(config: TransformersConfig, case: str, recipe: Recipe, world: World) -> Built:
     sections = {section: fields for section, fields in sections_of(case).items() if section != "model"}
     sections["optimizer"] |= {"weight_decay": 0.1, "grad_clip": CLIP}
-    recipe = change(recipe, run={"seed": SEED}, **sections)
+    sections["run"] |= {"seed": SEED}
+    recipe = change(recipe, **sections)
     mesh = build_mesh(mesh_degrees(degrees_of(case)), device_type="cpu")
     return build(replace(recipe, model=config), world, mesh=mesh)
 

@@ -222,7 +222,7 @@ def test_a_run_that_fails_waits_for_its_save(
             threading.Timer(0.3, goes_on.set).start()
             raise RuntimeError("the lights went out")
 
-        monkeypatch.setattr(trainer, "_train_step", fail_after_two_steps)
+        monkeypatch.setattr(trainer, "take_step", fail_after_two_steps)
         trainer.run()
     assert trainer.checkpoints.steps() == [2]
 

@@ -23,15 +23,15 @@ TRIES = 3
 
 def start_together(file: Path, place: Path, number: int) -> None:
     """Train as train.py does, but look at the folder and open the data only when both have come so far."""
-    open_data = build_run._open_data
+    open_loader = build_run.open_loader
 
     def wait(*arguments: object, **options: object) -> object:
         (place / f"here-{number}").touch()
         while len(list(place.glob("here-*"))) < 2:
             time.sleep(0.01)
-        return open_data(*arguments, **options)  # type: ignore[arg-type]
+        return open_loader(*arguments, **options)  # type: ignore[arg-type]
 
-    build_run._open_data = wait  # type: ignore[assignment]
+    build_run.open_loader = wait  # type: ignore[assignment]
     with (place / f"error-{number}").open("w") as said:
         try:
             code = run.train(load_run(file), began=time.monotonic())

@@ -316,7 +316,7 @@ def test_the_phase_after_the_loop_begins_after_the_steps(small: Recipe) -> None:
 def end_by_a_signal(recipe: Recipe) -> list[tuple[int, str]]:
     """Exit code and last line where another rank fails in step 2 and at the end, and the launcher sends SIGTERM."""
     world, found = start("cpu", seed=0), []
-    for steps, name in ((1, "_train_step"), (recipe.run.steps, "_finish")):
+    for steps, name in ((1, "take_step"), (recipe.run.steps, "_finish")):
         with training(change(recipe, run={"name": name}), world) as trainer:
             lines: list[str] = []
             trainer.console.log = lambda text, lines=lines, **style: lines.append(text)

@@ -88,7 +88,7 @@ def test_a_border_that_has_lost_a_file_is_damaged(
     build = build_run._build_stage
 
     def build_stage(*arguments: Any, **options: Any) -> Any:
-        if arguments[1].mesh is not None:  # the second stage
+        if arguments[1].metrics is not None:  # the second stage
             if cut:
                 os.truncate(border / lost, 7)
             else:
