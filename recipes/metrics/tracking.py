@@ -46,7 +46,12 @@ class Tracker:
     ) -> None:
         """Arguments: see MetricsWriter. log: called by write() and close() only, never by the thread."""
         self.id: str = before.get("wandb_id") or secrets.token_hex(4)
-        self._options = {"project": config.wandb_project, "name": run_name, "dir": folder, "config": recipe}
+        self._options: dict[str, Any] = {
+            "project": config.wandb_project,
+            "name": run_name,
+            "dir": folder,
+            "config": recipe,
+        }
         self._folder, self._log = folder / "wandb", log
         self._resumes, self._offline = bool(before.get("wandb_id")), False
         self._rows: SimpleQueue[dict[str, Any]] = SimpleQueue()  # the last one is empty

@@ -58,8 +58,8 @@ def _by_content(path: Path, gpu: Gpu | None, *, processes: int) -> tuple[Gpu, Ra
         environment = _environment(path)
         gpu = _same(environment["device"], gpu, path)
         rates = _by_network(environment, path, gpu) if "preflight" in environment else RATES
-        return _by_run(path / METRICS, _text(path / METRICS), gpu, rates, planned=processes)
-    text = _text(path)
+        return _by_run(path / METRICS, read_text(path / METRICS), gpu, rates, planned=processes)
+    text = read_text(path)
     if path.suffix == ".jsonl":
         return _by_run(path, text, gpu, RATES, planned=processes)
     record = _record(text)
@@ -85,13 +85,6 @@ def _require_possible(gpu: Gpu, rates: Rates, path: Path) -> None:
         raise UserError(f"{path} holds times that cannot be ({', '.join(wrong)}); measure again")
 
 
-def _text(path: Path) -> str:
-    try:
-        return read_text(path)
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is no text; write {KINDS}") from None
-
-
 def _record(text: str) -> Json | None:
     """The JSON object in the text; None if there is none."""
     with suppress(ValueError):
@@ -101,7 +94,7 @@ def _record(text: str) -> Json | None:
 
 def _environment(folder: Path) -> Json:
     """environment.json of a run. Raises UserError."""
-    found = _record(_text(folder / ENVIRONMENT)) or {}
+    found = _record(read_text(folder / ENVIRONMENT)) or {}
     if not isinstance(found.get("device"), str) or type(found.get("world_size")) is not int:
         raise UserError(f"{folder / ENVIRONMENT} is damaged; write the folder of another run")
     return found

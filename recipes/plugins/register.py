@@ -15,6 +15,7 @@ from typing import Any
 
 from models import registry
 from models.config import ModelConfig
+from models.registry import Costs as Costs  # for facts of parts
 from models.registry import Place
 from models.sizes import SIZES
 from parallel.errors import UserError

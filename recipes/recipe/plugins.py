@@ -78,7 +78,7 @@ def _naming(section: type, name: str, entries: dict[str, Entry]) -> type:
         if entry.name in ours or not re.fullmatch(r"[a-z][a-z0-9_]*", entry.name):
             rule = "is ours" if entry.name in ours else "is no name of lower-case letters, digits and _"
             raise UserError(f"{entry.place}: {entry.kind} {entry.name!r} {rule}; rename it")
-    names: Any = Literal[(*ours, *entries)]  # type: ignore[misc]
+    names: Any = Literal[(*ours, *entries)]
     table = getattr(section, "table", {}) | {name: entry.value for name, entry in entries.items()}
     space = {"table": table, "__doc__": section.__doc__}
     members = [(name, tuple[names, ...] if isinstance(default, tuple) else names, default)]

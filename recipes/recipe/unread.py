@@ -11,7 +11,7 @@ from dataclasses import fields
 from models.config import OF_EXPERTS, ModelConfig
 from recipes.optimization.config import OPTIMIZERS, OptimizerConfig
 from recipes.recipe.conflicts import Unreadable
-from recipes.recipe.fields import COMMAND_LINE, Violation, sections, states_all, toml, value_of
+from recipes.recipe.fields import COMMAND_LINE, Violation, field_types, sections, states_all, toml, value_of
 from recipes.recipe.schema import Recipe
 
 OF_MODEL = " ".join(

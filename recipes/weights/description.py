@@ -51,7 +51,7 @@ def checkpoint_files(description: Description) -> dict[str, str]:
     """Name -> text of the files that describe the model in a checkpoint."""
     # Where it came from is not part of the model.
     model = replace(description.model, weights="", config="", upcycle=False)
-    content = {"model": asdict(model), "text": asdict(description.facts)}
+    content: dict[str, Any] = {"model": asdict(model), "text": asdict(description.facts)}
     content |= {"plugins": description.plugins} if description.plugins else {}
     return {MODEL: json.dumps(content, indent=2) + "\n", TOKENIZER: description.tokenizer, **description.companions}
 

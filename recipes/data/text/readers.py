@@ -140,11 +140,7 @@ def _json_lines(path: File, *, text_field: Fields, start: Place) -> Rows:
                 yield Row("", file, number, problem), Place(file, number, offset)
             elif not line.isspace():
                 text, problem = _text_of(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, text_field)
-                lost = 1
-                if problem.startswith("not JSON") and (returns := line.strip().count(b"\r")):
-                    lost += returns
-                    problem += "; if its lines end in CR alone, convert the file: tr '\\r' '\\n' < OLD > NEW"
-                yield Row(text, file, number, problem, lost), Place(file, number, offset)
+                yield Row(text, file, number, problem), Place(file, number, offset)
 
 
 def is_array(path: File) -> bool:

@@ -23,8 +23,6 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 LATIN_1 = "; if the file is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 OLD > NEW"
 UTF_16 = "looks like UTF-16; convert the file: iconv -f UTF-16 -t UTF-8 OLD > NEW"
-# The share of NUL bytes in UTF-16: half of English, and a line ending now and then of other scripts.
-UTF_16_NULS = (0.02, 0.6)
 NAMES_SHOWN = 20
 UNREADABLE, BROKEN_FILE = "unreadable file", "broken file"
 """Unreachable, perhaps only for now; or with contents that can never be read."""
@@ -124,8 +122,6 @@ def text_or_problem(value: Any, *, text_field: str) -> tuple[str, str]:
         except UnicodeEncodeError as error:  # JSON can escape one half of a surrogate pair
             latin_1 = LATIN_1 if 0xDCA0 <= ord(value[error.start]) <= 0xDCFF else ""  # such bytes of .csv become these
             return "", f"invalid Unicode: half a surrogate pair at character {error.start + 1}{latin_1}"
-    if "\0" in value and _is_share_of_utf_16(value.count("\0"), len(value)):
-        return "", UTF_16
     if len(value) > LONGEST_WORD and (longest := _longest_word(value)) > LONGEST_WORD:
         return "", f"too long: a word of {longest} characters, more than {LONGEST_WORD}"
     return value, ""
@@ -163,10 +159,9 @@ def no_such_field(text_field: str, fields: Any) -> str:
 def decoded_text(data: bytes | bytearray, *, offset: int = 0) -> tuple[str, str]:
     """(text, "") or ("", problem). Each line ending becomes a line feed. offset: bytes before `data`, added to the
     position of a bad byte."""
-    if data.startswith(UTF_16_MARKS) or b"\0" in data:
-        nuls = data.count(b"\0")
-        if data.startswith(UTF_16_MARKS) or _is_share_of_utf_16(nuls, len(data)):
-            return "", UTF_16
+    if data.startswith(UTF_16_MARKS):
+        return "", UTF_16
+    if nuls := data.count(b"\0"):
         return "", f"NUL bytes: {nuls}, the first at {offset + data.index(0) + 1}; the file is damaged or is not text"
     try:
         text = data.decode()
@@ -175,8 +170,3 @@ def decoded_text(data: bytes | bytearray, *, offset: int = 0) -> tuple[str, str]
         where = f"byte {data[error.start]:#04x} at {offset + error.start + 1}"
         return "", f"invalid UTF-8: {where}{LATIN_1 if alone else ''}"
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text, ""
-
-
-def _is_share_of_utf_16(nuls: int, size: int) -> bool:
-    least, most = UTF_16_NULS
-    return least * size < nuls < most * size

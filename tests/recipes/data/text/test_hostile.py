@@ -138,13 +138,6 @@ def test_file_that_is_one_json_array_names_the_command_that_makes_rows_of_it(tmp
         assert str(sources.source_problem(str(source))).endswith("jq -c '.[]' OLD > NEW.jsonl"), source
 
 
-def test_json_lines_that_end_in_carriage_returns_alone_are_as_many_bad_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\r' * 100)
-    (bad,) = rows_of(tmp_path)
-    assert bad.lost == 100
-    assert bad.problem.endswith("convert the file: tr '\\r' '\\n' < OLD > NEW")
-
-
 # --------------------------------------------------------------------------------------------------- what is in folders
 
 
