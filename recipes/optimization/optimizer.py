@@ -28,8 +28,8 @@ def build_optimizer(
 
     Matrices decay. Norms and biases do so only with decay_norms. Embeddings, of tokens, positions or distances, and an
     output projection that is tied to one do so only with decay_embeddings. mesh, dtype: where whole matrices are
-    multiplied, what shards them, and the type of the products. compiled: AdamW's updates by kernels of torch.compile, one call for each block;
-    else by torch's fused kernel. fields: the section of a plug-in's optimizer, if it has one.
+    multiplied, what shards them, and the type of the products. compiled: AdamW's updates by kernels of torch.compile,
+    one call for each block; else by torch's fused kernel. fields: the section of a plug-in's optimizer, if it has one.
     """
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices: dict[nn.Parameter, None] = {}

@@ -58,14 +58,18 @@ def default_recipe() -> Recipe:
     return _kind.get()()
 
 
+def _chosen(kind: type[Recipe] | None) -> Any:
+    return kind or _kind.get()
+
+
 def sections(kind: type[Recipe] | None = None) -> dict[str, type]:
     """Section name -> its dataclass, in the order of the recipe. kind: None = that of recipes_of()."""
-    return _sections(kind or _kind.get())
+    return _sections(_chosen(kind))
 
 
 def field_types(kind: type[Recipe] | None = None) -> dict[str, Any]:
     """Dotted key, such as "batch.micro_batch_size" -> the annotation of its field. kind: see sections()."""
-    return _field_types(kind or _kind.get())
+    return _field_types(_chosen(kind))
 
 
 @cache
@@ -78,7 +82,7 @@ def _sections(kind: type[Recipe]) -> dict[str, type]:
 def _field_types(kind: type[Recipe]) -> dict[str, Any]:
     return {
         f"{section}.{one.name}": get_type_hints(cls, include_extras=True)[one.name]
-        for section, cls in _sections(kind).items()
+        for section, cls in _sections(_chosen(kind)).items()
         for one in fields(cls)
     }
 
