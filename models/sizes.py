@@ -130,6 +130,14 @@ _OLMO3 = _sizes(
     qk_norm="all",
     norms="after",
 )
+_OLMO2 = _sizes(
+    {"olmo2_7b": (32, 4096, 11008, 32, 32, 128, 100352)},
+    tied_embeddings=False,
+    norm_eps=1e-6,
+    rope_theta=500_000.0,
+    qk_norm="all",
+    norms="after",
+)
 _GEMMA3 = _sizes(
     {
         "gemma3_debug": DEBUG,
@@ -155,5 +163,5 @@ _GEMMA3["gemma3_1b"] = replace(_GEMMA3["gemma3_1b"], window=512)
 _GEMMA3["gemma3_27b"] = replace(_GEMMA3["gemma3_27b"], attention_scale_width=168)
 
 _ALL = _SMOLLM2 | _SMOLLM3 | _LLAMA2 | _LLAMA3 | _MIXTRAL | _OLMOE
-_ALL |= _QWEN3_MOE | _QWEN3_TIED | _QWEN3 | _OLMO3 | _GEMMA3
+_ALL |= _QWEN3_MOE | _QWEN3_TIED | _QWEN3 | _OLMO2 | _OLMO3 | _GEMMA3
 SIZES = dict(sorted(_ALL.items(), key=lambda size: not size[0].endswith("_debug")))
