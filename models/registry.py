@@ -144,9 +144,9 @@ def put(kind: str, name: str, value: Any) -> None:
 
 def find(place: Place, name: str) -> Part:
     """The part of this name. Raises ValueError if nothing has registered it."""
-    if message := unregistered(place, name):
-        raise ValueError(f'model.{place} = "{name}" {message}')
-    return _parts[place, name]
+    if (found := _parts.get((place, name))) is None:
+        raise ValueError(f'model.{place} = "{name}" {unregistered(place, name)}')
+    return found
 
 
 def unregistered(place: str, name: str) -> str | None:

@@ -153,8 +153,7 @@ def evaluate(options: argparse.Namespace) -> int:
             how |= {"tokenizer": tokenizer, "document_mask": options.document_mask}
             how |= {"border_targets": data.border_targets}
             found = evaluate_text(model, text, shape=(size, length), **how)
-            names = ("bits_per_byte", "tokens", "text_bytes", "documents")
-            more = {name: getattr(found, name) for name in names}
+            more = {name: getattr(found, name) for name in ("bits_per_byte", "tokens", "text_bytes", "documents")}
     finally:
         line.end()
     stop()

@@ -83,8 +83,8 @@ def require_as_described(config: OptimizerConfig, fields: Any = None) -> None:
     def after(*steps: tuple[float, float], divisor: float, rate: float = 1.0) -> list[Tensor]:
         """The numbers, and what is kept of them, after steps with these gradients, unless they are skipped."""
         numbers = nn.Parameter(torch.ones(2, 2, device="cpu"))
-        options: dict[str, Any] = {"matrices": [], "mesh": None, "dtype": torch.float32, "blocks": None}
-        optimizer = _built(config, [{"params": [numbers]}], fields, **options)
+        groups, dtype = [{"params": [numbers]}], torch.float32
+        optimizer = _built(config, groups, fields, matrices=[], mesh=None, dtype=dtype, blocks=None)
         if facts.skips != isinstance(optimizer, Skips):
             here = "lacks" if facts.skips else "has"
             raise UserError(f"{entry} says skips = {facts.skips}, but it {here} found_inf and grad_scale")

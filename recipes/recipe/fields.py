@@ -40,7 +40,7 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """Attribute of a range of annotated_types -> its sign."""
 
 
-_kind: ContextVar[type[Recipe]] = ContextVar("_kind", default=Recipe)
+_kind: ContextVar[Any] = ContextVar("_kind", default=Recipe)
 
 
 @contextmanager
@@ -58,31 +58,27 @@ def default_recipe() -> Recipe:
     return _kind.get()()
 
 
-def _chosen(kind: type[Recipe] | None) -> Any:
-    return kind or _kind.get()
-
-
-def sections(kind: type[Recipe] | None = None) -> dict[str, type]:
+def sections(kind: Any = None) -> dict[str, type]:
     """Section name -> its dataclass, in the order of the recipe. kind: None = that of recipes_of()."""
-    return _sections(_chosen(kind))
+    return _sections(kind or _kind.get())
 
 
-def field_types(kind: type[Recipe] | None = None) -> dict[str, Any]:
+def field_types(kind: Any = None) -> dict[str, Any]:
     """Dotted key, such as "batch.micro_batch_size" -> the annotation of its field. kind: see sections()."""
-    return _field_types(_chosen(kind))
+    return _field_types(kind or _kind.get())
 
 
 @cache
-def _sections(kind: type[Recipe]) -> dict[str, type]:
+def _sections(kind: Any) -> dict[str, type]:
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind) if is_dataclass(hints[field.name])}
 
 
 @cache
-def _field_types(kind: type[Recipe]) -> dict[str, Any]:
+def _field_types(kind: Any) -> dict[str, Any]:
     return {
         f"{section}.{one.name}": get_type_hints(cls, include_extras=True)[one.name]
-        for section, cls in _sections(_chosen(kind)).items()
+        for section, cls in _sections(kind).items()
         for one in fields(cls)
     }
 

@@ -63,15 +63,15 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
     file = folder / MODEL
     try:
         content = json.loads(read_text(file))
-        if (plugins := content.get("plugins", {})).get("build_models"):
-            from recipes.plugins.loading import load_plugins
-
-            load_plugins(plugins["modules"])
         kind = ModelConfig
         if "definition" in content["model"]:
             from models.transformers_config import TransformersConfig
 
             kind = TransformersConfig
+        if (plugins := content.get("plugins", {})).get("build_models"):
+            from recipes.plugins.loading import load_plugins
+
+            load_plugins(plugins["modules"])
         model = TypeAdapter(kind).validate_python(content["model"])
         if problems := model.problems():
             raise ValueError("; ".join(f"{name} {message}" for name, message in problems))

@@ -1,6 +1,5 @@
 """The files of data.source: which ones, their order, their problems, and their fingerprint. Imports no torch."""
 
-import difflib
 import fnmatch
 import glob
 import os
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from parallel.errors import UserError
+from recipes.data.text.missing import STDLIB, instead_of
 from recipes.data.text.plain_text import PIECES, text_rule, what_a_document_is
 from recipes.data.text.readers import ARRAY, file_kind
 from recipes.files.added import FORMATS, added_to, is_added_source
@@ -32,9 +32,6 @@ TOKEN_FILES = (".ds", ".npy", ".bin")
 """Names of files of tokens end so."""
 STATED_TYPE = re.compile("(u?int(?:16|32|64)):")
 """Before the name of a file of tokens that does not say it itself."""
-
-STDLIB = "python-stdlib"
-"""Python's standard library; "python-stdlib/asyncio" is one of its packages."""
 
 # Up to this many bytes a corpus is identified by its contents (a fraction of a second), beyond it by the names, sizes
 # and modification times of its files.
@@ -103,7 +100,7 @@ def source_problem(source: str) -> str | None:
         return f"the preparation of {source!r} is not finished; run scripts/prepare_data.py for it again"
     is_glob = glob.has_magic(source) and not path.exists()
     if not is_glob and not path.exists():
-        return f"{source!r} does not exist{_did_you_mean(path)}"
+        return f"{source!r} does not exist{instead_of(path, supported=_supported())}"
     if path.exists() and (kind := file_kind(path)) not in ("file", "folder"):
         return f"{source!r} is {kind}, not a file or folder; write what it yields to a file, and give that"
     if path.is_file() and _suffix(path, source) is None:
@@ -386,23 +383,3 @@ def _suffix(path: "File", source: str = "") -> str | None:
 
 def _supported() -> str:
     return ", ".join((*SUFFIXES, NAMED, *FORMATS))
-
-
-def _did_you_mean(path: Path) -> str:
-    """The most similar name next to a path that does not exist, or the nearest existing folder above it."""
-    parent = path.parent
-    if path.is_symlink():
-        return f": it is a link to '{path.readlink()}', which is not there; mount that, or mend the link"
-    if not parent.is_dir() and not path.suffix and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(path)):
-        return f"; write 'hf:{path}' for the dataset of this name on the hub"
-    if not parent.is_dir():
-        existing = next(folder for folder in parent.absolute().parents if folder.is_dir())
-        return f" (there is no folder '{parent}'; the nearest existing one is '{existing}')"
-    try:
-        siblings = {entry.name: str(parent / entry.name) for entry in os.scandir(parent)}
-    except OSError:  # may not be listed
-        siblings = {}
-    close = difflib.get_close_matches(path.name, [*siblings, STDLIB], n=1)
-    if close:
-        return f"; did you mean {siblings.get(close[0], STDLIB)!r}?"
-    return f"; write {STDLIB!r}, 'hf:ID' for a dataset on the hub, or a file, folder or glob of {_supported()}"

@@ -24,7 +24,7 @@ def test_each_line_has_its_source(file: Path) -> None:
     assert len(lines) <= 60
     head = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
     values = [line for line in lines if re.match(r"\w+ = ", line)]
-    own = re.compile(r'(name = "(?:batch_\w+|%s)"|shuffle_tokens|until|batch = )' % file.stem)
+    own = re.compile(rf'(name = "(?:batch_\w+|{re.escape(file.stem)})"|shuffle_tokens|until|batch = )')
     for line in values:
         sources = re.findall(r"\[(\d)\]", line.partition("#")[2])
         assert own.match(line) or sources or re.search("# (ours|the default)", line), line
