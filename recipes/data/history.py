@@ -117,7 +117,8 @@ def epoch_lines(epochs: Mapping[str, float | None], *, by: str) -> Iterator[str]
     """How often the sources whose length is known are read, and a warning of each that is read too often. by: when."""
     known = {name: times for name, times in epochs.items() if times is not None}
     if known:
-        yield f"reads {listed(f'{name!r} {times:.1f} times' for name, times in known.items())} by {by}"
+        counts = (f"{name!r} {times:.{1 if times >= 0.1 else 4}f} times" for name, times in known.items())
+        yield f"reads {listed(counts)} by {by}"
     for name, times in known.items():
         if times > MOST_EPOCHS:
             yield f"WARNING: {name!r} is read {times:.1f} times; more than {MOST_EPOCHS} teach little (docs/data.md)"

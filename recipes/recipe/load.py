@@ -17,7 +17,7 @@ from parallel.errors import UserError
 from recipes.files.added import FORMATS, SOURCES
 from recipes.files.exit_codes import FINISHED
 from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_steps
-from recipes.files.reading import SHOWN, fault, read_whole, toml_table, user_path
+from recipes.files.reading import SHOWN, fault, is_remote, read_whole, toml_table, user_path
 from recipes.recipe.fields import (
     BEFORE,
     COMMAND_LINE,
@@ -176,10 +176,13 @@ def _of_old_run(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keep_values_of_run(run: Written) -> None:
-    """Let a run that goes on keep its values of the fields of BEFORE that are not written now."""
+    """Let a run that goes on, and a fork, keep the values of the fields of BEFORE that are not written now."""
     with suppress(UserError):  # the start says what is wrong with the folder
-        if (unwritten := BEFORE.keys() - run.values.keys()) and checkpoint_steps(_folder(run.values) / CHECKPOINTS):
-            file = _folder(run.values) / RECIPE
+        own, trunk = _folder(run.values), run.values.get("run.continue_from", "").partition("@")[0]
+        of_trunk = user_path(trunk) if trunk and not is_remote(trunk) else None
+        folder = own if checkpoint_steps(own / CHECKPOINTS) else of_trunk
+        if folder and (unwritten := BEFORE.keys() - run.values.keys()):
+            file = folder / RECIPE
             old = load(file, rules=False)
             run.put({key: value_of(old, key) for key in unwritten}, shown(file))
 

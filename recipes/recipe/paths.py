@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -84,6 +85,9 @@ def _replaced(value: Any, found: Mapping[str, str]) -> Any:
 def located(text: str, beside: Path) -> str:
     """A relative path to read: where it is in the current folder, else beside the file that names it, else in the
     checkout; unchanged if it is in none. Of a glob, a match decides, or the part before "**"."""
+    stated, name = re.fullmatch(r"(u?int\d+:)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    if stated:  # the type of the tokens of a file
+        return f"{stated}{located(name, beside)}"
     pattern = Path(*takewhile(lambda part: part != "**", Path(text).parts))
 
     def is_in(folder: Path) -> bool:

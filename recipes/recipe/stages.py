@@ -84,4 +84,6 @@ def _changed(recipe: Recipe, stage: StageConfig) -> Recipe:
     """The recipe with the stage's values in place of its own."""
     # One source replaces several; several replace one wherever there are any.
     replaced: dict[str, Any] = {several: {} for one, several in ONE_OR_SEVERAL if one in stage.changes}
-    return replace(with_values(recipe, replaced | stage.changes), stages=())
+    # A schedule of its own is as long as the stage, unless that says so, too.
+    own = {"schedule.steps": 0} if any(key.startswith("schedule.") for key in stage.changes) else {}
+    return replace(with_values(recipe, replaced | own | stage.changes), stages=())

@@ -23,6 +23,7 @@ from recipes.files.lock import FolderLock, alone
 from recipes.files.reading import logged_rows
 from recipes.files.screen import say
 from recipes.metrics.clock import RunClock
+from recipes.plugins.loading import activate
 from recipes.recipe.load import load
 from recipes.recipe.rules_mesh import require_fits_world
 from recipes.recipe.schema import Recipe
@@ -43,6 +44,7 @@ def evaluate_waiting(folder: Path, *, device: str, attempts: int) -> int:
     goes on. Returns the exit code. Raises UserError if this folder is not that of a run that asks for it.
     """
     recipe = load(folder / RECIPE, rules=False)
+    activate(recipe.loads)
     if not recipe.validation.job:
         raise UserError(f'{folder}: the recipe.toml of this run has validation.job = "": nothing waits')
     world = start(device, seed=0, timeout=timedelta(days=7))  # rank 0 may wait for long, and the others for it
@@ -72,17 +74,19 @@ def evaluate_waiting(folder: Path, *, device: str, attempts: int) -> int:
                     note(step, RESULT, columns)
             except Exception as error:
                 note(step, FAILED, f"{type(error).__name__}: {error}".splitlines()[0])
-                if not isinstance(error, UserError):  # on this process alone, perhaps
+                if world.size > 1 or not isinstance(error, UserError):  # on this process alone, perhaps
                     raise
                 say(error)
     stop()
-    lock = FolderLock()
-    with suppress(UserError):  # the run goes on, and copies them
-        lock.take(folder, log=say)
-        if rows := uncopied(folder):
-            Lines(folder / METRICS, log=say).append(*(json.dumps(row | {"time": utc_now()}) for row in rows))
-            if recipe.metrics.picture:
-                draw_curves(folder, log=say)
+    lock, rows = FolderLock(), list[dict[str, Any]]()
+    if world.is_main:
+        with suppress(UserError):  # the run goes on, and copies them
+            lock.take(folder, log=say)
+            if rows := uncopied(folder):
+                Lines(folder / METRICS, log=say).append(*(json.dumps(row | {"time": utc_now()}) for row in rows))
+            lock.release()
+    if rows and recipe.metrics.picture:
+        draw_curves(folder, log=say)
     return FINISHED
 
 

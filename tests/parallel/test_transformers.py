@@ -201,7 +201,7 @@ def train_ours(
     parts = 4 // built.mesh.data_ranks if "accumulate" in options_of(case) else 1
     losses, norms = [], []
     for step in range(1, steps + 1):
-        loss, norm, _ = step_of(built, config, step, guard, clock, parts=parts)
+        loss, norm, *_ = step_of(built, config, step, guard, clock, parts=parts)
         losses.append(sum_over_group(loss.clone(), built.mesh.loss_group).item())
         norms.append(norm.item())
     return {"losses": losses, "norms": norms, "gradients": gradients if world.rank == 0 else {}, "report": built.report}

@@ -118,7 +118,11 @@ def _opened(path: Path, stated: str) -> TokenFile:
     if not stated:
         raise ValueError(f"nothing says of which type its tokens are; write it, as in 'uint16:{path}' (or uint32, ...)")
     dtype = np.dtype(stated).newbyteorder("<")
-    return TokenFile(path, dtype, 0, path.stat().st_size // dtype.itemsize)
+    file = TokenFile(path, dtype, 0, path.stat().st_size // dtype.itemsize)
+    first = file.array()[:BLOCK]
+    if len(first) > 1 and first[::2].any() and not first[1::2].any():
+        raise ValueError(f"every second of its first tokens is 0, as where a wider type is read as {stated}")
+    return file
 
 
 def _npy(path: Path) -> TokenFile:

@@ -43,7 +43,9 @@ def average(wanted: Sequence[tuple[str, int]], out: Path, *, weights: str, log: 
         checkpoints: dict[Path, Manifest] = {}
         for run, step in wanted:
             log(f"reading and verifying {f'{run}, ' if len(runs) > 1 else ''}step {step}")
-            path = find[run](step, fetched[run])
+            path = find[run](step, fetched[run]).resolve()
+            if path in checkpoints:
+                raise UserError(f"{run}@{step} is named twice; write each checkpoint once, and --weights for its share")
             checkpoints[path] = verify(path)
             if checkpoints[path].step != step:
                 raise Damage(f"{path} holds the checkpoint of another step: {checkpoints[path].step}")

@@ -100,6 +100,13 @@ def test_a_run_of_an_older_version_refuses_other_targets(tmp_path: Path) -> None
         require_resumes(asked, file, where="there")
 
 
+def test_a_fork_of_a_run_of_an_older_version_keeps_its_targets(tmp_path: Path) -> None:
+    old_run(tmp_path)
+    fork = ["--run.output", str(tmp_path), "--run.name", "fork", "--run.continue_from", f"{tmp_path}/old@10"]
+    assert load(MASKED, fork, rules=False).data.border_targets
+    assert not load(MASKED, [*fork, "--data.border_targets", "false"], rules=False).data.border_targets
+
+
 def test_a_run_that_has_no_checkpoint_begins_with_the_new_default(tmp_path: Path) -> None:
     assert not load(MASKED, old_run(tmp_path, begun=False)).data.border_targets
 

@@ -259,3 +259,11 @@ def test_a_stage_with_a_schedule_of_its_own_may_end_before_it(tmp_path: Path) ->
     assert "is less than the 40 steps" in refused(
         tmp_path, ends, "--run.steps", "50", "--stages.a.schedule.steps", "39"
     )
+
+
+def test_a_schedule_of_a_stage_is_not_as_long_as_that_of_the_run(tmp_path: Path) -> None:
+    head = '[schedule]\nkind = "wsd"\ndecay_steps = 0\nsteps = 1000\n'
+    ends = '[[stages]]\nname = "a"\nuntil = 40\n[[stages]]\nname = "b"\nschedule.decay_steps = 10\n'
+    first, last = stages_of(load(written(tmp_path, ends, head=head), ["--run.steps", "60"]))
+    assert (first.schedule_span, last.schedule_span) == ((0, 1000), (40, 20))
+    assert last.learning_rate(59) < 0.2 * last.recipe.optimizer.lr

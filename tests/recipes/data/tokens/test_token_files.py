@@ -304,6 +304,15 @@ def test_a_file_that_is_not_what_it_says_gives_one_clear_error(
     assert BROKEN[kind] in str(error.value) and str(tmp_path) in str(error.value)
 
 
+def test_tokens_of_a_wider_type_than_stated_are_refused(tmp_path: Path) -> None:
+    np.arange(1, 500, dtype="<u4").tofile(tmp_path / "wide.bin")
+    with pytest.raises(
+        UserError, match="every second of its first tokens is 0, as where a wider type is read as uint16"
+    ):
+        token_files(f"uint16:{tmp_path}/wide.bin")
+    assert token_files(f"uint32:{tmp_path}/wide.bin")[0].tokens == 499
+
+
 def test_a_tokenizer_of_the_cache_reads_the_same_files(
     corpus: tuple[Path, Tokenizer, Documents], tmp_path: Path
 ) -> None:

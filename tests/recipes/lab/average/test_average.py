@@ -134,6 +134,11 @@ def test_checkpoints_of_two_runs_are_averaged_by_their_weights_and_the_last_give
     assert progress["average_of"] == {"checkpoints": names, "weights": "3,1"}
 
 
+def test_one_checkpoint_under_two_names_is_refused(copy: Path) -> None:
+    with pytest.raises(UserError, match="is named twice"):
+        average([(str(copy), 2), (f"{copy}/", 2)], copy.with_name("out"), weights="equal", log=lambda line: None)
+
+
 def test_runs_of_other_tokenizers_are_refused(run: Recipe, copy: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("recipes.lab.average.average.read_data_state", lambda path: {"tokenizer": str(path)})
