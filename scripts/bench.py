@@ -1,4 +1,7 @@
-"""Run a benchmark: `python scripts/bench.py --suite NAME [options]`, implemented in recipes/lab."""
+"""Run a benchmark: `python scripts/bench.py --suite NAME [options]`, implemented in recipes/lab.
+
+gpu measures the kernels of one GPU and training runs on it; kernels times the operations of a training step anywhere.
+"""
 
 import importlib
 import sys
@@ -18,7 +21,7 @@ SUITES = ("gpu", "kernels")
 
 def main(arguments: list[str]) -> int:
     if arguments in (["-h"], ["--help"]):
-        say(f"{__doc__}\n\nSuites, each with its own --help: {', '.join(SUITES)}")
+        say(f"{__doc__}\nSuites, each with its own --help: {', '.join(SUITES)}")
         return 0
     if len(arguments) < 2 or arguments[0] != "--suite" or arguments[1] not in SUITES:
         say(f"usage: bench.py --suite {{{','.join(SUITES)}}} [options]", to=2)

@@ -65,7 +65,7 @@ def test_check_prints_the_resolved_recipe_without_torch(folder: Path) -> None:
     assert "# export: can be exported as smollm3\n" in summary
     assert "# validation: every 50 steps, on 0.02 of the documents\n# checkpoints: every 50 steps" in summary
     assert all(line.startswith("# ") for line in summary.splitlines())
-    assert list(tomli.loads(out)) == list(sections())
+    assert list(tomli.loads(out)) == [name for name in sections() if name != "plugins"]  # it loads none
     assert sorted(path.name for path in folder.iterdir()) == ["site"]  # nothing was written
 
 

@@ -7,7 +7,7 @@ a file or source alone: recipes/files/added.py. Imports no torch.
 import hashlib
 import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata, util
@@ -20,6 +20,7 @@ from parallel.errors import UserError, listed
 from recipes.files.added import AGAIN, FORMATS, SOURCES, Adding
 from recipes.files.border import foreign
 from recipes.files.reading import fault, user_path
+from recipes.files.screen import say
 from recipes.files.version import of_package
 
 GROUP = "shardwright.plugins"
@@ -63,7 +64,7 @@ def load_plugins(modules: Iterable[str]) -> tuple[Plugin, ...]:
     for plugin in plugins:
         names = [("plug-in", plugin.name, plugin.module), *((one.kind, one.name, one.place) for one in plugin.entries)]
         for kind, name, place in names:
-            if (kind, name) in seen and kind != "rule":
+            if seen.get((kind, name), place) != place and kind != "rule":
                 raise UserError(f"{place}: {kind} {name!r} exists already: {seen[kind, name]}; rename one of them")
             seen[kind, name] = place
         for entry in plugin.entries:
@@ -71,14 +72,26 @@ def load_plugins(modules: Iterable[str]) -> tuple[Plugin, ...]:
     return plugins
 
 
-def activate(modules: Sequence[str]) -> None:
-    """Make formats and sources of these plug-ins, and of no others, what this process reads."""
-    AGAIN[:] = [partial(activate, tuple(modules))] if modules else []
+def activate(modules: Sequence[str], versions: Mapping[str, str] | None = None) -> None:
+    """Make formats and sources of these plug-ins, and of no others, what this process reads. Raises UserError if they
+    have not these versions."""
+    plugins = load_plugins(modules)
+    found = {plugin.name: plugin.version for plugin in plugins}
+    if versions not in (None, found):
+        raise UserError(f"plug-ins have changed since the run began: {versions} then, {found} now; start it again")
+    AGAIN[:] = [partial(activate, tuple(modules), found)] if modules else []
     for kind, table in (("format", FORMATS), ("source", SOURCES)):
         table.clear()
-        for plugin in load_plugins(modules):
+        for plugin in plugins:
             version = f"{plugin.name} {plugin.version}"
             table |= {one.name: Adding(one.value, version) for one in plugin.entries if one.kind == kind}
+
+
+def load_recorded(modules: Sequence[str], versions: Mapping[str, str], *, file: Path) -> None:
+    """Load what the model of a checkpoint was built with, and say if its content has changed since."""
+    for plugin in load_plugins(modules):
+        if plugin.version != versions.get(plugin.name):
+            say(f"{file}: its plug-in {plugin.name} was {versions.get(plugin.name)}, and is {plugin.version} now", to=2)
 
 
 def add(kind: str, name: str, value: Any, fields: type | None = None) -> None:

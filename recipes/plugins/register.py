@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from models import registry
-from models.config import ModelConfig
+from models.config import CUSTOM, FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.registry import Costs as Costs  # for facts of parts
 from models.registry import Place
 from models.sizes import SIZES
@@ -51,8 +51,8 @@ def family(name: str, size: ModelConfig) -> None:
 
     Example: family("mine_1b", replace(SIZES["llama3_1b"], attention="gated"))
     """
-    if name in SIZES:
-        raise UserError(f"family {name!r} is a size of models/sizes.py; choose another name")
+    if name in (*SIZES, CUSTOM, FROM_WEIGHTS, FROM_CONFIG) or not isinstance(size, ModelConfig):
+        raise UserError(f"family {name!r} is a name of ours, or its size no ModelConfig; choose others")
     add("family", name, size)
 
 

@@ -35,7 +35,7 @@ from recipes.recipe.fields import (
     unknown_section,
     value_of,
 )
-from recipes.recipe.paths import settle_paths
+from recipes.recipe.paths import ROOT, settle_paths
 from recipes.recipe.rules import broken_rules
 from recipes.recipe.schema import Recipe, RunConfig, StageConfig
 
@@ -337,7 +337,8 @@ def _read_chain(path: Path) -> list[Layer]:
             return layers
         if not isinstance(base, str):
             raise UserError(f'base = {toml(base)} in {shown(path)}: must be a file name; write base = "other.toml"')
-        path = user_path(path.parent / base)
+        beside, in_checkout = user_path(path.parent / base), ROOT / base
+        path = in_checkout if in_checkout.is_file() and not beside.exists() else beside
 
 
 def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:

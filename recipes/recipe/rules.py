@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig
-from parallel.errors import listed
+from models.registry import OURS, PLACES
+from parallel.errors import UserError, listed
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.metrics.config import ProfileConfig
 from recipes.recipe.conflicts import Unreadable, conflicts
@@ -96,7 +97,8 @@ def violations(
         moments_can_move(recipe.optimizer),
         optimizer_fits(recipe.optimizer, fsdp=recipe.fsdp),
         profile_fits(recipe.profile, run=recipe.run),
-        *(entry.value(recipe) for entry in recipe.added.get("rule", {}).values()),
+        parts_are_loaded(recipe),
+        *(of_plugin(recipe, entry) for entry in recipe.added.get("rule", {}).values()),
     ]
     if not elsewhere:
         rules += [
@@ -112,6 +114,25 @@ def violations(
     for rule in rules:
         with suppress(Unreadable):
             yield from rule
+
+
+def parts_are_loaded(recipe: Recipe) -> Iterator[Violation]:
+    """A part that another recipe of this process, or a checkpoint, has loaded is not known to the next start."""
+    for place in PLACES:
+        name = getattr(recipe.model, place)
+        if name != OURS and f"{place}.{name}" not in recipe.added.get("part", {}):
+            rule = f'must name the module that registers model.{place} = "{name}", for later starts to find it'
+            yield "plugins.modules", f'{rule}; write modules = ["{name}.py"] or so'
+
+
+def of_plugin(recipe: Recipe, entry: Any) -> Iterator[Violation]:
+    """What the rule of a plug-in finds. Raises UserError for one that fails."""
+    try:
+        yield from [(str(key), str(message)) for key, message in entry.value(recipe)]
+    except Unreadable:
+        raise
+    except Exception as error:
+        raise UserError(f"{entry.place}: this rule fails: {type(error).__name__}: {error}") from error
 
 
 def broken_rules(

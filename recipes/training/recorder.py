@@ -12,6 +12,7 @@ from torch import Tensor
 
 from models.interface import interface_of
 from parallel.dist import World
+from parallel.errors import UserError
 from parallel.passes import gather_loss_and_numbers
 from recipes.checkpoint.config import AVERAGE_LOSS, AVERAGED, KEEP_BEST, VALIDATION
 from recipes.data.history import epoch_lines
@@ -284,10 +285,12 @@ def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: 
 
 
 def row_with_metrics(row: dict[str, Any], *, recipe: Recipe, built: Built) -> dict[str, Any]:
-    """The row with the columns of plug-ins. All ranks call it. Raises TypeError for a column of two owners."""
+    """The row with the columns of plug-ins. All ranks call it. Raises UserError for a column of two owners."""
     for name, entry in recipe.added.get("metric", {}).items():
         own = {"fields": getattr(recipe, name)} if entry.fields else {}
-        row = dict(**row, **{name: float(entry.value(row, built, **own))})
+        if name in row:
+            raise UserError(f"{entry.place}: metric {name!r} is a column already; rename it")
+        row = row | {name: float(entry.value(row, built, **own))}
     return row
 
 

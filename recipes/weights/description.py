@@ -69,9 +69,9 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
 
             kind = TransformersConfig
         if (plugins := content.get("plugins", {})).get("build_models"):
-            from recipes.plugins.loading import load_plugins
+            from recipes.plugins.loading import load_recorded
 
-            load_plugins(plugins["modules"])
+            load_recorded(plugins["modules"], plugins["versions"], file=file)
         model = TypeAdapter(kind).validate_python(content["model"])
         if problems := model.problems():
             raise ValueError("; ".join(f"{name} {message}" for name, message in problems))

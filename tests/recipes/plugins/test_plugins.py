@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "extending.md"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The code of the page in a folder of its own, as the current folder; later recipes load none of it."""
     for name, code in re.findall(r"```\w+\n# (\S+)\n(.*?)```", PAGE.read_text(), flags=re.S):
-        (tmp_path / name).write_text(code.replace('"configs/', f'"{ROOT}/configs/'))
+        (tmp_path / name).write_text(code)
     (tmp_path / "books").mkdir()
     texts = [{"text": f"{number} is followed by {number + 1}. " * 60} for number in range(40)]
     (tmp_path / "books" / "numbers.json").write_text(json.dumps(texts))
@@ -71,6 +71,25 @@ def test_a_part_of_the_decoder_is_chosen_by_name_and_kept_by_checkpoints(folder:
     assert load("gated.toml").versions != recipe.versions
     with pytest.raises(UserError, match=r'did you mean "gated"'):
         load("gated.toml", ["--model.attention", "gatd"])
+
+
+def test_a_model_of_a_part_must_name_its_module(folder: Path) -> None:
+    load("gated.toml")  # which registers the part for the process
+    with pytest.raises(UserError, match=r"must name the module that registers model.attention"):
+        load(ROOT / "configs" / "smollm3_debug.toml", ["--model.attention", "gated"])
+
+
+def test_plugins_that_have_changed_are_refused_in_another_process(folder: Path) -> None:
+    recipe = load("mine.toml")
+    (folder / "parts.py").write_text((folder / "parts.py").read_text() + "\n")
+    with pytest.raises(UserError, match="plug-ins have changed since the run began"):
+        activate(recipe.loads, recipe.versions)
+
+
+def test_a_rule_that_fails_is_named(folder: Path) -> None:
+    (folder / "bad.py").write_text("from recipes.plugins.register import rule\nrule(lambda recipe: None)\n")
+    with pytest.raises(UserError, match=r"bad.py:2: this rule fails: TypeError"):
+        load(ROOT / "configs" / "smollm3_debug.toml", ["--plugins.modules", str(folder / "bad.py")])
 
 
 def test_names_of_plugins_are_unknown_to_other_recipes_of_the_process(folder: Path) -> None:
