@@ -58,6 +58,7 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
         roles={},
         balance=Balance(model, mesh, recipe.experts, whole=recipe.model) if recipe.model.experts else None,
         attention="",
+        notes_rows=False,
         grad_clip=recipe.optimizer.grad_clip,
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),

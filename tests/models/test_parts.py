@@ -29,6 +29,7 @@ from recipes.plan.memory import predict
 from recipes.plan.work import work_of
 from recipes.plugins.loading import load_plugins
 from recipes.recipe.load import load, to_toml
+from recipes.recipe.plugins import with_plugins
 from recipes.recipe.rules import violations
 from recipes.recipe.schema import Recipe
 from recipes.training.build import plain_model
@@ -342,8 +343,8 @@ def test_generation_without_a_cache_is_refused() -> None:
 def verdicts_with_parts(recipes: list[Recipe]) -> list[dict[str, Any]]:
     from tests.proofs import verdicts
 
-    register()
-    return verdicts(recipes)
+    kind = with_plugins(load_plugins(str(FOLDER / file) for file in NAMES))
+    return verdicts([kind(**vars(recipe)) for recipe in recipes])
 
 
 @pytest.mark.slow
