@@ -43,7 +43,7 @@ writer = MetricsWriter(folder, config, enabled=True, run_name="r", recipe={}, be
 for step in range(1, 7):
     writer.write({"step": step, "loss": 1.5, "tried": step})
     if step == 3 and len(sys.argv) > 2:
-        while not writer._sinks[0]._rows.empty():
+        while not writer._sinks["wandb"]._tracker._rows.empty():
             time.sleep(0.05)
         print("ready", flush=True)
         sys.stdin.readline()
