@@ -13,15 +13,14 @@ from tests.sources import code_lines
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
-MOST_MODULES = 81
-MOST_LINES = 9_640
+MOST_MODULES = 88
+MOST_LINES = 10_700
 """Lines of code."""
-WITH_CHECKPOINTS = {"modules": 97, "lines": 12_000}
+WITH_CHECKPOINTS = {"modules": 102, "lines": 12_900}
 """The same of a run that saves checkpoints."""
-MOST_FILES_OF_A_STEP = 15
+MOST_FILES_OF_A_STEP = 16
 NOT_ASKED_FOR = {
     "models.documents",
-    "models.hf",
     "models.transformers_config",
     "parallel.float8",
     "parallel.float8_casts",
