@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from models.config import ModelConfig
 
@@ -50,12 +50,15 @@ def attend(
     Args:
         query: (B, N, T, H).
         key: (B, K, S, H).
-        value: (B, K, S, H).
+        value: (B, K, S, H), or narrower: the result is as wide.
         documents: what keeps attention inside documents; where S is more than T, of_chunk() has made it.
         window: tokens that a token sees, itself and those before it; 0 = all.
         scale: None = 1 / sqrt(H).
         flash: whether windows may be computed by flash kernels for lengths, where the device has them.
     """
+    if narrower := query.shape[-1] - value.shape[-1]:  # few kernels take that: they get zeros beside it
+        padded = attend(query, key, pad(value, (0, narrower)), documents, window=window, scale=scale, flash=flash)
+        return padded[..., :-narrower]
     new, seen = query.shape[2], key.shape[2]
     window = 0 if window >= seen else window
     mask = None  # (B or 1, 1, T, S), True = attends

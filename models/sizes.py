@@ -72,32 +72,20 @@ _QWEN3_MOE = _sizes(
         "qwen3_235b_a22b": (94, 4096, 12288, 64, 4, 128, 151936),
     },
     tied_embeddings=False,
-    experts=128,
-    experts_per_token=8,
-    expert_width=768,
+    **{"experts": 128, "experts_per_token": 8, "expert_width": 768},
     **_OF_QWEN3,
 )
 _QWEN3_MOE["moe_debug"] = replace(_QWEN3_MOE["moe_debug"], experts=8, experts_per_token=2, expert_width=192)
 _QWEN3_MOE["qwen3_235b_a22b"] = replace(_QWEN3_MOE["qwen3_235b_a22b"], expert_width=1536)
 _MIXTRAL = _sizes(  # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1
     {"mixtral_8x7b": (32, 4096, 14336, 32, 8, 128, 32000)},
-    tied_embeddings=False,
-    norm_eps=1e-5,
-    rope_theta=1_000_000.0,
-    experts=8,
-    experts_per_token=2,
-    expert_width=14336,
+    **{"tied_embeddings": False, "norm_eps": 1e-5, "rope_theta": 1_000_000.0},
+    **{"experts": 8, "experts_per_token": 2, "expert_width": 14336},
 )
 _OLMOE = _sizes(  # https://huggingface.co/allenai/OLMoE-1B-7B-0924
     {"olmoe_1b_7b": (16, 2048, 1024, 16, 16, 128, 50304)},
-    tied_embeddings=False,
-    norm_eps=1e-5,
-    rope_theta=10_000.0,
-    qk_norm="all",
-    experts=64,
-    experts_per_token=8,
-    expert_width=1024,
-    normalize_scores=False,
+    **{"tied_embeddings": False, "norm_eps": 1e-5, "rope_theta": 10_000.0, "qk_norm": "all"},
+    **{"experts": 64, "experts_per_token": 8, "expert_width": 1024, "normalize_scores": False},
 )
 _QWEN3_TIED = _sizes(
     {
@@ -146,22 +134,21 @@ _GEMMA3 = _sizes(
         "gemma3_12b": (48, 3840, 15360, 16, 8, 256, 262208),
         "gemma3_27b": (62, 5376, 21504, 32, 16, 128, 262208),
     },
-    tied_embeddings=True,
-    norm_eps=1e-6,
-    rope_theta=1_000_000.0,
-    rope_local_theta=10_000.0,
-    window=1024,
-    full_attention_every=6,
-    qk_norm="head",
-    norms="both",
-    norm_offset=True,
-    embedding_scale=True,
-    activation="gelu_tanh",
+    **{"tied_embeddings": True, "norm_eps": 1e-6, "rope_theta": 1_000_000.0, "rope_local_theta": 10_000.0},
+    **{"window": 1024, "full_attention_every": 6, "qk_norm": "head", "norms": "both", "norm_offset": True},
+    **{"embedding_scale": True, "activation": "gelu_tanh"},
 )
 _GEMMA3["gemma3_debug"] = replace(_GEMMA3["gemma3_debug"], window=64, full_attention_every=2)
 _GEMMA3["gemma3_1b"] = replace(_GEMMA3["gemma3_1b"], window=512)
 _GEMMA3["gemma3_27b"] = replace(_GEMMA3["gemma3_27b"], attention_scale_width=168)
+_DEEPSEEK2 = _sizes(  # https://huggingface.co/deepseek-ai/DeepSeek-V2-Lite
+    {"deepseek_v2_lite": (27, 2048, 10944, 16, 16, 192, 102400)},
+    **{"tied_embeddings": False, "norm_eps": 1e-6, "rope_theta": 10_000.0},
+    **{"attention": "latent", "latent_width": 512, "rope_width": 64, "value_width": 128},
+    **{"experts": 64, "experts_per_token": 6, "expert_width": 1408, "shared_experts": 2, "dense_layers": 1},
+    normalize_scores=False,
+)
 
 _ALL = _SMOLLM2 | _SMOLLM3 | _LLAMA2 | _LLAMA3 | _MIXTRAL | _OLMOE
-_ALL |= _QWEN3_MOE | _QWEN3_TIED | _QWEN3 | _OLMO2 | _OLMO3 | _GEMMA3
+_ALL |= _QWEN3_MOE | _QWEN3_TIED | _QWEN3 | _OLMO2 | _OLMO3 | _GEMMA3 | _DEEPSEEK2
 SIZES = dict(sorted(_ALL.items(), key=lambda size: not size[0].endswith("_debug")))

@@ -94,6 +94,8 @@ CONFLICTS: tuple[Conflict, ...] = (
      'cuts attention that says where tokens see each other, but "{model.attention}" does not; write 1'),
     ("model.attention", lambda r: _has_masks(r) and not r.model.part("attention").documents,
      '"{model.attention}" lets tokens see other documents; write data.document_mask = false, and no pairs, or another'),
+    ("float8.gather_activations", lambda r: r.float8.gather_activations and r.model.part("attention").whole,
+     'cannot gather what attention = "{model.attention}" shares in the types of its readers; write false'),
     # Kernels of attention: parallel/kernels.py chooses among them.
     ("attention.backend", lambda r: r.attention.backend not in ("auto", "flash3") and _packs_pairs(r),
      'has no effect on pairs, which use their own kernels; write "auto", or "flash3" for GPUs that have it'),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig
-from models.registry import OURS, PLACES
+from models.registry import LATENTS, OURS, PLACES
 from parallel.errors import UserError, listed
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.metrics.config import ProfileConfig
@@ -120,7 +120,7 @@ def parts_are_loaded(recipe: Recipe) -> Iterator[Violation]:
     """A part that another recipe of this process, or a checkpoint, has loaded is not known to the next start."""
     for place in PLACES:
         name = getattr(recipe.model, place)
-        if name != OURS and f"{place}.{name}" not in recipe.added.get("part", {}):
+        if name not in (OURS, LATENTS) and f"{place}.{name}" not in recipe.added.get("part", {}):
             rule = f'must name the module that registers model.{place} = "{name}", for later starts to find it'
             yield "plugins.modules", f'{rule}; write modules = ["{name}.py"] or so'
 

@@ -35,6 +35,12 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"further_dense_layers": (1, 3), "layers": 4},
     },
     "six_experts": {"experts": 6},
+    "latent": {
+        **{"no_rope_every": 0, "attention": "latent", "key_value_heads": 4, "latent_width": 32, "rope_width": 8},
+        **{"value_width": 16, "head_width": 24, "query_latent_width": 40},
+        **{"rope_scaling": "yarn", "rope_mscale": 1.0, "rope_attention_factor": 1.0},
+    },
+    "no_query_latent": {"query_latent_width": 0},
 }
 """Option -> fields of the model. RoPE in all layers makes one graph of both blocks, which halves what is compiled."""
 EXPERTS_MODEL = {"experts": 8, "experts_per_token": 2}
@@ -61,6 +67,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "Llama 3 (untied, scaled RoPE in all layers)": ("llama3",),
     "Gemma 3 (windows, norms of heads and around parts)": ("gemma",),
     "OLMo 3 (windows, norms of all heads together and after parts)": ("olmo",),
+    "latent attention (DeepSeek-V3; without latents of queries, V2-Lite)": ("latent",),
     "z-loss": ("z",),
     "Muon": ("muon",),
     "bfloat16": ("bf16",),
@@ -99,6 +106,10 @@ _CASES = """
 1.1.1.2  compile,rope,selective,documents compile,rope,full,half,untied compile,rope,tensorwise
 1.1.1.2  gemma,documents gemma,compile,selective gemma,tensorwise,gather_activations,full
 1.1.1.2  olmo,full olmo,compile,documents olmo,rowwise,documents olmo,bf16,chunks
+1.1.1.2  latent,documents latent,no_query_latent,full latent,bf16,selective latent,tensorwise latent,compile
+1.1.2.1  latent,documents latent,gather,no_query_latent,documents
+1.2.2.2  latent,gather
+1.1.2.2  latent,untied latent,no_query_latent,muon
 1.1.2.1  gemma gemma,gather,documents gemma,compile,gather,full olmo,documents olmo,gather,selective
 1.1.2.1  plain untied,documents,chunks zero2,offload full,half selective,documents llama3,documents bf16
 1.1.2.1  tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp rowwise,documents
@@ -132,6 +143,7 @@ _PIPELINES = """
 2.1.1.1.1  interleaved,three,six,selective,half split,untied,prefetch muon,untied
 2.1.1.1.1  bf16,documents bf16,reduce16,interleaved bf16,untied,zbv,zero2 bf16,untied,interleaved_zero_bubble,zero2
 2.1.1.1.1  tensorwise,documents rowwise,interleaved,documents tensorwise,zbv,zero2
+2.1.1.1.1  latent,no_query_latent,interleaved
 2.1.1.1.1  gemma,documents olmo,interleaved,full
 2.1.1.1.1  compile,rope,documents compile,rope,interleaved,selective
 4.1.1.1.1  plain gpipe,documents,untied interleaved,eight_blocks,documents,untied zbv,zero2,eight_blocks bf16
@@ -186,7 +198,7 @@ _EXPERTS = """
 1.1.8.1.1.8  sigmoid
 1.1.8.1.1.2  balance
 1.2.2.1.2.4  balance,sigmoid
-1.1.2.2.2.8  documents,balance
+1.1.2.2.2.8  documents,balance latent,sigmoid,groups
 2.1.2.1.2.4  documents,balance
 2.2.2.1.1.2  sigmoid,interleaved
 """
