@@ -72,25 +72,29 @@ def compare_cases(
 
 
 class Compared(dict[str, Comparison]):
-    """Case -> how far it is from one process. A test that asks for what this torch refuses is skipped."""
+    """Case -> how far it is from one process.
+
+    The first test that asks for a case compares all those of as many processes, so no test has to wait for those of
+    another number, too. A test that asks for what this torch refuses is skipped.
+    """
+
+    def __init__(self, cases: dict[int, list[str]], folder: Path) -> None:
+        super().__init__()
+        self._left, self._folder = dict(cases), folder
 
     def __missing__(self, case: str) -> Comparison:
         skip_refused(case)
-        raise KeyError(case)
+        processes = processes_of(case)
+        some = self._left.pop(processes, None)
+        assert some is not None, f"the comparison of the cases of {processes} processes failed in an earlier test"
+        possible = [case for case in some if not refusal_of(case)]
+        self.update(zip(possible, run_processes(processes, compare_cases, possible, self._folder)[0], strict=True))
+        return self[case]
 
 
 def skip_refused(case: str) -> None:
     if reason := refusal_of(case):
         pytest.skip(reason)
-
-
-def compare_all(cases: dict[int, list[str]], folder: Path) -> Compared:
-    """Compare the cases of each number of processes."""
-    found = Compared()
-    for processes, some in cases.items():
-        possible = [case for case in some if not refusal_of(case)]
-        found |= zip(possible, run_processes(processes, compare_cases, possible, folder)[0], strict=True)
-    return found
 
 
 def require_proved(comparison: Comparison) -> None:

@@ -19,12 +19,12 @@ from tests.parallel.combinations import (
 )
 from tests.processes import ROOT, run_processes
 from tests.training import DEBUG
-from tests.twins import Compared, compare_all, compare_cases, require_proved
+from tests.twins import Compared, compare_cases, require_proved
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
-    return compare_all(CASES, tmp_path_factory.mktemp("twins"))
+    return Compared(CASES, tmp_path_factory.mktemp("twins"))
 
 
 @pytest.mark.slow

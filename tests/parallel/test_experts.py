@@ -32,7 +32,6 @@ from tests.twins import (
     Compared,
     batch_of,
     built_for,
-    compare_all,
     compare_cases,
     require_proved,
     skip_refused,
@@ -44,7 +43,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
-    return compare_all(EXPERTS, tmp_path_factory.mktemp("twins"))
+    return Compared(EXPERTS, tmp_path_factory.mktemp("twins"))
 
 
 @pytest.mark.parametrize("case", [case for cases in EXPERTS.values() for case in cases])
