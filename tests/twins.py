@@ -24,7 +24,7 @@ from recipes.training.build import Built, build
 from recipes.training.process import Process
 from recipes.training.step import train_step
 from tests.compiling import compiling_in_turn, graphs_only
-from tests.parallel.combinations import GENERATED, processes_of, refusal_of
+from tests.parallel.combinations import COVERING, GENERATED, processes_of, refusal_of
 from tests.processes import run_processes
 from tests.proofs import recipe_of
 
@@ -74,22 +74,28 @@ def compare_cases(
 class Compared(dict[str, Comparison]):
     """Case -> how far it is from one process.
 
-    The first test that asks for a case compares all those of as many processes, so no test has to wait for those of
-    another number, too. A test that asks for what this torch refuses is skipped.
+    The first test that asks for a case compares with it all those of as many processes that CI proves, or that it does
+    not. A test that asks for what this torch refuses is skipped.
     """
 
     def __init__(self, cases: dict[int, list[str]], folder: Path) -> None:
         super().__init__()
-        self._left, self._folder = dict(cases), folder
+        self._cases, self._folder, self._begun = cases, folder, set[tuple[int, bool]]()
 
     def __missing__(self, case: str) -> Comparison:
         skip_refused(case)
-        processes = processes_of(case)
-        some = self._left.pop(processes, None)
-        assert some is not None, f"the comparison of the cases of {processes} processes failed in an earlier test"
-        possible = [case for case in some if not refusal_of(case)]
-        self.update(zip(possible, run_processes(processes, compare_cases, possible, self._folder)[0], strict=True))
+        processes, covers = processes_of(case), case in COVERING
+        assert (processes, covers) not in self._begun, f"comparing cases of {processes} processes has failed before"
+        self._begun.add((processes, covers))
+        some = [one for one in self._cases[processes] if (one in COVERING) == covers and not refusal_of(one)]
+        self.update(zip(some, run_processes(processes, compare_cases, some, self._folder)[0], strict=True))
         return self[case]
+
+
+def each_case(cases: dict[int, list[str]]) -> list[Any]:
+    """The cases as values of a test's argument, those that CI leaves out with a mark."""
+    marks = {case: () if case in COVERING else pytest.mark.exhaustive for some in cases.values() for case in some}
+    return [pytest.param(case, marks=mark) for case, mark in marks.items()]
 
 
 def skip_refused(case: str) -> None:

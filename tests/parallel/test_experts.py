@@ -33,6 +33,7 @@ from tests.twins import (
     batch_of,
     built_for,
     compare_cases,
+    each_case,
     require_proved,
     skip_refused,
     take_step,
@@ -46,7 +47,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     return Compared(EXPERTS, tmp_path_factory.mktemp("twins"))
 
 
-@pytest.mark.parametrize("case", [case for cases in EXPERTS.values() for case in cases])
+@pytest.mark.parametrize("case", each_case(EXPERTS))
 def test_experts_train_to_the_numbers_of_one_process(case: str, compared: Compared) -> None:
     require_proved(compared[case])
 
