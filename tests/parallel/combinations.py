@@ -317,6 +317,29 @@ def _by_processes(text: str) -> dict[int, list[str]]:
 
 CASES, PIPELINES, EXPERTS = map(_by_processes, (_CASES, _PIPELINES, _EXPERTS))
 """Number of processes -> its cases; those with a pipeline, and those with experts, are apart."""
+
+
+def cells_of(case: str) -> set[tuple[str, str, str]]:
+    """(row, column, precision) of the page's table that a case counts in."""
+    rows = [row for row, options in FEATURES.items() if {*options} <= features_of(case)]
+    return {(row, column, precision_of(case)) for row in rows for column in columns_of(case)}
+
+
+def _covering(cases: list[str]) -> frozenset[str]:
+    """A few of these cases that count in every cell in which one of them does, with few processes."""
+    left, chosen = set[tuple[str, str, str]]().union(*map(cells_of, cases)), set[str]()
+    while left:
+        best = max(cases, key=lambda case: len(cells_of(case) & left) / processes_of(case))
+        chosen.add(best)
+        left -= cells_of(best)
+    return frozenset(chosen)
+
+
+ZERO_BUBBLE = tuple(f"2.1.1.1.1:bf16,untied,{schedule},zero2" for schedule in ("zbv", "interleaved_zero_bubble"))
+"""Cases whose comparisons another test looks at, too."""
+COVERING = _covering([case for some in (CASES, PIPELINES, EXPERTS) for cases in some.values() for case in cases])
+COVERING |= {*ZERO_BUBBLE, "1.1.1.3:documents"}  # three processes divide nothing equally
+"""The cases that CI proves; the others are `exhaustive`."""
 GENERATED = ("1.1.1.2:compile,rope,selective,documents",)
 """Compiled cases that run generated code, which takes a core 45 s each; of the others the graphs run, and their code
 with `pytest -m exhaustive tests/parallel/test_combinations.py`."""

@@ -32,8 +32,8 @@ from tests.twins import (
     Compared,
     batch_of,
     built_for,
-    compare_all,
     compare_cases,
+    each_case,
     require_proved,
     skip_refused,
     take_step,
@@ -44,10 +44,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
-    return compare_all(EXPERTS, tmp_path_factory.mktemp("twins"))
+    return Compared(EXPERTS, tmp_path_factory.mktemp("twins"))
 
 
-@pytest.mark.parametrize("case", [case for cases in EXPERTS.values() for case in cases])
+@pytest.mark.parametrize("case", each_case(EXPERTS))
 def test_experts_train_to_the_numbers_of_one_process(case: str, compared: Compared) -> None:
     require_proved(compared[case])
 
