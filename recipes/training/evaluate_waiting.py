@@ -37,13 +37,13 @@ from recipes.training.run_folder import draw_curves, step_of
 from recipes.weights.locate import find_weights
 
 
-def evaluate_waiting(folder: Path, *, device: str, attempts: int) -> int:
+def evaluate_waiting(folder: Path, modules: list[str], *, device: str, attempts: int) -> int:
     """Evaluate the checkpoints of a run that have no result and have failed less often than this, one after the other.
 
     Waits while another process does so. Results go to evaluations.jsonl, and to metrics.jsonl: by the run itself, if it
-    goes on. Returns the exit code. Raises UserError if this folder is not that of a run that asks for it.
+    goes on. modules: plug-ins, if moved. Returns the exit code. Raises UserError if this is no run that asks for it.
     """
-    recipe = load(folder / RECIPE, rules=False)
+    recipe = load(folder / RECIPE, ["--plugins.modules", *modules] * bool(modules), rules=False)
     activate(recipe.loads)
     if not recipe.validation.job:
         raise UserError(f'{folder}: the recipe.toml of this run has validation.job = "": nothing waits')

@@ -122,7 +122,7 @@ def versions_in(file: Path) -> dict[str, str]:
 def plugin_notes(file: Path, new: Recipe, done: int) -> list[str]:
     """Which plug-ins of the recipe in this file have other content now."""
     return [
-        f"plug-in {name} is {now} from step {done + 1} on; before, it was {was}"
+        f"plug-in {name} is {now or 'not loaded'} from step {done + 1} on; before, it was {was}"
         for name, was in versions_in(file).items()
         if (now := new.versions.get(name)) != was
     ]
@@ -201,7 +201,7 @@ def data_of_run(weights: "Weights") -> DataConfig | None:
     """How the run of a checkpoint, or of its export, read its data; None for weights from elsewhere."""
     for folder in weights.path.absolute().parents[:2]:
         if (folder / RECIPE).is_file():
-            recipe = load(folder / RECIPE, rules=False)
+            recipe = load(folder / RECIPE, rules=False, only=("run", "data"))
             step = weights.path.name.removeprefix("step-")  # an export is made after the last step
             return stage_of(recipe, int(step) - 1 if step.isdecimal() else recipe.run.steps).recipe.data
     return None

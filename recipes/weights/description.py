@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import OF_EXPERTS, PATTERNS, ModelConfig, TextFacts
+from models.registry import OURS, PLACES, unregistered
 from parallel.errors import UserError
 from recipes.files.layout import MODEL, TOKENIZER
 from recipes.files.reading import read_text
@@ -34,7 +35,7 @@ class Description:
     begins: bool = False
     """Whether the tokenizer adds tokens to a text although facts.bos_token_id is None."""
     plugins: Mapping[str, Any] = field(default_factory=dict)
-    """The section [plugins] of the run, and whether they `build_models`."""
+    """The section [plugins] of the run, and whether its model cannot be built without them, as `build_models`."""
 
     def ends(self, *, where: Path) -> tuple[int, ...]:
         """Every token that may end a text, by config.json, generation settings and tokenizer_config.json. where: they
@@ -71,7 +72,9 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
         if (plugins := content.get("plugins", {})).get("build_models"):
             from recipes.plugins.loading import load_recorded
 
-            load_recorded(plugins["modules"], plugins["versions"], file=file)
+            missing = [*load_recorded(plugins["modules"], plugins["versions"], file=file)]
+            if missing and any(unregistered(place, content["model"].get(place, OURS)) for place in PLACES):
+                raise type(missing[0])("\n".join(map(str, missing)))
         model = TypeAdapter(kind).validate_python(content["model"])
         if problems := model.problems():
             raise ValueError("; ".join(f"{name} {message}" for name, message in problems))
