@@ -1,5 +1,6 @@
 """The target after an end of document is of another text: what counts of it, and what older runs go on with."""
 
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,9 +103,22 @@ def test_a_run_of_an_older_version_refuses_other_targets(tmp_path: Path) -> None
 
 def test_a_fork_of_a_run_of_an_older_version_keeps_its_targets(tmp_path: Path) -> None:
     old_run(tmp_path)
-    fork = ["--run.output", str(tmp_path), "--run.name", "fork", "--run.continue_from", f"{tmp_path}/old@10"]
-    assert load(MASKED, fork, rules=False).data.border_targets
-    assert not load(MASKED, [*fork, "--data.border_targets", "false"], rules=False).data.border_targets
+    inside = ("old@10", "old", "old/checkpoints", "old/checkpoints/step-00000010", "me@home/old@10", "me@home/old")
+    (tmp_path / "me@home").symlink_to(tmp_path)
+    for trunk in inside:
+        fork = ["--run.output", str(tmp_path), "--run.name", "fork", "--run.continue_from", f"{tmp_path}/{trunk}"]
+        assert load(MASKED, fork, rules=False).data.border_targets, trunk
+        assert not load(MASKED, [*fork, "--data.border_targets", "false"], rules=False).data.border_targets
+    (tmp_path / "fork" / "checkpoints" / "step-00000012").mkdir(parents=True)  # it has begun, with the new default
+    (tmp_path / "fork" / "recipe.toml").write_text(to_toml(load(MASKED)))
+    assert not load(MASKED, fork, rules=False).data.border_targets
+
+
+@pytest.mark.parametrize("trunk", ["", "gone", "gone@10", "s3://bucket/runs/old", "\0", "~nobody-of-this-name/old"])
+def test_what_holds_no_older_run_leaves_the_new_default(trunk: str, tmp_path: Path) -> None:
+    words = ["--run.output", str(tmp_path), "--run.name", "fork", "--run.continue_from", trunk]
+    with suppress(UserError):  # some are refused
+        assert not load(MASKED, words, rules=False).data.border_targets
 
 
 def test_a_run_that_has_no_checkpoint_begins_with_the_new_default(tmp_path: Path) -> None:
