@@ -1,5 +1,6 @@
 """The target after an end of document is of another text: what counts of it, and what older runs go on with."""
 
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from parallel.dist import start, stop
 from parallel.errors import UserError
 from recipes.data.batches import Batches
 from recipes.evaluation.evaluate import evaluate_text
-from recipes.recipe.fields import value_of
+from recipes.recipe.fields import states_all, toml, value_of
 from recipes.recipe.load import load, load_run, to_toml
 from recipes.recipe.rules_ladder import conditions_of
 from recipes.training.same_run import identity_differences, require_resumes
@@ -91,6 +92,23 @@ def test_a_run_of_an_older_version_goes_on_with_its_targets(tmp_path: Path) -> N
     require_resumes(loaded.recipe, file, where="there")
     file.write_text(to_toml(loaded.recipe))  # as its next start does
     require_resumes(load(MASKED, options), file, where="there")
+
+
+def stated(file: Path) -> list[tuple[str, str, Any]]:
+    """Section, name and value of each field in a file."""
+    tables = {name: own for name, own in tomllib.loads(file.read_text()).items() if isinstance(own, dict)}
+    return [(section, name, value) for section, own in tables.items() for name, value in own.items()]
+
+
+def test_a_run_of_the_first_version_is_known_as_one_and_what_people_write_is_not(tmp_path: Path) -> None:
+    """That wrote 45 fields outside of [model], however many there are now."""
+    options, file = old_run(tmp_path), tmp_path / "old" / "recipe.toml"
+    fields = sorted(stated(file), key=lambda one: one[0] not in ("model", "data"))
+    first = [one for one in fields if one[0] == "model"] + [one for one in fields if one[0] != "model"][:45]
+    file.write_text("\n".join(f"{section}.{name} = {toml(value)}" for section, name, value in first))
+    assert load(file, rules=False).data.border_targets and load(MASKED, options).data.border_targets
+    for path in MASKED.parent.rglob("*.toml"):
+        assert not states_all([f"{section}.{name}" for section, name, _ in stated(path)]), path
 
 
 def test_a_run_of_an_older_version_refuses_other_targets(tmp_path: Path) -> None:
