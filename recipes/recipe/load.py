@@ -17,7 +17,7 @@ from parallel.errors import UserError
 from recipes.files.added import FORMATS, SOURCES
 from recipes.files.exit_codes import FINISHED
 from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_steps
-from recipes.files.reading import SHOWN, fault, is_remote, read_whole, toml_table, user_path
+from recipes.files.reading import SHOWN, fault, read_whole, toml_table, user_path
 from recipes.recipe.fields import (
     BEFORE,
     COMMAND_LINE,
@@ -180,13 +180,20 @@ def _of_old_run(tables: Mapping[str, Any]) -> dict[str, Any]:
 def _keep_values_of_run(run: Written) -> None:
     """Let a run that goes on, and a fork, keep the values of the fields of BEFORE that are not written now."""
     with suppress(UserError):  # the start says what is wrong with the folder
-        own, trunk = _folder(run.values), run.values.get("run.continue_from", "").partition("@")[0]
-        of_trunk = user_path(trunk) if trunk and not is_remote(trunk) else None
-        folder = own if checkpoint_steps(own / CHECKPOINTS) else of_trunk
-        if folder and (unwritten := BEFORE.keys() - run.values.keys()):
-            file = folder / RECIPE
-            old = load(file, rules=False, only=("data",))
-            run.put({key: value_of(old, key) for key in unwritten}, shown(file))
+        folders, trunk = [_folder(run.values)], run.values.get("run.continue_from", "")
+        if not checkpoint_steps(folders[0] / CHECKPOINTS):
+            path = user_path(trunk)
+            path = path if os.path.exists(path) else path.with_name(path.name.rpartition("@")[0] or path.name)
+            folders = [path, *path.absolute().parents[:2]] if trunk else []  # it may be one checkpoint
+        if file := next((folder / RECIPE for folder in folders if os.path.isfile(folder / RECIPE)), None):
+            run.put(kept_values(file, run.values), shown(file))
+
+
+def kept_values(file: Path, written: Collection[str]) -> dict[str, Any]:
+    """The values that a run with this recipe.toml keeps of the fields of BEFORE, but for those that are written now."""
+    unwritten = BEFORE.keys() - {*written}
+    old = load(file, rules=False, only=("data",)) if unwritten else Recipe()
+    return {key: value_of(old, key) for key in unwritten}
 
 
 def _folder(values: Mapping[str, Any]) -> Path:

@@ -1,6 +1,7 @@
 """Whether a recipe may go on with the run that a folder holds: the same fields, and the same text. Imports no torch."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,9 +200,10 @@ def schedule_notes(old: Recipe, new: Recipe, done: int) -> list[str]:
 
 def data_of_run(weights: "Weights") -> DataConfig | None:
     """How the run of a checkpoint, or of its export, read its data; None for weights from elsewhere."""
-    for folder in weights.path.absolute().parents[:2]:
+    path = weights.path.absolute()
+    for folder in (path, *path.parents[:2]):  # the copy of a checkpoint at a server has the recipe in it
         if (folder / RECIPE).is_file():
             recipe = load(folder / RECIPE, rules=False, only=("run", "data"))
-            step = weights.path.name.removeprefix("step-")  # an export is made after the last step
-            return stage_of(recipe, int(step) - 1 if step.isdecimal() else recipe.run.steps).recipe.data
+            step = re.match(r"step-(\d+)", path.name)  # an export is made after the last step
+            return stage_of(recipe, int(step[1]) - 1 if step else recipe.run.steps).recipe.data
     return None

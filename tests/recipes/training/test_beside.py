@@ -129,6 +129,19 @@ def test_tasks_are_evaluated_beside_the_run_and_losses_in_it(place: Path, corpus
         assert found[step] == pytest.approx(expected[step], rel=1e-5)
 
 
+def test_tasks_are_evaluated_by_a_process_beside_the_run_too(place: Path, corpus: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the lm-evaluation-harness is not installed: pip install -e '.[evaluation]'")
+    tasks = ["--validation.tasks", str(write_tasks(place / "tasks-2")), "--validation.task_limit", "4"]
+    tasks += ["--batch.sequence_length", "64"]
+    run(place, corpus, "all inside", *tasks, "--validation.every", "4")
+    run(place, corpus, "all beside", *tasks, "--validation.every", "0", "--validation.job", "process")
+    wait_for_all(place, "all beside", STEPS)
+    found, expected = validated(place, "all beside"), validated(place, "all inside")
+    assert found.keys() == expected.keys() and len(expected[4]) == 5
+    for step in STEPS:
+        assert found[step] == pytest.approx(expected[step], rel=1e-5)
+
+
 def test_a_run_that_asks_for_no_evaluation_is_refused_by_name(place: Path, corpus: Path) -> None:
     run(place, corpus, "plain", "--validation.every", "4", "--run.steps", "4")
     code, _, error = run_command("scripts/evaluate.py", place / "runs/plain", "--pending", "--device", "cpu")
