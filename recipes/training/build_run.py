@@ -150,12 +150,8 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
         _claim_folder(loaded.recipe, process, built, checkpoint)
     if clock.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
         loader.list_bad_rows_in(recipe.run.folder)
-    guard = StepGuard(
-        built.mesh,
-        device=world.device,
-        max_skipped_steps=recipe.run.max_skipped_steps,
-        loss_spike_z=recipe.run.loss_spike_z,
-    )
+    most, spike = recipe.run.max_skipped_steps, recipe.run.loss_spike_z
+    guard = StepGuard(built.mesh, device=world.device, max_skipped_steps=most, loss_spike_z=spike)
     guard.restore(progress)
     recorder = Recorder(stage, process, built, loader, guard=guard, throughput=throughput, progress=progress)
     observers, beside = observers_of(recipe, process, built), process.beside

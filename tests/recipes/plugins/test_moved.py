@@ -180,11 +180,11 @@ def test_a_file_has_not_the_version_of_a_distribution_of_its_name(folder: Path, 
 
 def test_sweep_varies_fields_of_plugins_and_names_wrong_ones(folder: Path) -> None:
     (folder / "sweep.toml").write_text('base = "mine.toml"\n[axes]\nlion.beta1 = [0.8, 0.9]\n')
-    rows = read_sweep(Path("sweep.toml"), [], output=folder / "out", processes=1).rows
+    rows = read_sweep(Path("sweep.toml"), ["--run.steps=13"], output=folder / "out", processes=1).rows
     assert [row.recipe.fields_of("optimizer", "lion").beta1 for row in rows] == [0.8, 0.9]
     (folder / "sweep.toml").write_text('base = "mine.toml"\n[axes]\nlion.beta3 = [0.8, 0.9]\n')
     with pytest.raises(UserError, match=r"(?s)1 problem in sweep.toml.*lion.beta3.*unknown key"):
-        read_sweep(Path("sweep.toml"), [], output=folder / "out", processes=1)
+        read_sweep(Path("sweep.toml"), ["--run.steps=13"], output=folder / "out", processes=1)
 
 
 @pytest.mark.slow
