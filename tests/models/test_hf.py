@@ -46,7 +46,7 @@ def test_every_size_converts_there_and_back(size: ModelConfig) -> None:
     assert replace(back, name=size.name) == size
     assert config_to_hf(back, text_facts(written)) == written
     kinds = {"smollm3": "smollm3", "qwen3": "qwen3", "olmo3": "olmo3", "gemma3": "gemma3_text"}
-    kinds |= {"mixtral": "mixtral", "olmo2": "olmo2", "olmoe": "olmoe"}
+    kinds |= {"mixtral": "mixtral", "olmo2": "olmo2", "olmoe": "olmoe", "gpt": "gpt_oss"}
     kind = kinds.get(size.name.partition("_")[0], "llama")
     kind = "qwen3_moe" if size.experts and size.qk_norm == "head" else kind
     assert written["model_type"] == kind
