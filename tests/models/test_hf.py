@@ -31,7 +31,7 @@ def test_every_name_converts_to_another_one() -> None:
     assert hf_name("blocks.12.feed_forward.gate_proj.weight") == "model.layers.12.mlp.gate_proj.weight"
 
 
-@pytest.mark.parametrize("name", ["blocks.1.attention.q_proj.bias", "rope.weight", "model.norm.weight"])
+@pytest.mark.parametrize("name", ["blocks.1.attention.q_proj.scale", "rope.weight", "model.norm.weight"])
 def test_an_unknown_name_does_not_convert(name: str) -> None:
     with pytest.raises(KeyError):
         hf_name(name)
