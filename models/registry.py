@@ -20,7 +20,8 @@ Tensors = Mapping[str, tuple[int, ...]]
 OURS = "default"
 """The name of the part that is ours."""
 READ: Mapping[Place, Mapping[str, Any]] = {
-    "attention": {"qk_norm": "none", "window": 0, "attention_scale_width": 0, "no_rope_every": 0, "no_rope_layers": ()},
+    "attention": {"qk_norm": "none", "window": 0, "attention_scale_width": 0, "no_rope_every": 0, "no_rope_layers": ()}
+    | {"attention_sinks": False, "biases": False},
     "feed_forward": {"activation": "silu", "experts": 0},
     "norm": {"norm_offset": False},
 }

@@ -312,6 +312,7 @@ def _size_of(name: str, run: Written, weights: "InitialWeights | None") -> tuple
     # In a resolved recipe no field of the shape is missing; older versions did not write some of them.
     shape = {f"model.{field.name}" for field in fields(ModelConfig)}
     later = ("logit_softcap", "full_attention_layers", "sparse_every", "further_dense_layers", *PLACES)
+    later += ("attention_sinks", "biases", "rope_truncate")
     shape -= {f"model.{field}" for field in (*NO_SHAPE, "upcycle", *later)}
     if weights is None or shape <= run.values.keys():
         return default, problems

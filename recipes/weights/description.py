@@ -19,7 +19,7 @@ UNCHECKED = ("name", "init_std", "weights", "config", "dropout", "upcycle")
 IMMATERIAL = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Keys of a config.json that may differ likewise."""
 LLAMA3_ROPE = ("rope_factor", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length")
-YARN = ("rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_scaled_layers")
+YARN = ("rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_truncate", "rope_scaled_layers")
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ def upcycling_problems(model: ModelConfig, dense: ModelConfig) -> Iterator[tuple
         yield "expert_width", f"must be {width}, the whole feed-forward that each expert starts as; write that"
     elif model.shared_experts:
         yield "shared_experts", "would be added to what the dense model computes; write 0"
+    elif model.biases:
+        yield "biases", "would be of experts that start as feed-forwards without them; write false"
     elif not model.normalize_scores:
         yield "normalize_scores", "must be true, so that scores add up to 1 and the model begins as the dense one"
     elif model.router_scale != 1:

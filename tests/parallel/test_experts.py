@@ -66,7 +66,7 @@ def units_inside_blocks() -> AbstractContextManager[Any]:
 
 
 def products_of_torch() -> AbstractContextManager[Any]:
-    return mock.patch.object(of_models, "by_experts", lambda rows, m, ends: grouped_mm(rows, m.mT, offs=ends))
+    return mock.patch.object(of_models, "by_experts", lambda rows, m, ends, _: grouped_mm(rows, m.mT, offs=ends))
 
 
 TRAPS = {"26: experts as a unit inside of a block that recomputes": ("1.1.2.1.1.2:selective", units_inside_blocks)}
