@@ -219,7 +219,7 @@ def graphs_of_steps(case: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("case", ["1.1.2.1.1.2:compile,rope", "1.1.1.1.1.1:compile,rope,sigmoid"])
+@pytest.mark.parametrize("case", ["1.1.2.1.1.2:compile,rope"])
 def test_other_loads_compile_nothing_anew(case: str) -> None:
     """Trap 27: sizes follow from routing. A block is one graph (fullgraph=True), and stays it."""
     skip_refused(case)
