@@ -91,7 +91,9 @@ def attend(
 
             return attention_by_lengths(query, key, value, documents, window=window, scale=scale)
         mask = None if documents is None else documents.sees
-    is_plain = mask is None and not window and new == seen
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    if sinks is None and mask is None and not window and new == seen:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
     if window:
         near = min(seen, window + new - 1)  # keys that some query sees
         key, value, mask = key[:, :, -near:], value[:, :, -near:], None if mask is None else mask[..., -near:]
@@ -99,7 +101,7 @@ def attend(
         distance = index[near - new :, None] - index  # (T, near)
         inside = (distance >= 0) & (distance < window)
         mask = inside if mask is None else mask & inside
-    elif mask is None and new > 1 and not is_plain:
+    elif mask is None and new > 1 and new != seen:
         # scaled_dot_product_attention's own causal mask would align the first new token with the first key; the last
         # new token must be aligned with the last key. A single token attends to everything.
         mask = torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
@@ -107,8 +109,7 @@ def attend(
         from models.sinks import attend_with_sinks
 
         return attend_with_sinks(query, key, value, sinks, mask, scale)
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_plain, **options)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
