@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
-from models.expert_rules import problems_of_experts
 from models.registry import OURS, PLACES, Part, Place, find, problems_of_parts
 
 AttentionFlops = Literal["causal", "full"]
@@ -222,7 +221,10 @@ class ModelConfig:
         for field in LISTS:
             if beyond := [layer for layer in getattr(self, field) if layer >= self.layers]:
                 found[field] = f"names layers {beyond}, but the last layer is {self.layers - 1}"
-        found |= problems_of_experts(self) if self.experts and "layers" not in found else {}
+        if self.experts and "layers" not in found:
+            from models.expert_rules import problems_of_experts  # most models have none
+
+            found |= problems_of_experts(self)
         if self.rope_scaling == "llama3" and self.rope_high_frequency_factor <= low:
             found["rope_high_frequency_factor"] = f"must exceed rope_low_frequency_factor = {low}"
         if self.rope_scaling == "yarn" and self.rope_beta_fast <= self.rope_beta_slow:
