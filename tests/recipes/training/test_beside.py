@@ -28,8 +28,13 @@ def run(place: Path, corpus: Path, name: str, *words: str) -> str:
     common = ["--run.steps", "12", "--checkpoint.keep", "1", "--validation.batches", "2", "--metrics.picture", "false"]
     process = run_sh(place, arguments(place, corpus, name, *common, *words), NPROC="2", HF_HOME=str(place / "hf"))
     out, err = process.communicate()
-    assert (process.returncode, err) == (0, ""), out + err
+    assert (process.returncode, ours(err)) == (0, []), out + err
     return out
+
+
+def ours(errors: str) -> list[str]:
+    """The lines but for those of transformers, which warns of texts of tasks that are longer than the model reads."""
+    return [line for line in errors.splitlines() if not line.startswith("[transformers]")]
 
 
 def rows(place: Path, name: str) -> list[dict[str, Any]]:
@@ -97,7 +102,7 @@ def by_hand(place: Path, name: str) -> dict[int, dict[str, float]]:
     """What two processes find that are started by hand, and what one adds to that."""
     evaluate = ["scripts/evaluate.py", place / "runs" / name, "--pending", "--device", "cpu"]
     code, _, error = run_command("scripts/launch.py", "--standalone", "--nproc-per-node=2", *evaluate)
-    assert (code, error) == (0, "")
+    assert (code, ours(error)) == (0, []), error
     found = validated(place, name)
     assert run_command(*evaluate)[0] == 0 and validated(place, name) == found
     assert run_command(*evaluate, "--dtype", "bfloat16")[0] == 2
