@@ -84,8 +84,7 @@ def attend(
         if isinstance(documents, Lengths) and sinks is not None:
             from models.sinks import with_sinks  # most models have none
 
-            scale = scale or query.shape[-1] ** -0.5
-            return with_sinks(query, key, value, sinks, None, *documents, window, scale)[0]
+            return with_sinks(query, key, value, sinks, None, *documents, window, scale or query.shape[-1] ** -0.5)[0]
         if isinstance(documents, Lengths):
             from models.varlen import attention_by_lengths  # imported late: see models/varlen.py
 
