@@ -24,7 +24,7 @@ from tests.test_mutants import MUTANTS
 from tests.training import change
 from tests.twins import lean
 
-SEEDS = range(3)
+SEEDS = range(2)
 
 
 def different_twins(folder: Path) -> dict[str, Twin]:
