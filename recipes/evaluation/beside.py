@@ -47,9 +47,9 @@ def copied(folder: Path) -> set[int]:
     return {row["step"] for row in logged_rows(folder / METRICS) if EVALUATED in row}
 
 
-def uncopied(folder: Path, there: Collection[int]) -> list[dict[str, Any]]:
-    """The rows that metrics.jsonl lacks. there: the steps that it has."""
-    results = [row for row in logged_rows(folder / EVALUATIONS) if RESULT in row and row["step"] not in there]
+def uncopied(rows: list[dict[str, Any]], there: Collection[int]) -> list[dict[str, Any]]:
+    """The rows that metrics.jsonl lacks. rows: of evaluations.jsonl; there: the steps that metrics.jsonl has."""
+    results = [row for row in rows if RESULT in row and row["step"] not in there]
     return [{"step": row["step"], **row[RESULT], EVALUATED: row["time"]} for row in results]
 
 
@@ -79,7 +79,7 @@ class Beside:
         beside another, which may have looked for that already."""
         try:
             rows = logged_rows(self._folder / EVALUATIONS)
-            for row in uncopied(self._folder, self._copied):
+            for row in uncopied(rows, self._copied):
                 self._copied.add(row["step"])
                 self._write(row)
                 shown = ", ".join(f"{name} {row[name]}" for name in row if name.startswith("validation_"))

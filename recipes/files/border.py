@@ -31,7 +31,8 @@ def foreign(what: str, remedy: str | Callable[[BaseException], str] = "", but: A
     """Inside, what foreign code raises becomes ForeignError "WHAT: REASON; REMEDY", and TemporaryError for a fault of
     the system that may pass. What our code raises when it is called back is passed on as it is.
 
-    what: the code, and what it was doing, with row and file. remedy: what to do instead. but: the latter errors alone.
+    what: the code, and what it was doing, with row and file. remedy: what to do instead.
+    but: errors to pass on instead of those.
     """
     try:
         yield

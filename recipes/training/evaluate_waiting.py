@@ -81,7 +81,8 @@ def evaluate_waiting(folder: Path, modules: list[str], *, device: str, attempts:
     if world.is_main:
         with suppress(UserError):  # the run goes on, and copies them
             (lock := FolderLock()).take(folder, log=say)
-            rows = [row | {"time": utc_now()} for row in uncopied(folder, copied(folder))]
+            found = uncopied(logged_rows(folder / EVALUATIONS), copied(folder))
+            rows = [row | {"time": utc_now()} for row in found]
             Lines(folder / METRICS, log=say).append(*map(json.dumps, rows))
             lock.release()
             if rows and recipe.metrics.picture:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from models.attention import attend
 from models.cache import KeyValueCache
@@ -287,7 +287,7 @@ def test_operator_with_sinks_keeps_the_rules_of_operators() -> None:
     heads = [torch.randn(shape).transpose(1, 2).requires_grad_() for shape in shapes]
     sinks = torch.randn(4, requires_grad=True)
     for mask in (None, torch.ones(9, 9, dtype=torch.bool).tril()):
-        torch.library.opcheck(with_sinks, (*heads, sinks, mask, None, None, 0, 0.25))
+        library.opcheck(with_sinks, (*heads, sinks, mask, None, None, 0, 0.25))
 
 
 def test_biases_of_experts_are_added_to_their_rows() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from recipes.evaluation.beside import Beside, copied, uncopied, waiting
-from recipes.files.layout import step_folder
+from recipes.files.layout import EVALUATIONS, step_folder
 from recipes.files.lock import FolderLock
+from recipes.files.reading import logged_rows
 from recipes.recipe.schema import Recipe
 from recipes.training.run_folder import claim_run_folder
 from tests.processes import wait_for
@@ -48,7 +49,8 @@ def test_what_has_failed_least_often_waits_first_and_is_given_up_after_two_attem
 def test_results_are_copied_once_in_whatever_order_they_come(folder: Path) -> None:
     write(folder / "evaluations.jsonl", result(4, 2.0), result(2, 3.0))
     write(folder / "metrics.jsonl", {"step": 2, "loss": 1.0}, {"step": 2, "validation_loss": 3.0, "evaluated": "now"})
-    assert uncopied(folder, copied(folder)) == [{"step": 4, "tokens": 40, "validation_loss": 2.0, "evaluated": "now"}]
+    rows = logged_rows(folder / EVALUATIONS)
+    assert uncopied(rows, copied(folder)) == [{"step": 4, "tokens": 40, "validation_loss": 2.0, "evaluated": "now"}]
 
 
 def test_results_of_steps_that_a_run_repeats_are_forgotten(small: Recipe, tmp_path: Path) -> None:
