@@ -5,6 +5,7 @@ multiple of K), H head width.
 """
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,18 @@ from models.config import ModelConfig
 
 if TYPE_CHECKING:
     from models.documents import Restriction
+
+
+class Sinks(nn.Module):
+    """A logit of each query head in the denominator of its softmax. A module, which tensor groups cut as norms."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+    def forward(self, query: Tensor) -> Tensor:
+        """query: (B, T, N, H). Returns (N,)."""
+        return self.weight
 
 
 class InnerAttention(nn.Module):
@@ -29,10 +42,17 @@ class InnerAttention(nn.Module):
             "scale": scale,
             "flash": torch.backends.cuda.flash_sdp_enabled(),
         }
+        self.largest: Tensor | None = None  # (N,) float32: the largest logit of each head in training, if asked for
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: "Restriction | None" = None) -> Tensor:
-        """query: (B, N, T, H); key, value: (B, K, S, H). Returns (B, N, T, H)."""
-        return attend(query, key, value, documents, **self.reach)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: "Restriction | None" = None, *sinks: Tensor
+    ) -> Tensor:
+        """query: (B, N, T, H); key, value: (B, K, S, H); sinks: (N,), if any. Returns (B, N, T, H)."""
+        if self.largest is not None and torch.is_grad_enabled():
+            from models.logits import note  # most runs do not ask
+
+            note(self.largest, query, key, documents, self.reach)
+        return attend(query, key, value, documents, *sinks, **self.reach)
 
 
 def attend(
@@ -40,6 +60,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     documents: "Restriction | None" = None,
+    sinks: Tensor | None = None,
     *,
     window: int = 0,
     scale: float | None = None,
@@ -48,33 +69,35 @@ def attend(
     """softmax(Q K^T x scale) V of the last T of S tokens, causal. Returns (B, N, T, H).
 
     Args:
-        query: (B, N, T, H).
-        key: (B, K, S, H).
-        value: (B, K, S, H), or narrower: the result is as wide.
+        query, key, value: (B, N, T, H), (B, K, S, H), and the same, or narrower: the result is as wide as value.
         documents: what keeps attention inside documents; where S is more than T, of_chunk() has made it.
+        sinks: (N,), if heads have them.
         window: tokens that a token sees, itself and those before it; 0 = all.
         scale: None = 1 / sqrt(H).
         flash: whether windows may be computed by flash kernels for lengths, where the device has them.
     """
     if narrower := query.shape[-1] - value.shape[-1]:  # few kernels take that: they get zeros beside it
-        padded = attend(query, key, pad(value, (0, narrower)), documents, window=window, scale=scale, flash=flash)
-        return padded[..., :-narrower]
-    new, seen = query.shape[2], key.shape[2]
-    window = 0 if window >= seen else window
+        padded = partial(attend, query, key, pad(value, (0, narrower)), documents, sinks)
+        return padded(window=window, scale=scale, flash=flash)[..., :-narrower]
+    new, seen, window = query.shape[2], key.shape[2], window if window < key.shape[2] else 0
     mask = None  # (B or 1, 1, T, S), True = attends
-    if documents is not None or window:
+    if documents is not None or window or sinks is not None:
         # Most runs have neither. For kernels that take lengths, every row is one document.
         from models.documents import Lengths, has_kernel_for_lengths, whole_rows
 
         if documents is None and flash and has_kernel_for_lengths(query):
             documents = whole_rows(query, key)
+        if isinstance(documents, Lengths) and sinks is not None:
+            from models.sinks import with_sinks  # most models have none
+
+            return with_sinks(query, key, value, sinks, None, *documents, window, scale or query.shape[-1] ** -0.5)[0]
         if isinstance(documents, Lengths):
             from models.varlen import attention_by_lengths  # imported late: see models/varlen.py
 
             return attention_by_lengths(query, key, value, documents, window=window, scale=scale)
         mask = None if documents is None else documents.sees
     options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    if mask is None and not window and new == seen:
+    if sinks is None and mask is None and not window and new == seen:
         return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
     if window:
         near = min(seen, window + new - 1)  # keys that some query sees
@@ -83,10 +106,14 @@ def attend(
         distance = index[near - new :, None] - index  # (T, near)
         inside = (distance >= 0) & (distance < window)
         mask = inside if mask is None else mask & inside
-    elif mask is None and new > 1:
+    elif mask is None and new > 1 and new != seen:
         # scaled_dot_product_attention's own causal mask would align the first new token with the first key; the last
         # new token must be aligned with the last key. A single token attends to everything.
         mask = torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
+    if sinks is not None:
+        from models.sinks import attend_with_sinks
+
+        return attend_with_sinks(query, key, value, sinks, mask, scale)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
@@ -141,7 +168,9 @@ def _kept_by_yarn(config: ModelConfig, device: torch.device) -> Tensor:
         turns = config.rope_original_length / (times * 2 * math.pi)
         return config.head_width * math.log(turns) / (2 * math.log(config.rope_theta))
 
-    low = max(math.floor(pair_that_turns(config.rope_beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(config.rope_beta_slow)), config.head_width - 1)
+    low, high = pair_that_turns(config.rope_beta_fast), pair_that_turns(config.rope_beta_slow)
+    if config.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_width - 1)
     pairs = torch.arange(config.head_width // 2, dtype=torch.float32, device=device)
     return 1 - ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)

@@ -8,8 +8,10 @@ def problems_of_experts(config: Any) -> dict[str, str]:
     found = {}
     if config.experts_per_token > config.experts:
         found["experts_per_token"] = f"is more than experts = {config.experts}; write {config.experts} at most"
-    if config.activation != "silu":
-        found["activation"] = 'is not for experts, which compute with "silu"; write that'
+    if config.activation == "gelu_tanh":
+        found["activation"] = 'is not for experts, which compute with "silu" or "swiglu_clamped"; write one of them'
+    elif config.activation == "swiglu_clamped" and (config.dense or config.shared_experts):
+        found["activation"] = 'is for experts alone; write "silu", or no dense layers and shared_experts = 0'
     if len(config.dense) == config.layers:
         field = "dense_layers" if config.dense_layers >= config.layers else "further_dense_layers"
         field = "sparse_every" if config.sparse_every > config.layers else field

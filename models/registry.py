@@ -22,10 +22,8 @@ OURS, LATENTS = "default", "latent"
 LATENT = ("latent_width", "query_latent_width", "rope_width", "value_width", "rope_mscale")
 """Fields of READ that ours do not read: attention = "latent" does (models/latent.py)."""
 READ: Mapping[Place, Mapping[str, Any]] = {
-    "attention": {
-        **{"qk_norm": "none", "window": 0, "attention_scale_width": 0, "no_rope_every": 0, "no_rope_layers": ()},
-        **dict.fromkeys(LATENT, 0),
-    },
+    "attention": {"qk_norm": "none", "window": 0, "attention_scale_width": 0, "no_rope_every": 0, "no_rope_layers": ()}
+    | {"attention_sinks": False, "biases": False, **dict.fromkeys(LATENT, 0)},
     "feed_forward": {"activation": "silu", "experts": 0},
     "norm": {"norm_offset": False},
 }
@@ -173,6 +171,11 @@ def unregistered(place: str, name: str) -> str | None:
     close = get_close_matches(name, known, n=1)
     hint = f'did you mean "{close[0]}"?' if close else f"registered are {', '.join(known)}"
     return f"is registered by no module of [plugins]; {hint}"
+
+
+def parts_not_ours(config: Any) -> dict[Place, str]:
+    """Place -> name of the parts without which, of all that plug-ins register, a model cannot be built."""
+    return {place: name for place in PLACES if (name := getattr(config, place)) not in (OURS, LATENTS)}
 
 
 def problems_of_parts(config: Any) -> dict[str, str]:

@@ -7,6 +7,10 @@ from annotated_types import Ge, MinLen
 
 TRACKERS = {"wandb": "recipes.metrics.tracking:Tracker", "tensorboard": "recipes.metrics.board:TensorBoard"}
 """What opens each tracker, beside those of plug-ins: see tracker() in recipes/plugins/register.py."""
+COLUMNS = """step tokens stage time loss grad_norm lr matrix_lr z_loss balance_loss router_z_loss step_seconds
+data_seconds eta_seconds epochs tokens_per_second tokens_per_second_per_device tflops_per_device mfu mfu_full
+attention_length peak_memory_gib reserved_memory_gib allocation_retries allocation_failures gpu_utilization
+gpu_power_watts skipped documents goodput wall_seconds stragglers plan validation_loss validation_average_loss"""
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,8 @@ class MetricsConfig:
     """Log every this many steps; only at these steps does the loop wait for the device."""
     grad_norms: bool = False
     """Also log the gradient norm of embedding, head, norms, attention, feed-forward and routers, each by itself."""
+    attention_logits: bool = False
+    """Also log attention_logit/LAYER, the largest since the last row; costs a product of queries and keys per step."""
     by_source: bool = True
     """Also log loss/NAME and tokens/NAME of each source of a data.mixture."""
     wandb: bool = False

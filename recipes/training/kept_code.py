@@ -108,8 +108,8 @@ def _key(recipe: Recipe, mesh: Mesh, device: torch.device) -> str:
         *(replace(recipe.model, weights="", config=""), recipe.mesh, recipe.pipeline, recipe.experts, recipe.attention),
         *(recipe.float8, recipe.activation_checkpointing, replace(recipe.compile, cache=""), recipe.fsdp),
         *(batch.micro_batch_size, batch.sequence_length, batch.loss_chunks),
-        *(recipe.data.document_mask, recipe.data.has_pairs),
-        *(optimizer.name, optimizer.state_dtype, optimizer.z_loss, recipe.plugins.versions),
+        *(recipe.data.document_mask, recipe.data.has_pairs, recipe.metrics.attention_logits),
+        *(optimizer.name, optimizer.state_dtype, optimizer.z_loss, optimizer.qk_clip, recipe.plugins.versions),
     ]
     return xxhash.xxh3_128_hexdigest(repr(facts).encode())
 

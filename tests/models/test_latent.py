@@ -62,6 +62,12 @@ SMALL = replace(
 EACH = pytest.mark.parametrize("case", CASES)
 
 
+def rounding(case: str) -> float:
+    """By how much logits may differ. Those of V2 read softmax scores as they are, which sharp routers make out of small
+    differences: in float32 both models are up to 4e-5 from what they compute in float64, where they agree to 1.3e-7."""
+    return 5e-5 if CASES[case][0] == "deepseek_v2" else 1e-5
+
+
 def settings_of(case: str) -> dict[str, Any]:
     """The config.json of a case."""
     family, keys = CASES[case]
@@ -80,7 +86,7 @@ def reference(case: str) -> Any:
             if tensor.dim() == 1 and "inv_freq" not in name:
                 tensor += 0.2 * torch.randn_like(tensor)
             if name.endswith("gate.weight"):
-                tensor.copy_(0.3 * torch.randn_like(tensor))  # sharper scores would enlarge what rounding differs by
+                tensor.copy_(torch.randn_like(tensor))
     return model
 
 
@@ -118,7 +124,7 @@ def test_latent_attention_has_the_logits_and_gradients_of_transformers(case: str
     model, theirs, tokens = loaded(folders[case]), reference(case), tokens_of()
     targets = tokens.roll(-1, dims=1)
     expected = theirs(tokens).logits
-    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=rounding(case))
     theirs.zero_grad()
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     model(tokens, targets).backward()
@@ -130,7 +136,7 @@ def test_latent_attention_has_the_logits_and_gradients_of_transformers(case: str
             gradient = gradients[f"{stored.rpartition('.')[0]}.gate_up_proj"].chunk(2, dim=1)[".up_proj" in name]
         else:
             gradient = gradients.pop(stored)
-        assert (parameter.grad - gradient).norm() < 3e-5 * gradient.norm(), name
+        assert (parameter.grad - gradient).norm() < rounding(case) * gradient.norm(), name
     assert all("gate_up_proj" in name for name in gradients)
 
 
@@ -141,7 +147,7 @@ def test_text_that_a_cache_reads_in_parts_has_the_logits_of_the_whole(case: str,
     assert cache.layers[0].value.shape[-1] == SHARED["v_head_dim"] or case == "Kimi K2"
     with torch.no_grad():
         parts = [model(part, cache=cache) for part in tokens.split([20, 1, 1, 17, 9], dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=0, atol=rounding(case))
 
 
 @EACH
@@ -151,7 +157,7 @@ def test_packed_documents_have_the_logits_of_each_by_itself(case: str, folders: 
     with torch.no_grad():
         packed = model(tokens, documents=Documents.of(tokens, end_of_document=END))
         alone = [model(part) for part in tokens.split([20, LENGTH - 20], dim=1)]
-        torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=0, atol=1e-5)
+        torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=0, atol=rounding(case))
 
 
 # Its folders

@@ -15,6 +15,8 @@ from models.sizes import SIZES
 
 # From the published checkpoints (safetensors index totals; the papers round them).
 PUBLISHED = {
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
     "smollm2_135m": 134_515_008,
     "smollm2_360m": 361_821_120,
     "smollm2_1.7b": 1_711_376_384,
@@ -71,7 +73,10 @@ def test_the_parameter_count_equals_the_formula_and_the_published_number(name: s
     assert config.num_params() == PUBLISHED.get(name, config.num_params())
 
 
-@pytest.mark.parametrize("name", [name for name in SIZES if name.startswith(("qwen3", "olmo", "mixtral", "gemma3"))])
+THEIRS = ("qwen3", "olmo", "mixtral", "gemma3", "gpt_oss")
+
+
+@pytest.mark.parametrize("name", [name for name in SIZES if name.startswith(THEIRS)])
 def test_the_parameter_count_is_that_of_transformers(name: str) -> None:
     import transformers
 
@@ -147,6 +152,8 @@ def test_no_token_of_our_decoder_sees_a_later_one_or_another_document(name: str)
     )
     small = {"layers": max(2, *every), "width": 32, "feed_forward_width": 32, "window": min(size.window, 3)}
     small |= {"vocabulary": 40, "heads": 4, "key_value_heads": 2, "head_width": 8, "expert_width": 8}
+    if size.latent_width:
+        small |= {"key_value_heads": 4, "latent_width": 8, "rope_width": 4, "value_width": 6}
     model, tokens = build_model(replace(size, **small)), 1 + torch.arange(12)[None]
     torch.manual_seed(0)
     for parameter in model.parameters():

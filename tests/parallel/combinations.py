@@ -35,6 +35,16 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"further_dense_layers": (1, 3), "layers": 4},
     },
     "six_experts": {"experts": 6},
+    "gptoss": {
+        **{
+            "no_rope_every": 0,
+            "tied_embeddings": False,
+            "window": 7,
+            "full_attention_every": 2,
+            "attention_sinks": True,
+        },
+        **{"biases": True, "activation": "swiglu_clamped", "rope_scaling": "yarn", "rope_truncate": False},
+    },
     "latent": {
         **{"no_rope_every": 0, "attention": "latent", "key_value_heads": 4, "latent_width": 32, "rope_width": 8},
         **{"value_width": 16, "head_width": 24, "query_latent_width": 40},
@@ -48,7 +58,7 @@ FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zbv", "interleaved_zero_bubble")
 OF_STAGES = {*SCHEDULES, "split", "three"}
 """Options that are for pipelines alone."""
-OF_EXPERTS = {"balance", "batch", "sigmoid", "groups", "pattern"}
+OF_EXPERTS = {"balance", "batch", "sigmoid", "groups", "pattern", "gptoss"}
 """Options that are for experts alone."""
 
 FEATURES: dict[str, tuple[str, ...]] = {
@@ -70,6 +80,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "latent attention (DeepSeek-V3; without latents of queries, V2-Lite)": ("latent",),
     "z-loss": ("z",),
     "Muon": ("muon",),
+    "QK-clip": ("clip",),
     "bfloat16": ("bf16",),
     "gradients reduced in bfloat16": ("bf16", "reduce16"),
     "float8 tensorwise": ("tensorwise",),
@@ -86,6 +97,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "groups of experts": ("groups",),
     "balance loss over the batch": ("balance", "batch"),
     "balance loss and moved biases together": ("balance", "sigmoid"),
+    "GPT-OSS (sinks, biases, clamped SwiGLU, windows)": ("gptoss",),
     "lists of layers that are dense, without a window or without rotary embeddings": ("pattern",),
 }
 """Row of the page's table -> the options that a case must have to count there."""
@@ -106,10 +118,10 @@ _CASES = """
 1.1.1.2  compile,rope,selective,documents compile,rope,full,half,untied compile,rope,tensorwise
 1.1.1.2  gemma,documents gemma,compile,selective gemma,tensorwise,gather_activations,full
 1.1.1.2  olmo,full olmo,compile,documents olmo,rowwise,documents olmo,bf16,chunks
-1.1.1.2  latent,documents latent,no_query_latent,full latent,bf16,selective latent,tensorwise latent,compile
+1.1.1.2  latent,documents latent,no_query_latent,full latent,bf16,selective latent,tensorwise latent,compile,clip
 1.1.2.1  latent,documents latent,gather,no_query_latent,documents
-1.2.2.2  latent,gather
-1.1.2.2  latent,untied latent,no_query_latent,muon
+1.2.2.2  latent,gather,clip
+1.1.2.2  latent,untied latent,no_query_latent,muon,clip
 1.1.2.1  gemma gemma,gather,documents gemma,compile,gather,full olmo,documents olmo,gather,selective
 1.1.2.1  plain untied,documents,chunks zero2,offload full,half selective,documents llama3,documents bf16
 1.1.2.1  tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp rowwise,documents
@@ -143,7 +155,7 @@ _PIPELINES = """
 2.1.1.1.1  interleaved,three,six,selective,half split,untied,prefetch muon,untied
 2.1.1.1.1  bf16,documents bf16,reduce16,interleaved bf16,untied,zbv,zero2 bf16,untied,interleaved_zero_bubble,zero2
 2.1.1.1.1  tensorwise,documents rowwise,interleaved,documents tensorwise,zbv,zero2
-2.1.1.1.1  latent,no_query_latent,interleaved
+2.1.1.1.1  latent,no_query_latent,interleaved,clip
 2.1.1.1.1  gemma,documents olmo,interleaved,full
 2.1.1.1.1  compile,rope,documents compile,rope,interleaved,selective
 4.1.1.1.1  plain gpipe,documents,untied interleaved,eight_blocks,documents,untied zbv,zero2,eight_blocks bf16
@@ -169,6 +181,11 @@ _EXPERTS = """
 1.1.2.1.1.2  zero2,chunks,balance offload,untied z muon,sigmoid bf16,balance prefetch,llama3 rowwise,sigmoid
 1.1.2.1.1.2  compile,rope,documents,balance compile,rope,sigmoid,selective compile,rope,full tensorwise,balance
 1.1.2.1.1.1  pattern,balance,batch
+1.1.2.1.1.2  gptoss,documents,balance gptoss,muon,selective gptoss,bf16,full compile,gptoss
+1.1.1.1.2.2  gptoss
+1.1.1.2.1.2  gptoss,documents gather,gptoss
+2.1.1.1.1.1  gptoss,documents
+1.1.2.2.2.2  gptoss,documents
 1.1.2.1.1.2  balance,batch pattern,sigmoid,balance,batch,documents batch,balance,bf16,full
 1.1.1.1.2.1  plain balance,documents sigmoid,untied balance,batch
 1.1.1.1.2.2  plain balance,sigmoid,untied documents,chunks selective,balance full,half,sigmoid muon bf16
@@ -198,7 +215,7 @@ _EXPERTS = """
 1.1.8.1.1.8  sigmoid
 1.1.8.1.1.2  balance
 1.2.2.1.2.4  balance,sigmoid
-1.1.2.2.2.8  documents,balance latent,sigmoid,groups
+1.1.2.2.2.8  documents,balance latent,sigmoid,groups,clip
 2.1.2.1.2.4  documents,balance
 2.2.2.1.1.2  sigmoid,interleaved
 """
@@ -300,6 +317,7 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
             "matrix_lr": 1e-3 if "matrix_lr" in options else 0.0,
             "state_dtype": "bfloat16" if "moments16" in options else "float32",
             "z_loss": 1e-2 if "z" in options else 0.0,
+            "qk_clip": 100.0 if "clip" in options else 0.0,
         },
         "run": {"loss_spike_z": 6.0 if "spikes" in options else 0.0},
         "validation": {"average": 2 if "averages" in options else 0},
@@ -329,6 +347,29 @@ def _by_processes(text: str) -> dict[int, list[str]]:
 
 CASES, PIPELINES, EXPERTS = map(_by_processes, (_CASES, _PIPELINES, _EXPERTS))
 """Number of processes -> its cases; those with a pipeline, and those with experts, are apart."""
+
+
+def cells_of(case: str) -> set[tuple[str, str, str]]:
+    """(row, column, precision) of the page's table that a case counts in."""
+    rows = [row for row, options in FEATURES.items() if {*options} <= features_of(case)]
+    return {(row, column, precision_of(case)) for row in rows for column in columns_of(case)}
+
+
+def _covering(cases: list[str]) -> frozenset[str]:
+    """A few of these cases that count in every cell in which one of them does, with few processes."""
+    left, chosen = set[tuple[str, str, str]]().union(*map(cells_of, cases)), set[str]()
+    while left:
+        best = max(cases, key=lambda case: len(cells_of(case) & left) / processes_of(case))
+        chosen.add(best)
+        left -= cells_of(best)
+    return frozenset(chosen)
+
+
+ZERO_BUBBLE = tuple(f"2.1.1.1.1:bf16,untied,{schedule},zero2" for schedule in ("zbv", "interleaved_zero_bubble"))
+"""Cases whose comparisons another test looks at, too."""
+COVERING = _covering([case for some in (CASES, PIPELINES, EXPERTS) for cases in some.values() for case in cases])
+COVERING |= {*ZERO_BUBBLE, "1.1.1.3:documents"}  # three processes divide nothing equally
+"""The cases that CI proves; the others are `exhaustive`."""
 GENERATED = ("1.1.1.2:compile,rope,selective,documents",)
 """Compiled cases that run generated code, which takes a core 45 s each; of the others the graphs run, and their code
 with `pytest -m exhaustive tests/parallel/test_combinations.py`."""

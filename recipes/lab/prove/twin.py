@@ -75,8 +75,10 @@ class Twin:
 
     @property
     def short(self) -> "Twin":
-        """Two steps of the same, all of which count."""
+        """Two steps of the same with as few micro-batches as can be several, all of which count."""
+        rows = self.degrees.data_parallel * self.recipe.batch.micro_batch_size
         few = {"run.steps": 2, "run.loss_spike_z": 0.0, "checkpoint.every": 0}
+        few |= {"batch.global_batch_size": 2 * self.degrees.pipeline * rows}
         few |= {"validation.every": 2, "validation.batches": 1, "validation.average": 0}
         return self.with_values("-short", **few)
 
@@ -209,6 +211,7 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         "compile.cache": "",
         "optimizer.lr": RATE,
         "optimizer.matrix_lr": RATE * min(optimizer.matrix_share, 4.0) if optimizer.matrix_lr else 0.0,
+        "optimizer.qk_clip": min(optimizer.qk_clip, 0.5),  # which its logits exceed
         "optimizer.eps": max(optimizer.eps, 1e-5),  # else the smallest gradients become updates of full size
         "schedule.warmup_steps": 6 if kind == "constant" else 2,  # the rate changes after a resume
         "schedule.decay_steps": (6 if longer else 3) if kind == "wsd" else 0,
