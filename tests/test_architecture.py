@@ -171,16 +171,13 @@ def test_no_folder_below_recipe_takes_a_whole_recipe() -> None:
 
 
 def test_model_and_its_parallelization_meet_in_one_file_of_training() -> None:
-    """And in scripts/evaluate.py, which trains nothing, and where a plan takes a step on tensors without values."""
+    """And in scripts/evaluate.py, which trains nothing."""
     files = [file for file in FILES if "parallel.order" in imports(file) and place(file) != "scripts"]
-    found = [name(file.parent) for file in files if name(file) != "recipes/plan/tracked.py"]
-    assert found == ["recipes/training"], list(map(name, files))
+    assert [name(file.parent) for file in files] == ["recipes/training"], list(map(name, files))
 
 
 def test_decoder_is_built_only_by_training_and_evaluation() -> None:
-    """And where a plan takes a step on tensors without values."""
-    users = [file for file in FILES if "models.decoder" in imports(file)]
-    builders = {place(file) for file in users if name(file) != "recipes/plan/tracked.py"}
+    builders = {place(file) for file in FILES if "models.decoder" in imports(file)}
     assert builders <= {"models", "recipes/training", "recipes/evaluation", "scripts"}
 
 
@@ -308,7 +305,7 @@ def test_no_file_is_longer_than_400_lines() -> None:
     assert not long, long
 
 
-@pytest.mark.parametrize(("room", "limit"), [("core", 39_930), ("recipes/lab", 7_580), ("scripts", 1_660)])
+@pytest.mark.parametrize(("room", "limit"), [("core", 39_580), ("recipes/lab", 7_440), ("scripts", 1_660)])
 def test_a_room_is_no_longer_than_its_limit(room: str, limit: int) -> None:
     """A new capability raises a limit in the same change, here and in docs/architecture.md. core: what trains."""
     lines = {file: count for file, count in lines_outside_tests().items() if file.endswith(".py")}
@@ -316,9 +313,9 @@ def test_a_room_is_no_longer_than_its_limit(room: str, limit: int) -> None:
     assert sum(count for file, count in lines.items() if rooms[file] == room) <= limit
 
 
-def test_the_pages_have_at_most_44160_words() -> None:
+def test_the_pages_have_at_most_44040_words() -> None:
     words = {name(page): len(page.read_text(encoding="utf-8").split()) for page in PAGES}
-    assert sum(words.values()) <= 44_160, words
+    assert sum(words.values()) <= 44_040, words
 
 
 def test_entry_has_fewer_than_80_lines() -> None:
