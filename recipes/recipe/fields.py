@@ -34,6 +34,10 @@ COMMAND_LINE = "command line"
 """Where a value was written that no file has."""
 BEFORE = {"data.border_targets": True}
 """What runs did before a field existed whose default is something else. A run that goes on keeps its value."""
+GONE = {
+    "metrics.calibrated_by": "compare the run's step_seconds with --plan --calibrated-by FILE; remove it",
+}
+"""Fields of older versions -> what to do instead. The recipe.toml of a run may still have them; nothing reads them."""
 LARGEST = 2**63
 """Integers of TOML are smaller."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -246,6 +250,8 @@ def unknown_section(name: str) -> str:
 
 def unknown_key(key: str) -> str:
     """The message for a dotted or bare key that does not exist."""
+    if key in GONE:
+        return f"is gone; {GONE[key]}"
     section, _, name = _normal(key).rpartition(".")
     if name == "base":
         return 'unknown key; base = "other.toml" belongs in a file, above its first [section]'
