@@ -117,7 +117,7 @@ class Recorder:
         step_seconds, data_seconds = self._clock.seconds_per_step()
         with self._clock(LOG):
             # Waiting for another process's data is counted as waiting for data here, too.
-            waited = times[1] - data_seconds if times else 0.0
+            waited = times[0] - data_seconds if times else 0.0
             self.goodput.move(STEP, LOADING, waited * self._clock.steps)
             self.log_skipped()
             slow, names = self._stragglers.compare(times) if self._stragglers else ({}, [])
