@@ -10,7 +10,7 @@ TRACKERS = {"wandb": "recipes.metrics.tracking:Tracker", "tensorboard": "recipes
 COLUMNS = """step tokens stage time loss grad_norm lr matrix_lr z_loss balance_loss router_z_loss step_seconds
 data_seconds eta_seconds epochs tokens_per_second tokens_per_second_per_device tflops_per_device mfu mfu_full
 attention_length peak_memory_gib reserved_memory_gib allocation_retries allocation_failures gpu_utilization
-gpu_power_watts skipped documents goodput wall_seconds stragglers validation_loss validation_average_loss"""
+gpu_power_watts skipped documents goodput wall_seconds stragglers plan validation_loss validation_average_loss"""
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class MetricsConfig:
     """Where rows also go, by name: those of plug-ins, and the two above, which need no name here."""
     picture: bool = True
     """Draw curves.png, as scripts/plot.py does, when the run ends."""
+    calibrated_by: str = ""
+    """File, as of --plan --calibrated-by, for the plan that a finished run is compared with; a CPU has none."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ BEFORE = {"data.border_targets": True}
 """What runs did before a field existed whose default is something else. A run that goes on keeps its value."""
 GONE = {
     "compile.cache": "torch keeps compiled code in TORCHINDUCTOR_CACHE_DIR (docs/running.md); remove it",
-    "metrics.calibrated_by": "compare the run's step_seconds with --plan --calibrated-by FILE; remove it",
 }
 """Fields of older versions -> what to do instead. The recipe.toml of a run may still have them; nothing reads them."""
 LARGEST = 2**63

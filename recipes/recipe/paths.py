@@ -16,7 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = "plugins.modules"
 READ = (
     *("model.weights", "model.config", "data.source", "data.mixture", "data.tokenizer", "data.chat_template"),
-    *(MODULES, "validation.source", "validation.sources", "validation.tasks", "validation.ladder"),
+    *(
+        MODULES,
+        "validation.source",
+        "validation.sources",
+        "validation.tasks",
+        "validation.ladder",
+        "metrics.calibrated_by",
+    ),
 )
 """Fields whose paths are read."""
 WRITTEN = {"run.output": 600, "data.cache": 600, "run.name": 0, "run.continue_from": 0}

@@ -1,5 +1,6 @@
 """Rules about what [data] and [validation] name on the disk, and about installed packages. Imports no torch."""
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def needs_are_met(recipe: Recipe) -> Iterator[Violation]:
-    """Packages that only some recipes import, which scripts/setup.sh lets PYTHON lack."""
+    """Packages that only some recipes import, which scripts/setup.sh lets PYTHON lack; a calibration."""
     texts = (*recipe.data.sources, *recipe.validation.texts.values())
     asked = {
         "float8.recipe": ("torchao", recipe.float8.recipe != "none", '"none"'),
@@ -38,6 +39,8 @@ def needs_are_met(recipe: Recipe) -> Iterator[Violation]:
         if needed and find_spec(package) is None:
             rule = f"needs the package {package}, which {sys.executable} lacks"
             yield field, f"{rule}; install it there, or write {instead}"
+    if (file := recipe.metrics.calibrated_by) and not os.path.exists(user_path(file)):
+        yield "metrics.calibrated_by", 'there is no such file; write one of --plan --calibrated-by, or ""'
 
 
 def data_is_there(data: DataConfig, *, batch: BatchConfig) -> Iterator[Violation]:

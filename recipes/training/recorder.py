@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from recipes.metrics.ladder import Beside
     from recipes.metrics.memory import GpuMemory
     from recipes.metrics.pair_lengths import PairLengths
+    from recipes.training.foresight import Foresight
     from recipes.training.step import Measured
 
 
@@ -89,6 +90,11 @@ class Recorder:
             from recipes.metrics import memory
 
             self._memory = memory.GpuMemory(world)
+        self._foresight: Foresight | None = None
+        if world.device.type == "cuda" or recipe.metrics.calibrated_by:
+            from recipes.training.foresight import foresight
+
+            self._foresight = foresight(recipe, mesh.degrees, device=throughput.device_name, nodes=len(world.nodes))
         self._beside = _beside(recipe, tokens=loader.tokens(self._steps), log=console.log)
         self.metrics = process.metrics or _writer(recipe, world, progress, console)
         self.metrics.stage = stage.name
@@ -143,6 +149,8 @@ class Recorder:
             )
             row = row_with_metrics(row, recipe=self._recipe, built=self._built)
             self._knows_pace = True
+            if self._foresight:
+                self._foresight.seconds.append(step_seconds)
             self.metrics.write(row)
             self._loader.note_bad_rows()
             self._say_epochs()
@@ -239,6 +247,14 @@ class Recorder:
         if len(self._loader.history(step)) > 1:
             for line in self._loader.consumed(step):
                 self._console.log(line)
+
+    def log_plan(self, step: int) -> None:
+        """Record how far the plan of the run was off, where there is one."""
+        if self._foresight and (row := self._foresight.row()):
+            from recipes.training.foresight import line
+
+            self.metrics.write({"step": step, "tokens": self._loader.tokens(step), **row})
+            self._console.log(line(row))
 
     def state(self, *, finished: bool) -> dict[str, Any]:
         """What a checkpoint of this step keeps, as plain JSON. finished: the run has no steps left."""

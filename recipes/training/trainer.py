@@ -168,6 +168,7 @@ class Trainer:
         if done:
             tokens = self.loader.tokens(self.step) - self.loader.tokens(process.first_step)
             self.console.log(done_line(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
+            self.recorder.log_plan(self.step)
             if not recipe.checkpoint.every:
                 self.console.log(NOT_SAVED)
         is_safe = saved or not recipe.checkpoint.every
@@ -176,6 +177,7 @@ class Trainer:
 
     def _hand_over(self, *, saved: bool) -> int | None:
         """End what does not go on after the last step of a stage. Returns None if the next stage can follow."""
+        self.recorder.log_plan(self.step)
         if not saved:
             self._end(BORDER_UNSAVED)
             return CANNOT_WRITE
