@@ -33,10 +33,6 @@ class TransformersConfig(ModelConfig):
         """Whether transformers computes this model, not our decoder."""
         return True
 
-    def uncounted(self, *, by_plan: bool = False) -> str | None:
-        """Itself in plans, which do not know what code of transformers keeps and how fast it is."""
-        return f'name = "{self.name}", which transformers computes' if by_plan else None
-
     @cached_property
     def settings(self) -> dict[str, Any]:
         """config.json."""

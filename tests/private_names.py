@@ -41,6 +41,7 @@ NAMES: dict[str, tuple[str, str]] = {
     ),
     "_fsdp_init": ("a mesh as FSDP knows it", TORCH + "torch/distributed/fsdp/_fully_shard/_fsdp_init.py"),
     "_fully_shard": ("the two above and below", TORCH + "torch/distributed/fsdp/_fully_shard/__init__.py"),
+    "_fsdp_param_group": ("gathered weights, counted", TORCH + "torch/distributed/fsdp/_fully_shard/_fsdp_state.py"),
     "_get_backend": ("the time-out of the default group", C10D),
     "_get_fsdp_state": ("gathered weights, counted", TORCH + "torch/distributed/fsdp/_fully_shard/_fully_shard.py"),
     "_get_mesh_info": ("a mesh as FSDP knows it", TORCH + "torch/distributed/fsdp/_fully_shard/_fsdp_init.py"),
@@ -61,12 +62,14 @@ NAMES: dict[str, tuple[str, str]] = {
     "_C": ("the two above", TORCH + "torch/csrc/Module.cpp"),
     "_dump_snapshot": ("what memory held when it ran out", TORCH + "torch/cuda/memory.py"),
     # Steps without values, to count
+    "_cdata": ("storages told apart", TORCH + "torch/csrc/Storage.cpp"),
+    "_clear_sharding_prop_cache": ("counts that start anew", TORCH + "torch/distributed/tensor/debug/__init__.py"),
+    "_internal": ("processes that are not there", TORCH + "torch/testing/_internal/distributed/fake_pg.py"),
     "_python_dispatch": ("operators watched", TORCH + "torch/utils/_python_dispatch.py"),
     "_pytree": ("tensors inside results", TORCH + "torch/utils/_pytree.py"),
     "_subclasses": ("tensors without values", TORCH + "torch/_subclasses/fake_tensor.py"),
     # Modules
     "_buffers": ("tied buffers, once", TORCH + "torch/nn/modules/module.py"),
-    "_parameters": ("parameters that are replaced", TORCH + "torch/nn/modules/module.py"),
     "_version": ("whether initialization has changed a tensor", TORCH + "torch/csrc/autograd/python_variable.cpp"),
     "_DropoutNd": ("what drops numbers", TORCH + "torch/nn/modules/dropout.py"),
     # Other libraries

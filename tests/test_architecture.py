@@ -171,13 +171,16 @@ def test_no_folder_below_recipe_takes_a_whole_recipe() -> None:
 
 
 def test_model_and_its_parallelization_meet_in_one_file_of_training() -> None:
-    """And in scripts/evaluate.py, which trains nothing."""
+    """And in scripts/evaluate.py, which trains nothing, and where a plan takes a step on tensors without values."""
     files = [file for file in FILES if "parallel.order" in imports(file) and place(file) != "scripts"]
-    assert [name(file.parent) for file in files] == ["recipes/training"], list(map(name, files))
+    found = [name(file.parent) for file in files if name(file) != "recipes/plan/tracked.py"]
+    assert found == ["recipes/training"], list(map(name, files))
 
 
 def test_decoder_is_built_only_by_training_and_evaluation() -> None:
-    builders = {place(file) for file in FILES if "models.decoder" in imports(file)}
+    """And where a plan takes a step on tensors without values."""
+    users = [file for file in FILES if "models.decoder" in imports(file)]
+    builders = {place(file) for file in users if name(file) != "recipes/plan/tracked.py"}
     assert builders <= {"models", "recipes/training", "recipes/evaluation", "scripts"}
 
 
@@ -305,7 +308,7 @@ def test_no_file_is_longer_than_400_lines() -> None:
     assert not long, long
 
 
-@pytest.mark.parametrize(("room", "limit"), [("core", 38_890), ("recipes/lab", 7_380), ("scripts", 1_620)])
+@pytest.mark.parametrize(("room", "limit"), [("core", 39_340), ("recipes/lab", 7_520), ("scripts", 1_620)])
 def test_a_room_is_no_longer_than_its_limit(room: str, limit: int) -> None:
     """A new capability raises a limit in the same change, here and in docs/architecture.md. core: what trains."""
     lines = {file: count for file, count in lines_outside_tests().items() if file.endswith(".py")}
@@ -313,9 +316,9 @@ def test_a_room_is_no_longer_than_its_limit(room: str, limit: int) -> None:
     assert sum(count for file, count in lines.items() if rooms[file] == room) <= limit
 
 
-def test_the_pages_have_at_most_43560_words() -> None:
+def test_the_pages_have_at_most_43780_words() -> None:
     words = {name(page): len(page.read_text(encoding="utf-8").split()) for page in PAGES}
-    assert sum(words.values()) <= 43_560, words
+    assert sum(words.values()) <= 43_780, words
 
 
 def test_entry_has_fewer_than_80_lines() -> None:

@@ -6,6 +6,7 @@ reserves more than it uses. Imports no torch.
 
 from dataclasses import dataclass
 
+from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.plan.moments import moments, sizes_of
@@ -27,6 +28,8 @@ NOT_COUNTED = (
     f" GB for CUDA and, with several processes, {NCCL_PAIR / 1e9:.1f} to {NCCL / 1e9:.1f} GB for each group of NCCL"
 )
 """What a prediction leaves out or assumes, for whoever reads it."""
+TRACKED = "counted operator by operator: torch.compile keeps less"
+"""The same, in addition, for a model of transformers."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,19 @@ class Prediction:
 
 def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True, imbalance: float = 1.0) -> Prediction:
     """The memory of one process of a mesh of these degrees, or of the fullest. context: with what CUDA itself takes.
-    imbalance: as in sizes_of(). Raises UserError for a model whose costs are not known.
+    imbalance: as in sizes_of().
+
+    A model of transformers has only the fullest moment: a step is taken on tensors without values, which needs seconds
+    and a process without a process group.
     """
     if refused := recipe.model.uncounted(by_plan=True):
-        raise UserError(f"model.{refused}: its costs are not known, or differ between layers; there is no plan")
+        raise UserError(f"model.{refused}: it does not say its costs, or they differ between layers; there is no plan")
     outside = outside_of_torch(recipe, degrees) if context else {}
+    if isinstance(recipe.model, TransformersConfig):
+        from recipes.plan.tracked import fullest_moment  # torch
+
+        moment, pieces = fullest_moment(recipe, degrees)
+        return Prediction({moment: pieces | outside}, f"{NOT_COUNTED}; {TRACKED}")
     if degrees.pipeline > 1:
         from recipes.plan.stages import parts
 

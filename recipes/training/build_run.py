@@ -191,7 +191,9 @@ def _log_header(
     part = "" if axis is None else f" (place {axis.get_local_rank() + 1} of {axis.size()} in its pipeline)"
     process.clock.part = part
     lines = [*run_header(stage, built.mesh.degrees, throughput, built.report), f"  started: {utc_now()}"]
-    if device.type == "cuda" and not recipe.model.uncounted(by_plan=True):
+    if device.type == "cuda" and recipe.model.by_transformers:
+        lines.append("memory: as train.py RECIPE --check predicts it, which takes longer than a run should wait")
+    elif device.type == "cuda" and not recipe.model.uncounted(by_plan=True):
         from recipes.plan.memory import predict, summary
 
         lines += summary(predict(recipe, built.mesh.degrees), torch.cuda.get_device_properties(device).total_memory)

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import torch
 
+from models.transformers_config import TransformersConfig
 from parallel.dist import World
 from parallel.errors import UserError
 from parallel.heartbeats import is_first_of_all
@@ -87,7 +88,9 @@ def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True
     offloads = on_host and world.device.type != "cpu"
     found = [*(host_remedies(recipe) if offloads else remedies(recipe, world))]
     found = [remedy for remedy in found if started or offloads or remedy[0] in STATE]
-    if not on_host and world.device.type == "cuda" and not recipe.model.uncounted(by_plan=True):
+    # The peak of a model of transformers is counted in a process of its own: --check predicts it.
+    is_planned = not isinstance(recipe.model, TransformersConfig) and not recipe.model.uncounted(by_plan=True)
+    if not on_host and world.device.type == "cuda" and is_planned:
         found = [*_with_peaks(found, recipe, world)]
     lines = [(f"{key} = {toml(value)}", effect) for key, value, effect in found]
     if recipe.mesh.expert > 1 and started:

@@ -73,8 +73,7 @@ def main(arguments: list[str]) -> None:
     if recipe.attention.backend == "cudnn":
         recipe = replace(recipe, attention=replace(recipe.attention, backend="auto"))
     seen: dict[str, Any] = {"ranks": processes, "micro_batches": micro_batches}
-    if not recipe.model.uncounted(by_plan=True):
-        seen["predicted"] = predict(recipe, degrees, context=False).peak
+    seen["predicted"] = predict(recipe, degrees, context=False).peak
     Path(out).write_text(json.dumps(seen), encoding="utf-8")
     repeat_bits(recipe.run.deterministic)
     world = alone_of(processes)

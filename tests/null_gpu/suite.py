@@ -217,8 +217,7 @@ def _cells(name: str, torch: str, row: Mapping[str, Any]) -> list[str]:
         return [*start, row["error"].partition(":")[0], *[""] * 5]
     if "disorders" in row:
         return [*start, *[""] * 4, str(row["calls"]), "; ".join(row["disorders"]) or "equal"]
-    ratio = f"{row['predicted'] / row['allocated']:.3f}" if "predicted" in row else ""
-    memory = [f"{row['allocated'] / 1e9:.1f}", ratio]
+    memory = [f"{row['allocated'] / 1e9:.1f}", f"{row['predicted'] / row['allocated']:.3f}"]
     above = f"+{row['reserved'] / row['allocated'] - 1:.1%}"
     counts = f"{row['retries']}/{row['waits']}/{row['copies']}"
     return [*start, *memory, above, counts, _messages(row["sent"], row["planned"]), ""]

@@ -35,10 +35,10 @@ from parallel.pipeline import group_of_copies
 from parallel.stages import Stages
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
+from recipes.plan.tracked import fake_processes
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
-from tests.live_bytes import fake_processes
 from tests.meshes import mesh_degrees
 from tests.processes import run_processes
 from tests.training import small_recipe

@@ -11,6 +11,7 @@ from threading import Timer
 from types import ModuleType
 from typing import Any
 
+from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
 from recipes.files.exit_codes import FINISHED, REFUSED
 from recipes.files.reading import fault
@@ -66,10 +67,13 @@ def answer(arguments: Sequence[str]) -> int:
             options.money = replace(options.money, ladder=ladder_for(recipe, options.ladder))
         if recipe.stages:
             said = _staged(path, changes, options, world)
+        elif isinstance(recipe.model, TransformersConfig):
+            degrees_of(recipe, world)  # in one line, if the mesh does not fit
+            said = _counted(path, changes, options, world)
         elif options.search:
             said = _searched(path, changes, options, world)
         else:
-            degrees_of(recipe, world)  # in one line, if the mesh does not fit
+            degrees_of(recipe, world)
             said = _planned(path, changes, options, world)
     try:
         say(json.dumps(said.numbers, indent=2) if options.json else "\n".join(said.lines), whole=options.json)
@@ -95,13 +99,22 @@ def _staged(path: str, changes: Sequence[str], options: Options, world: World) -
     from recipes.lab.plan.of_stages import plans, stages_numbers, stages_screen
 
     recipe = _load_for(path, changes, world)
-    if options.search:
-        instead = "write the values of one of them as a recipe"
-        raise UserError(f"--search looks for one mesh, but {recipe.run.name} has stages; {instead}")
+    if options.search or isinstance(recipe.model, TransformersConfig):
+        what = "--search looks for one mesh" if options.search else "models of transformers are counted for one length"
+        raise UserError(f"{what}, but {recipe.run.name} has stages; write the values of one of them as a recipe")
     stages = plans(recipe, world, options.money)
     longest = max(stages, key=lambda stage: stage.cost.days).plan
     lines, numbers = stages_screen(recipe, stages), stages_numbers(stages)
     return PlanAnswer(lines, numbers, lambda file: _pictures().draw_step(longest, file))
+
+
+def _counted(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:
+    """The plan of a model of transformers: memory and FLOPs."""
+    from recipes.lab.plan.counted import counted, refuse
+
+    refuse(options)
+    plan = counted(_load_for(path, changes, world), world)
+    return PlanAnswer(plan.screen(mark=_mark()), plan.numbers(), draw=lambda file: None)
 
 
 def _load_for(path: str, changes: Sequence[str], world: World) -> Recipe:
@@ -113,6 +126,10 @@ def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -
     recipe = load(path, changes, elsewhere=True)
     if recipe.stages:
         raise UserError("--processes N,N: compares one mesh and batch, but this recipe has stages; write one N")
+    if isinstance(recipe.model, TransformersConfig):
+        raise UserError(
+            "--processes N,N: compares times, which are not predicted for models of transformers; write one N"
+        )
     plans = plans_of_sizes(recipe, asked, processes=options.processes)
     tokens = recipe.run.steps * recipe.batch.global_batch_size * recipe.batch.sequence_length
     money = options.money if options.money.tokens else replace(options.money, tokens=tokens)  # of every row

@@ -36,9 +36,10 @@ from recipes.metrics.hardware import MEMORY, Hardware, hardware_of
 from recipes.optimization.config import OptimizerConfig
 from recipes.plan.memory import FULL, predict
 from recipes.plan.sizes import Sizes
+from recipes.plan.tracked import CPU, fake_processes
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
-from tests.live_bytes import CPU, build, fake_processes, tracked_step
+from tests.live_bytes import build, tracked_step
 from tests.meshes import mesh_degrees
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,10 +13,11 @@ from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict
 from recipes.plan.muon import Cost, cost, matrix_params
 from recipes.plan.time import step_time
+from recipes.plan.tracked import LiveBytes, fake_processes
 from recipes.plan.work import work_of
 from recipes.recipe.load import CONFIGS, load
 from recipes.recipe.schema import Recipe
-from tests.live_bytes import LiveBytes, build, fake_processes, tracked_step
+from tests.live_bytes import build, tracked_step
 
 
 def muon(model: str, *words: str) -> Recipe:

@@ -19,10 +19,10 @@ from recipes.checkpoint.storage import DTYPES, PARAMETERS, local, read_tensors
 from recipes.files import remote
 from recipes.files.layout import step_folder
 from recipes.lab.average.average import average, shares_of, steps_of
+from recipes.plan.tracked import LiveBytes
 from recipes.recipe.schema import Recipe
 from recipes.weights.convert import export_checkpoint
 from tests.commands import run_command
-from tests.live_bytes import LiveBytes
 from tests.object_server import object_server, upload_folder
 from tests.processes import ROOT, run_processes
 from tests.recipes.checkpoint.operations import Recorder, replay, torn

@@ -181,12 +181,6 @@ def test_a_batch_that_does_not_divide_is_refused_as_check_does() -> None:
     assert refused(NODE, "--processes", "12") == str(checked.value)
 
 
-@pytest.mark.parametrize("options", [[], ["--search"], ["--processes", "2,4"]])
-def test_a_model_that_transformers_computes_has_no_plan(options: list[str]) -> None:
-    message = refused(str(CONFIGS / "gpt2_debug.toml"), *options)
-    assert "which transformers computes: its costs are not known" in message and "\n" not in message
-
-
 def test_an_option_of_plan_needs_plan() -> None:
     with pytest.raises(UserError, match="needs --plan"):
         load(NODE, ["--calibrated-by", "record.json"])
