@@ -199,7 +199,7 @@ def reference_title(sweep: Sweep, results: dict[str, Result]) -> str:
 
 
 def row_title(row: Row) -> str:
-    """How tables and pictures call the row."""
+    """How tables call the row."""
     return row.label + _emulated(row)
 
 
