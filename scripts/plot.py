@@ -17,7 +17,7 @@ explain_wrong_interpreter()
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.atomic import replace  # noqa: E402
 from recipes.files.exit_codes import exit_code  # noqa: E402
-from recipes.files.layout import CURVES  # noqa: E402
+from recipes.files.layout import REPORT  # noqa: E402
 from recipes.files.reading import fault, path_argument  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
@@ -52,8 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         type=path_argument,
-        help="a .png, or a .html with values below the pointer; default: curves.png in the folder of a single run, and"
-        " curves.png here for several",
+        help="a .html; default: report.html in the folder of a single run, and here for several",
     )
     parser.add_argument("--x", choices=("steps", "tokens", "hours"), help="below the curves (steps)", default="steps")
     return parser
@@ -62,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 def _plot(options: argparse.Namespace) -> None:
     from recipes.lab.curves.comparison import aligned, comparison
     from recipes.lab.curves.listing import listing
+    from recipes.lab.curves.page import write_html
     from recipes.lab.curves.panels import curves
     from recipes.lab.curves.reading import folder_of, read_runs
 
@@ -72,21 +72,17 @@ def _plot(options: argparse.Namespace) -> None:
         return
     if not options.runs:
         raise UserError("no run is in runs/; write the folders of runs, or one with runs in it")
-    out: Path = options.out or alone / CURVES
-    if out.suffix not in (".png", ".html"):
-        raise UserError(f"--out {out}: write a name that ends with .png or .html")
+    out: Path = options.out or alone / REPORT
+    if out.suffix != ".html":
+        raise UserError(f"--out {out}: write a name that ends with .html")
     found = curves(read_runs(places), options.x)
     for run in found.runs:
         if run.unreadable:
             tell(f"{run.folder}: {run.unreadable} lines are not rows and were left out")
     if len(found.runs) > 1:
         tell(aligned(comparison(found.runs)), to=1)
-    if out.suffix == ".png":
-        from recipes.lab.curves.picture import write_png as write
-    else:
-        from recipes.lab.curves.page import write_html as write
     try:
-        replace(out, lambda file: write(found, file), sync=False)
+        replace(out, lambda file: write_html(found, file), sync=False)
     except OSError as error:
         raise fault(f"--out {out} cannot be written", error, "; write another file") from None
     tell(str(out), to=1)

@@ -121,7 +121,7 @@ def test_a_run_ends_with_a_sample_a_summary_and_its_files(whole: str) -> None:
     end = whole[whole.index("a held-out text, and how the model goes on:") :]
     assert re.search(r"^done: 30 steps, 3,840 tokens in [\d.]+ s, [\d,]+ tokens/s.* validation loss \d", end, re.M)
     assert (
-        "\nwritten to runs/whole: checkpoints curves.png environment.json log.txt metrics.jsonl recipe.toml\nnext:\n"
+        "\nwritten to runs/whole: checkpoints environment.json log.txt metrics.jsonl recipe.toml report.html\nnext:\n"
         in end
     )
 

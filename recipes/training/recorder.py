@@ -29,7 +29,7 @@ from recipes.recipe.stages import Stage
 from recipes.training.build import Built
 from recipes.training.console import Console, step_line
 from recipes.training.process import Process
-from recipes.training.run_folder import draw_curves
+from recipes.training.run_folder import write_report
 
 if TYPE_CHECKING:
     from recipes.cluster.stragglers import ComputeTime, Stragglers
@@ -268,7 +268,7 @@ class Recorder:
         """Finish writing, which may wait for the network, and draw what was written, unless it is in a hurry."""
         self.metrics.close()
         if self._recipe.metrics.picture and self._world.is_main and not in_a_hurry:
-            draw_curves(self._recipe.run.folder, log=self._console.log)
+            write_report(self._recipe.run.folder, log=self._console.log)
 
 
 def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: Console) -> MetricsWriter:

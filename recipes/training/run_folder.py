@@ -13,7 +13,6 @@ from parallel.errors import UserError
 from recipes.files.atomic import PART, cut_back, keep_rows, sync_folder, write_whole
 from recipes.files.layout import (
     CHECKPOINTS,
-    CURVES,
     ENVIRONMENT,
     EVALUATIONS,
     FLOAT8_SHARES,
@@ -22,6 +21,7 @@ from recipes.files.layout import (
     PROOF,
     QUARANTINE,
     RECIPE,
+    REPORT,
     checkpoint_step,
     holds_results,
     step_folder,
@@ -138,9 +138,9 @@ def _update(file: Path, text: str) -> None:
         write_whole(file, text, sync=True)
 
 
-def draw_curves(folder: Path, *, log: Callable[[str], None]) -> None:
-    """Draw a run's curves.png. In a process of its own: whatever happens there, the run ends as it does without."""
-    command = [sys.executable, str(PLOT), str(folder), "--out", str(folder / CURVES)]
+def write_report(folder: Path, *, log: Callable[[str], None]) -> None:
+    """Write a run's report. In a process of its own: whatever happens there, the run ends as it does without."""
+    command = [sys.executable, str(PLOT), str(folder), "--out", str(folder / REPORT)]
     try:
         done = subprocess.run(
             command,
@@ -157,7 +157,7 @@ def draw_curves(folder: Path, *, log: Callable[[str], None]) -> None:
     except OSError as error:
         failure = str(error)
     if failure:
-        log(f"{CURVES} was not drawn: {failure}; scripts/plot.py {folder} draws it later")
+        log(f"{REPORT} was not written: {failure}; scripts/plot.py {folder} writes it later")
 
 
 def own_checkpoint(recipe: Recipe, step: int) -> Path:

@@ -1,26 +1,20 @@
-"""Draws panels with matplotlib: all in one PNG, or one by one. Imports no torch."""
+"""Draws panels with matplotlib. Imports no torch."""
 
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.typing import LineStyleType
 
-from recipes.lab.curves.comparison import aligned, comparison
 from recipes.lab.curves.panels import SKIPPED, STEP, Curves, Line, Panel
 from recipes.lab.curves.reading import LoggedRun, plain
-from recipes.lab.curves.style import BLUE, COLOURS, FAINT, INK, plain_text, short, shortened, tidy
+from recipes.lab.curves.style import BLUE, COLOURS, FAINT, INK, short, shortened, tidy
 
-COLUMNS = 2
 MOST_NAMES = 18
 """Names in the legend of a panel."""
 LONGEST_NAME = 25
 """Characters of a name in a panel."""
-CHARACTERS = 190
-"""Characters of a line of the table below the panels."""
 DASHES: tuple[LineStyleType, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))
 PARTS = {
     **{STEP: BLUE, SKIPPED: "#D55E00", "restarts": FAINT, "start": "#E69F00", "first step": "#F0E442"},
@@ -31,35 +25,6 @@ PARTS = {
 MARKS: dict[str, LineStyleType] = {"stage": (0, (6, 3)), "restart": (0, (1, 2))}
 RED = "#B00020"
 SMALL = 8
-
-
-@plain_text
-def write_png(curves: Curves, file: BinaryIO) -> None:
-    """All panels in one picture, and a table of several runs. Raises OSError."""
-    runs = curves.runs if len(curves.runs) > 1 else []
-    names = [run_line(run) for run in runs]
-    table = comparison(runs) if runs else [[""]]
-    rows = -(-len(curves.panels) // COLUMNS)
-    columns = max(1, min(4, 180 // (6 + max(map(len, names), default=0))))
-    heights = [*[2.0] * rows, 0.1 + 0.12 * len(table)]  # inches, without what is around panels
-    height = 0.9 + 0.18 * -(-len(names) // columns) + 0.7 * rows + sum(heights)
-    figure = Figure(figsize=(12, height), layout="constrained")
-    grid = figure.add_gridspec(rows + 1, COLUMNS, height_ratios=heights)
-    for number, panel in enumerate(curves.panels):
-        row, column = divmod(number, COLUMNS)
-        fills = number == len(curves.panels) - 1 and column == 0  # no empty cell beside the last one
-        draw_panel(figure.add_subplot(grid[row, :] if fills else grid[row, column]), panel, curves)
-    below = figure.add_subplot(grid[rows, :])
-    below.set_axis_off()
-    text = aligned(table, most=max(10, CHARACTERS // len(table[0]) - 2))
-    below.text(0, 1, text, family="monospace", fontsize=SMALL - 1, va="top", color=INK, in_layout=False)
-    handles = [
-        Line2D([], [], color=COLOURS[number % len(COLOURS)], linewidth=2, label=name)
-        for number, name in enumerate(names)
-    ]
-    style: dict[str, Any] = {"loc": "outside upper center", "ncols": columns, "fontsize": SMALL, "frameon": False}
-    figure.legend(handles=handles, title=heading(curves), title_fontsize=11, **style)
-    figure.savefig(file, dpi=110, format="png")
 
 
 def heading(curves: Curves) -> str:

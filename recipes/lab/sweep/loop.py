@@ -7,7 +7,7 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.files.atomic import replace
-from recipes.files.layout import holds_results
+from recipes.files.layout import REPORT, holds_results
 from recipes.files.lock import FolderLock
 from recipes.files.screen import say
 from recipes.lab.curves.panels import curves
@@ -16,8 +16,6 @@ from recipes.lab.sweep.grid import Row, Sweep
 from recipes.lab.sweep.numerics import numerics_table
 from recipes.lab.sweep.results import TABLE, Result, append, current_results, result_of, table
 from recipes.lab.sweep.runner import train_apart
-
-CURVES = "curves.html"
 
 
 def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None], option: str = "--output") -> dict[str, Result]:
@@ -65,7 +63,7 @@ def write_sweep_page(sweep: Sweep) -> None:
         from recipes.lab.curves.page import write_html  # matplotlib
 
         found = curves(read_runs(folders), "tokens")
-        replace(sweep.folder / CURVES, lambda file: write_html(found, file), sync=False)
+        replace(sweep.folder / REPORT, lambda file: write_html(found, file), sync=False)
 
 
 def one_line(result: Result) -> str:

@@ -1,4 +1,4 @@
-"""The picture at the end of a run."""
+"""The report at the end of a run."""
 
 import shutil
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from parallel.dist import start, stop
-from recipes.files.layout import CURVES, LOG_FILE
+from recipes.files.layout import LOG_FILE, REPORT
 from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
 from tests.training import change, run_all, train
@@ -27,16 +27,16 @@ def run_with_a_log(recipe: Recipe) -> int:
     return code
 
 
-def test_a_run_ends_with_a_picture(recipe: Recipe) -> None:
+def test_a_run_ends_with_a_report(recipe: Recipe) -> None:
     assert run_processes(1, run_all, [recipe]) == [[0]]
-    assert (recipe.run.folder / CURVES).read_bytes().startswith(b"\x89PNG")
+    assert (recipe.run.folder / REPORT).read_text().startswith("<!DOCTYPE html>")
 
 
-def test_a_picture_that_cannot_be_drawn_changes_no_exit_code(recipe: Recipe) -> None:
+def test_a_report_that_cannot_be_written_changes_no_exit_code(recipe: Recipe) -> None:
     first = change(recipe, metrics={"picture": False}, checkpoint={"every": 2})
     blocked = change(recipe, run={"steps": 4}, checkpoint={"every": 2})
     assert run_processes(1, run_all, [first]) == [[0]]
-    Path(recipe.run.folder / CURVES).mkdir()
+    Path(recipe.run.folder / REPORT).mkdir()
     assert run_processes(1, run_with_a_log, blocked) == [0]
     log = (recipe.run.folder / LOG_FILE).read_text()
-    assert f"{CURVES} was not drawn: --out {recipe.run.folder / CURVES} cannot be written" in log
+    assert f"{REPORT} was not written: --out {recipe.run.folder / REPORT} cannot be written" in log

@@ -9,8 +9,9 @@ import pytest
 
 from models.sizes import SIZES
 from parallel.errors import UserError
+from recipes.files.layout import REPORT
 from recipes.lab.sweep.grid import Sweep, read_sweep
-from recipes.lab.sweep.loop import CURVES, write_sweep_page
+from recipes.lab.sweep.loop import write_sweep_page
 from recipes.lab.sweep.results import append, current_results, loss_gaps, mean_gap, read_results, result_of, table
 from recipes.lab.sweep.runner import Ended
 from recipes.recipe.load import CONFIGS
@@ -244,14 +245,14 @@ def test_the_newest_result_of_the_current_recipe_is_used(sweep: Sweep) -> None:
 
 def test_the_page_of_curves_has_the_finished_rows_whose_folders_are_there(sweep: Sweep) -> None:
     write_sweep_page(sweep)
-    page = (sweep.folder / CURVES).read_text()
+    page = (sweep.folder / REPORT).read_text()
     assert page.count("<label") == 3 and "loss, last tenth" in page and "too large" not in page
     sweep.rows[1].recipe.run.folder.rename(sweep.folder / "elsewhere")
     write_sweep_page(sweep)
-    assert (sweep.folder / CURVES).read_text().count("<label") == 2
+    assert (sweep.folder / REPORT).read_text().count("<label") == 2
 
 
 def test_a_sweep_without_a_finished_row_has_a_table_alone(sweep: Sweep) -> None:
     (sweep.folder / "results.jsonl").unlink()
     write_sweep_page(sweep)
-    assert (sweep.folder / "table.md").exists() and not (sweep.folder / CURVES).exists()
+    assert (sweep.folder / "table.md").exists() and not (sweep.folder / REPORT).exists()
