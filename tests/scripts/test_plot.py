@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.training.run_folder import write_report
+from recipes.files.lock import FolderLock
+from recipes.training.run_folder import Report
 from tests.commands import run_command
+from tests.processes import PATIENCE, wait_for
 from tests.recipes.lab.curves.runs import row, run_folder
 
 pytestmark = pytest.mark.slow
@@ -60,6 +63,7 @@ def test_one_run_is_drawn_into_its_folder(folders: list[Path]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (folders[0] / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert (folders[0] / "report.md").read_text().startswith("---\n")
     assert done.stdout.strip() == str(folders[0] / "report.html")
 
 
@@ -96,6 +100,29 @@ def test_several_runs_are_compared_on_the_screen_and_the_page_comes_last(folders
     assert (code, err) == (0, "")
     assert re.search(r"^ +trunk +fork\n", out) and re.search(r"\nsteps +100 +89\n", out)
     assert out.endswith(f"\n{tmp_path}/two.html\n")
+
+
+def test_a_watched_page_is_rewritten_while_its_run_goes_on_until_ctrl_c(tmp_path: Path) -> None:
+    folder, lock = run_folder(tmp_path / "a", row(1), row(2)), FolderLock()
+    lock.take(folder, log=print)
+    page = folder / "report.html"
+    command = [sys.executable, ROOT / "scripts/plot.py", folder, "--watch"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        try:
+            wait_for("the page", page.exists)
+            with (folder / "metrics.jsonl").open("a") as rows:
+                rows.write(json.dumps(row(777)) + "\n")
+            wait_for("the next page", lambda: "777 steps" in page.read_text())
+            watching.send_signal(signal.SIGINT)
+            out, _ = watching.communicate(timeout=PATIENCE)
+        finally:
+            watching.kill()
+            lock.release()
+    assert (watching.returncode, out) == (130, f"{page}\n")
+
+
+def test_watching_ends_with_the_run(folders: list[Path]) -> None:
+    assert plot(folders[0], "--watch")[::2] == (0, "")
 
 
 def test_runs_are_listed_without_arguments_and_of_a_folder(folders: list[Path], tmp_path: Path) -> None:
@@ -182,7 +209,7 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(
 def test_the_end_of_a_run_says_in_one_line_why_it_has_no_report(tmp_path: Path) -> None:
     said: list[str] = []
     folder = run_folder(tmp_path / "a")
-    write_report(folder, log=said.append)
+    Report(folder).write(log=said.append)
     [line] = said
     assert line.startswith("report.html was not written: ") and "has no rows" in line
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]

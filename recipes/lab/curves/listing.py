@@ -50,18 +50,17 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
 
 def _row(folder: Path, *, name: str) -> list[str]:
     run = LoggedRun(name, folder)
-    for line in _tail(folder / METRICS).splitlines():
+    for line in tail(folder / METRICS).splitlines():
         take(run, line)
     read_about(run)
-    step = max([0, *run.skipped, *(column.last or 0 for column in run.columns.values())])
-    steps = run.about("run", "steps")
+    step, steps = run.step, run.about("run", "steps")
     done = f"{step:,} of {steps:,}" if isinstance(steps, int) else f"{step:,}"
     loss = "".join(f"{loss:.4f}" for loss in run.columns["loss"].values[-1:]) or "-"
     age = timedelta(seconds=max(0, round(time.time() - _written(folder))))
-    return [name, _state(folder, step), done, loss, f"{age} ago"]
+    return [name, state(folder, step), done, loss, f"{age} ago"]
 
 
-def _state(folder: Path, step: int) -> str:
+def state(folder: Path, step: int) -> str:
     """Whether the run is going on, or how it ended, as its lock and the end of its log say."""
     try:
         descriptor = open_locked(folder / LOCK, owner="process", shared=True)
@@ -74,12 +73,16 @@ def _state(folder: Path, step: int) -> str:
         return "unknown: its lock cannot be read"
     if end := read_end(folder):
         return plain(str(end))[:100]
-    log = _tail(folder / LOG_FILE).decode(errors="replace").rpartition(START)[2]
-    cut_off = "cut off" if step else "did not reach a step"
-    return next((state for words, state in ENDINGS.items() if words in log), cut_off)
+    return ended(folder) or ("cut off" if step else "did not reach a step")
 
 
-def _tail(file: Path) -> bytes:
+def ended(folder: Path) -> str:
+    """How the last start ended, as the log says even before its process is gone; "" if it does not say so."""
+    log = tail(folder / LOG_FILE).decode(errors="replace").rpartition(START)[2]
+    return next((state for words, state in ENDINGS.items() if words in log), "")
+
+
+def tail(file: Path) -> bytes:
     """The end of a regular file; nothing if it cannot be read."""
     with suppress(OSError):
         if os.path.isfile(file):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def write_sweep_page(sweep: Sweep) -> None:
         from recipes.lab.curves.page import write_html  # matplotlib
 
         found = curves(read_runs(folders), "tokens")
-        replace(sweep.folder / REPORT, lambda file: write_html(found, file), sync=False)
+        replace(sweep.folder / REPORT, partial(write_html, found), sync=False)
 
 
 def one_line(result: Result) -> str:
