@@ -33,7 +33,7 @@ from recipes.training.build_run import open_loader, validation_tasks
 from recipes.training.console import Console
 from recipes.training.process import Process
 from recipes.training.resume import describe
-from recipes.training.run_folder import step_of, write_report
+from recipes.training.run_folder import Report, step_of
 from recipes.weights.locate import find_weights
 
 
@@ -86,7 +86,7 @@ def evaluate_waiting(folder: Path, *, device: str, attempts: int) -> int:
                 Lines(folder / METRICS, log=say).append(*(json.dumps(row | {"time": utc_now()}) for row in rows))
             lock.release()
     if rows and recipe.metrics.picture:
-        write_report(folder, log=say)
+        Report(folder).write(log=say)
     return FINISHED
 
 

@@ -189,7 +189,7 @@ class Trainer:
         return None
 
     def _end(self, last_line: str) -> None:
-        """last_line: "" for the results, which are all there once the picture is drawn."""
+        """last_line: "" for the results, which are all there once the report is written."""
         self.console.log(self.recorder.goodput.line())
         if last_line:
             self.console.log(last_line)
