@@ -1,5 +1,5 @@
 """The rows of tables: of a .parquet file, decoded a few at a time, and of a .csv file with a header, as spreadsheets
-write it: commas, double quotes, line feeds inside quotes. Imports no torch."""
+write it: commas (.tsv: tabs), double quotes, line feeds inside quotes. Imports no torch."""
 
 import csv
 from collections.abc import Iterator
@@ -117,18 +117,19 @@ def _lines(stream: IO[bytes]) -> Iterator[str]:
 def csv_rows(path: File, *, text_field: Fields, start: Place) -> Rows:
     csv.field_size_limit(LONGEST_ROW)  # process-wide; its default would refuse a long article
     file, number, offset = start
+    options: Any = {"strict": True, "delimiter": "\t" if path.name.lower().endswith(".tsv") else ","}
     with path.open("rb") as stream:
         if stream.read(2) in UTF_16_MARKS:
             raise ValueError(UTF_16)
         stream.seek(0)
         if stream.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
             stream.seek(0)
-        header = next(csv.reader(_lines(stream), strict=True), [])
+        header = next(csv.reader(_lines(stream), **options), [])
         if len({*header}) < len(header):
             raise ValueError("two columns of the header have the same name")
         if offset:
             stream.seek(offset)
-        rows = csv.reader(_lines(stream), strict=True)
+        rows = csv.reader(_lines(stream), **options)
         while True:
             number += 1
             try:
