@@ -46,8 +46,9 @@ def another_name(folder: Path) -> str:
     for option in ("--processes", "--nodes", "--run.name"):
         parser.add_argument(option)
     words = [*parser.parse_known_args(sys.argv[1:])[1], "--run.name", free]
-    of_run = Path(sys.argv[0]).name == "train.py"
-    return f"give this run another name: {shlex.join(['scripts/run.sh', *words]) if of_run else f'--run.name {free}'}"
+    train = Path(sys.argv[0])
+    command = [os.path.relpath(train.parent / "scripts/run.sh"), *words] if train.name == "train.py" else words[-2:]
+    return f"give this run another name: {shlex.join(command)}"
 
 
 def begun_meanwhile(folder: Path) -> UserError:

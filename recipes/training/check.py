@@ -56,7 +56,7 @@ def check(path: str, arguments: Sequence[str], *, processes: int | None, nodes: 
         run, here = loaded.recipe.run, os.environ.get(HERE, "")
         if processes is None and here and not hardware_of(run.name, written=run.hardware):
             processes = int(here)
-            loaded = load_run(path, arguments, processes=processes)
+            loaded = load_run(path, arguments, processes=processes, kind=type(loaded.recipe))
         verdict = look_at_first_rows(loaded)
         _print(loaded.recipe, processes, nodes, loaded.origins)
     except TemporaryError:
