@@ -2,9 +2,7 @@
 with the place after it. The rows depend only on the file's bytes, not on where reading starts. At most one row is held
 in memory; of parquet, one batch of rows. Imports no torch."""
 
-import html
 import json
-import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import IO
 
 from recipes.data.text.plain_text import plain_text
 from recipes.data.text.row import (
+    ARRAY,
     AUTO,
     BROKEN,
     BROKEN_FILE,
@@ -34,16 +33,10 @@ from recipes.data.text.row import (
 from recipes.files.added import Adding, added_to
 from recipes.files.border import foreign, reason
 
-ARRAY = "if it is one JSON array, write a line for each item: jq -c '.[]' OLD > NEW.jsonl"
 # About the length of a web page. Counted as one row, a lost file of a million rows would equal one broken line.
 BYTES_PER_LOST_ROW = 4096
 # Bytes of text per compressed byte of gzip or zstd: C4's English part is 806 GB of text in 305 GB of .json.gz.
 COMPRESSION_RATIO = 3
-LARGEST_ARRAY = 2_000_000_000
-"""Bytes of a JSON array, which is held in memory."""
-UNSEEN = re.compile(r"<!--.*?-->|<(head|script|style|template)\b.*?</\1\s*>", re.DOTALL | re.IGNORECASE)
-INLINE = re.compile(r"</?(?:a|abbr|b|cite|code|em|i|kbd|mark|q|s|small|span|strong|su[bp]|u)\b[^>]*>", re.IGNORECASE)
-TAG = re.compile(r"</?[a-z!][^>]*>", re.IGNORECASE)
 
 
 def read_file(path: File, *, text_field: Fields, start: Place, size: int, rule: TextRule = AUTO) -> Rows:
@@ -100,16 +93,13 @@ def _reader(path: File, *, text_field: Fields, start: Place, rule: TextRule) -> 
     name = path.name.lower()
     if (added := added_to(name)) and isinstance(path, Path):
         return _of_plugin(path, added, text_field=text_field, start=start)
-    if name.endswith((".parquet", ".csv", ".tsv")):
-        from recipes.data.text.tables import csv_rows, parquet
-
-        return (parquet if name.endswith(".parquet") else csv_rows)(path, text_field=text_field, start=start)
     if name.endswith(".txt"):
         return plain_text(path, rule=rule, start=start)
-    if name.endswith(PLAIN_TEXT):
-        return _one_document(path, start=start)
-    if name.endswith(".json") and is_array(path):
-        return _array(path, text_field=text_field, start=start)
+    if name.endswith((".parquet", ".csv", ".tsv", *PLAIN_TEXT)) or (name.endswith(".json") and is_array(path)):
+        from recipes.data.text.tables import array, csv_rows, one_document, parquet
+
+        kinds = {"parquet": parquet, "csv": csv_rows, "tsv": csv_rows, "json": array}
+        return kinds.get(name.rpartition(".")[2], one_document)(path, text_field=text_field, start=start)
     assert ".json" in name, f"no reader for '{path}'"
     return _json_lines(path, text_field=text_field, start=start)
 
@@ -124,41 +114,6 @@ def _of_plugin(path: Path, added: Adding, *, text_field: Fields, start: Place) -
         if number > start.number:
             found = text_of(row, text_field) if isinstance(row, Mapping) else text_or_problem(row, text_field="text")
             yield Row(found[0], start.file, number, found[1]), Place(start.file, number)
-
-
-def _one_document(path: File, *, start: Place) -> Rows:
-    if start.number == 0:
-        with path.open("rb") as stream:
-            data = stream.read(LONGEST_ROW + 1)
-        text, problem = "", f"too long: more than {LONGEST_ROW} bytes"
-        if len(data) <= LONGEST_ROW:
-            text, problem = decoded_text(data.removeprefix(BYTE_ORDER_MARK))
-        if path.name.lower().endswith(".html"):
-            text = _seen(text)
-        text, problem = ("", problem) if problem else text_or_problem(text, text_field="")
-        yield Row(text, start.file, 1, problem), Place(start.file, 1, len(data))
-
-
-def _seen(page: str) -> str:
-    """The text of a page of HTML, a line for each block. Not by html.parser, which differs between Pythons."""
-    text = TAG.sub("\n", INLINE.sub("", UNSEEN.sub("\n", page)))
-    return "\n".join(filter(None, (" ".join(line.split()) for line in html.unescape(text).splitlines())))
-
-
-def _array(path: File, *, text_field: Fields, start: Place) -> Rows:
-    with path.open("rb") as stream:
-        data = stream.read(LARGEST_ARRAY + 1)
-    if len(data) > LARGEST_ARRAY:
-        raise ValueError(f"larger than {LARGEST_ARRAY:,} bytes; {ARRAY}")
-    try:
-        rows = json.loads(data.removeprefix(BYTE_ORDER_MARK))
-    except RecursionError:
-        raise ValueError("not JSON: nested too deeply") from None
-    for number, row in enumerate(rows, 1):
-        if number > start.number:
-            is_row = isinstance(row, Mapping)
-            text, problem = text_of(row, text_field) if is_row else text_or_problem(row, text_field="text")
-            yield Row(text, start.file, number, problem), Place(start.file, number)
 
 
 def _json_lines(path: File, *, text_field: Fields, start: Place) -> Rows:

@@ -23,6 +23,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 PLAIN_TEXT = (".txt", ".md", ".py", ".html")
 """Files without fields; all but .txt are one document each."""
+ARRAY = "if it is one JSON array, write a line for each item: jq -c '.[]' OLD > NEW.jsonl"
 LATIN_1 = "; if the file is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 OLD > NEW"
 UTF_16 = "looks like UTF-16; convert the file: iconv -f UTF-16 -t UTF-8 OLD > NEW"
 NAMES_SHOWN = 20
