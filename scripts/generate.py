@@ -109,7 +109,7 @@ def _generate(options: argparse.Namespace) -> int:
     from recipes.weights.locate import find_weights
 
     weights, in_chat = find_weights(options.model), bool(options.chat or options.chat_template)
-    sampling = _sampling(options, in_chat=in_chat)
+    sampling = replace(_sampling(options, in_chat=in_chat), repetition_penalty=_repetition_penalty(weights))
 
     from models.decoder import Decoder
     from recipes.data.text.chat import ends_of_answers
@@ -122,7 +122,6 @@ def _generate(options: argparse.Namespace) -> int:
     check_search(**search, temperature=options.temperature)
     signal.signal(signal.SIGINT, _leave)
     device, dtype = choose_device(options.device, options.dtype)
-    sampling = replace(sampling, repetition_penalty=_repetition_penalty(weights))
     open_as = open_exported if max(search.values()) > 1 else open_model
     opened = open_as(weights, dtype=dtype, device=device)
     if options.temperature is None:
