@@ -81,7 +81,7 @@ def measure(row: Row, folder: Path) -> Result:
         [value for key, value in logged.items() if key.split("/")[0] == "validation_loss"]
         for logged in logged_rows(folder / METRICS)
     ]
-    last = next(filter(None, reversed(of_validation)), [None])
+    last: list[Any] = next(filter(None, reversed(of_validation)), [])
     environment = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
     peak = bf16_peak(environment["device"])
     numbers = {
@@ -98,7 +98,7 @@ def measure(row: Row, folder: Path) -> Result:
         "mfu_full": rate * flops_full / peak if peak else None,
         "peak_memory_gib": max(row.get("peak_memory_gib_most", row["peak_memory_gib"]) for row in rows.values()),
         "final_loss": rows[max(rows)]["loss"],
-        "validation_loss": None if None in last else fmean(last),
+        "validation_loss": fmean(last) if last and None not in last else None,
         "curve": [[step, logged["tokens"], logged["loss"]] for step, logged in sorted(rows.items())],
         "grad_norms": [[step, logged.get("grad_norm")] for step, logged in sorted(rows.items())],
         "skipped_steps": [logged["step"] for logged in logged_rows(folder / METRICS) if "skipped" in logged],
