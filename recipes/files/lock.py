@@ -42,9 +42,8 @@ def another_name(folder: Path) -> str:
     """What to write where a run has this folder already: the command of this process with a name that is free."""
     free = next(name for n in count(2) if not folder.with_name(name := f"{folder.name}-{n}").exists())
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--check", action="store_true")
-    for option in ("--processes", "--nodes", "--run.name"):
-        parser.add_argument(option)
+    for option in ("--check", "--processes", "--nodes", "--run.name"):
+        parser.add_argument(option, action="store_true" if option == "--check" else "store")
     words = [*parser.parse_known_args(sys.argv[1:])[1], "--run.name", free]
     train = Path(sys.argv[0])
     command = [os.path.relpath(train.parent / "scripts/run.sh"), *words] if train.name == "train.py" else words[-2:]
