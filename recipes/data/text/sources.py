@@ -14,8 +14,7 @@ import xxhash
 from parallel.errors import UserError
 from recipes.data.text.missing import STDLIB, instead_of
 from recipes.data.text.plain_text import PIECES, text_rule, what_a_document_is
-from recipes.data.text.readers import file_kind
-from recipes.data.text.row import PLAIN_TEXT
+from recipes.data.text.readers import PLAIN_TEXT, file_kind
 from recipes.files.added import FORMATS, added_to, is_added_source
 from recipes.files.border import foreign
 from recipes.files.reading import fault, is_remote, may_pass, patiently, read_patiently, user_path
@@ -115,7 +114,7 @@ def source_problem(source: str) -> str | None:
     if not files:
         where = "no file matches" if is_glob else "no file of a supported type is in the folder"
         others = f"there are {_by_kind(found)}; " if found else ""
-        return f"{where} {source!r}; {others}supported are {_supported()}{_hint(found, path)}"
+        return f"{where} {source!r}; {others}supported are {_supported()}{_hint(found, source)}"
     for file in files:
         if not os.access(str(file), os.R_OK):
             return f"this user may not read '{file}'; change its permissions or leave the file out"
@@ -295,9 +294,7 @@ def notes(source: str, *, text_documents: str) -> list[str]:
     files, lines = find_files(source), []
     others = [] if is_remote(source) else [path for path in _found(source)[0] if path not in set(files)]
     if others:
-        lines.append(
-            f"{source!r}: reads {_by_kind(files)}; does not read {_by_kind(others)}{_hint(others, user_path(source))}"
-        )
+        lines.append(f"{source!r}: reads {_by_kind(files)}; does not read {_by_kind(others)}{_hint(others, source)}")
     if texts := [file for file in files if _suffix(file) == ".txt"]:
         what = what_a_document_is(texts, text_rule(files, text_documents))
         lines.append(f"{source!r}: {what} ({_by_kind(texts)}, data.text_documents = {text_documents!r})")
@@ -350,10 +347,10 @@ def _by_kind(files: "Sequence[File]") -> str:
     return ", ".join(f"{count:,} {kind.removeprefix('a ')}" for kind, count in most_first)
 
 
-def _hint(files: Sequence[Path], source: Path) -> str:
+def _hint(files: Sequence[Path], source: str) -> str:
     """How to name files that are read only by name, if there are some."""
     named = [end for end in (*TOKEN_FILES, *NAMED) if any(file.name.lower().endswith(end) for file in files)]
-    folder = source if source.is_dir() else _split_glob(source)[0]
+    folder = path if (path := user_path(source)).is_dir() else _split_glob(path)[0]
     return f'; to read {", ".join(named)}, name them: "{folder}/**/*{named[0]}"' if named else ""
 
 
