@@ -241,4 +241,6 @@ def test_a_folder_of_another_recipe_is_refused_with_the_fields_that_differ(
     message = refused(folder, command(corpus, "--optimizer.lr", "1e-4"))
     assert "runs/whole belongs to a different recipe:\n" in message
     assert "  optimizer.lr: 0.003 in the folder's recipe.toml, 0.0001 now\n" in message
-    assert "--run.name OTHER" in message
+    offer = message.partition("give this run another name: ")[2].partition(", or put these keys back")[0]
+    assert "--optimizer.lr" in offer and shlex.split(offer)[-2:] == ["--run.name", "whole-2"]
+    assert offer.count("--run.name") == 1 and Path(folder, shlex.split(offer)[0]).samefile(ROOT / "scripts/run.sh")

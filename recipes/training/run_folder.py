@@ -29,7 +29,7 @@ from recipes.files.layout import (
     holds_results,
     step_folder,
 )
-from recipes.files.lock import ANOTHER_NAME, LOCK, FolderLock, begun_meanwhile
+from recipes.files.lock import ANOTHER_NAME, LOCK, FolderLock, another_name, begun_meanwhile
 from recipes.files.reading import fault, is_folder, named_faults, names_in
 from recipes.recipe.fields import toml
 from recipes.recipe.load import load, to_toml
@@ -48,7 +48,7 @@ def check_output_folder(recipe: Recipe) -> None:
     folder = recipe.run.folder
     if not is_folder(folder):
         if folder.is_file():
-            raise UserError(f"{folder} is a file, but the run's files go there; {ANOTHER_NAME}")
+            raise UserError(f"{folder} is a file, but the run's files go there; {another_name(folder)}")
         above = next(parent for parent in folder.absolute().parents if parent.exists())
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             what = "may not be written to" if above.is_dir() else "is no folder"
@@ -66,7 +66,7 @@ def check_output_folder(recipe: Recipe) -> None:
             f" --run.name OTHER --check > {folder / RECIPE}"
         )
     if RECIPE not in names:
-        raise UserError(f"{folder} is not empty and has no {RECIPE}, so it is not a run folder; {ANOTHER_NAME}")
+        raise UserError(f"{folder} is not empty and has no {RECIPE}, so it is not a run folder; {another_name(folder)}")
     if not holds_results(folder):  # a run that ended before its first logged step
         return
     from recipes.training.same_run import require_resumes

@@ -195,6 +195,6 @@ class Trainer:
             self.console.log(last_line)
         self.loader.close()
         self.recorder.close(in_a_hurry=bool(self.interruption.noted))
-        for line in [] if last_line else last_lines(self.recipe.run.folder, self.recipe.model):
+        for line in [] if last_line else last_lines(self.recipe.run.folder, self.recipe.model, self.recipe.data):
             self.console.log(line)
         self.interruption.end()

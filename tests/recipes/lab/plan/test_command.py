@@ -1,6 +1,5 @@
 """`train.py RECIPE --plan`: what it prints, and what it refuses."""
 
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict
 from recipes.plan.time import step_time
 from recipes.recipe.load import CONFIGS, load
+from tests import write_docs
 from tests.recipes.lab.plan.asked import numbers, printed, refused
 
 ROOT = CONFIGS.parent
@@ -67,9 +67,8 @@ def test_a_search_says_after_a_moment_that_it_goes_on(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_examples_of_the_page_are_what_the_command_prints() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
-    text = script["PLAN"].read_text()
-    assert text == script["with_plans"](text), "run python scripts/write_docs.py"
+    text = write_docs.PLAN.read_text()
+    assert text == write_docs.with_plans(text), "run python -m tests.write_docs"
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)

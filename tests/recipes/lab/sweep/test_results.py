@@ -157,6 +157,23 @@ def test_speeds_are_relative_to_the_first_measured_row(sweep: Sweep) -> None:
     assert "Speed-up: over nothing yet." in table(sweep, {})
 
 
+def test_a_speed_up_within_the_spread_of_its_steps_is_noise(sweep: Sweep) -> None:
+    results = current_results(sweep)
+    results["fp8"] = results["fp8"] | {"tokens_per_second_per_device": 1.2 * 16 * 256 / 0.55 / 2}
+    assert cells(table(sweep, results))["fp8"][1] == "noise"
+    results["fp8"] = results["fp8"] | {f"step_seconds_{end}": 0.55 for end in ("least", "most")}
+    assert cells(table(sweep, results))["fp8"][1] == "1.20"
+
+
+def test_rows_are_ranked_by_validation_loss_where_a_number_is_swept(sweep: Sweep) -> None:
+    results = current_results(sweep)
+    results["longer"] = results["longer"] | {"validation_loss": 2.5}
+    results["fp8"] = results["fp8"] | {"validation_loss": None}
+    assert "\nBy validation loss: longer (2.5000), bf16 (9.0000).\n" in table(sweep, results)
+    words_alone = replace(sweep, rows=sweep.rows[:2])
+    assert "By validation loss" not in table(words_alone, current_results(sweep))
+
+
 def test_the_page_lists_skipped_steps(sweep: Sweep) -> None:
     row = sweep.rows[1]
     with (row.recipe.run.folder / "metrics.jsonl").open("a") as file:
