@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "--prefix", help="text before the prompt, such as 'summarize: '; default: data.prompt_prefix of the run"
     )
     parser.add_argument("--chat", action="store_true", help="the prompt is a message, in the model's chat template")
-    parser.add_argument("--chat-template", help="the prompt is a message, in the Jinja template of this file")
+    parser.add_argument("--chat-template", help="the prompt is a message, in this Jinja template: a file, chatml, ...")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
     parser.add_argument(
         "--answer-only", action="store_true", help="print the continuation and a newline, without the prompt"
@@ -108,8 +108,11 @@ def _sampling(options: argparse.Namespace, *, in_chat: bool) -> "Sampling":
 
 
 def _generate(options: argparse.Namespace) -> int:
-    in_chat = bool(options.chat or options.chat_template)
-    sampling = _sampling(options, in_chat=in_chat)
+    from recipes.weights.locate import find_weights
+
+    load_plugins(options.plugins)
+    weights, in_chat = find_weights(options.model), bool(options.chat or options.chat_template)
+    sampling = replace(_sampling(options, in_chat=in_chat), repetition_penalty=_repetition_penalty(weights))
 
     from models.decoder import Decoder
     from recipes.data.text.chat import ends_of_answers
@@ -117,15 +120,11 @@ def _generate(options: argparse.Namespace) -> int:
     from recipes.evaluation.conversation import converse, read_message
     from recipes.evaluation.generate import choose_device, continue_text, open_model
     from recipes.training.same_run import data_of_run
-    from recipes.weights.locate import find_weights
 
     search = {"beams": options.beams, "outputs": options.outputs}
     check_search(**search, temperature=options.temperature)
     signal.signal(signal.SIGINT, _leave)
     device, dtype = choose_device(options.device, options.dtype)
-    load_plugins(options.plugins)
-    weights = find_weights(options.model)
-    sampling = replace(sampling, repetition_penalty=_repetition_penalty(weights))
     open_as = open_exported if max(search.values()) > 1 else open_model
     opened = open_as(weights, dtype=dtype, device=device)
     if options.temperature is None:

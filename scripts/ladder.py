@@ -20,7 +20,7 @@ from recipes.lab.sweep.runner import exit_code_of, say  # noqa: E402
 EPILOG = """\
 The runs are ordinary recipes in OUTPUT/NAME/recipes, trained one after another on this machine (NPROC processes). The
 same command goes on after an interruption, and answers once all runs that can end have ended:
-OUTPUT/NAME/ladder.md, ladder.png, and ladder.json for `train.py RECIPE --plan --ladder FILE` and validation.ladder.
+OUTPUT/NAME/ladder.md, and ladder.json for `train.py RECIPE --plan --ladder FILE` and validation.ladder.
 On SLURM, task 0 of an array tries the rates, each rung and seed is one of the others (--dry-run prints them), then the
 command itself answers:
   sbatch --array=0 --nodes=1 --wait --wrap "python scripts/ladder.py RECIPE"

@@ -11,13 +11,17 @@ There are two kinds, because neither of the two kinds of lock that Unix has serv
 Between nodes, both work over NFS (v4, or v3 with lockd) and over Lustre mounted with -o flock. Imports no torch.
 """
 
+import argparse
 import errno
 import fcntl
 import os
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -34,11 +38,23 @@ HELD = (errno.EACCES, errno.EAGAIN)
 """The errors that POSIX allows for a lock that another process holds."""
 
 
+def another_name(folder: Path) -> str:
+    """What to write where a run has this folder already: the command of this process with a name that is free."""
+    free = next(name for n in count(2) if not folder.with_name(name := f"{folder.name}-{n}").exists())
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--check", "--processes", "--nodes", "--run.name"):
+        parser.add_argument(option, action="store_true" if option == "--check" else "store")
+    words = [*parser.parse_known_args(sys.argv[1:])[1], "--run.name", free]
+    train = Path(sys.argv[0])
+    command = [os.path.relpath(train.parent / "scripts/run.sh"), *words] if train.name == "train.py" else words[-2:]
+    return f"give this run another name: {shlex.join(command)}"
+
+
 def begun_meanwhile(folder: Path) -> UserError:
     """The error of a process that finds a run in a folder that did not exist when it looked."""
     return UserError(
         f"{folder} is in use: another process began this run while this one started. The same command resumes it when"
-        f" that has ended; or {ANOTHER_NAME}"
+        f" that has ended; or {another_name(folder)}"
     )
 
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -168,14 +169,7 @@ def find_weights(path: str | Path) -> Weights:
     """
     if is_remote(str(path)):
         path = _fetched(str(path))
-    folder = user_path(path)
-    if not is_folder(folder):
-        if folder.exists():
-            raise UserError(f"{folder} is not a folder")
-        from recipes.data.text.hub import download_hint
-
-        remedy = "; write the folder of a model (--plan reads its config.json alone) or a run"
-        raise UserError(f"{folder} does not exist{download_hint(str(path)) or remedy}")
+    folder = local_folder(path)
     if HF_CONFIG in (names := names_in(folder)):
         from recipes.weights.hf_folder import read_model_of
 
@@ -188,6 +182,21 @@ def find_weights(path: str | Path) -> Weights:
     if MODEL in names:
         return Weights(folder, *read_description(folder), is_checkpoint=True)
     raise _no_weights(folder, MODEL)
+
+
+def local_folder(path: str | Path) -> Path:
+    """The folder at a path on this disk. Raises UserError, with the most similar name, if there is none."""
+    folder = user_path(path)
+    if not is_folder(folder):
+        if folder.exists():
+            raise UserError(f"{folder} is not a folder")
+        from recipes.data.text.hub import download_hint
+
+        close = get_close_matches(folder.name, names_in(folder.parent) if folder.parent.is_dir() else [], n=1)
+        remedy = "; write the folder of a model (--plan reads its config.json alone) or a run"
+        remedy = f"; did you mean {folder.parent / close[0]}?" if close else download_hint(str(path)) or remedy
+        raise UserError(f"{folder} does not exist{remedy}")
+    return folder
 
 
 def _fetched(address: str) -> Path:

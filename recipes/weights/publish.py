@@ -29,16 +29,20 @@ def with_card(description: Description, checkpoint: Path) -> Description:
     recipe = read_text(file) if file.is_file() else ""
     progress, name = manifest.state["progress"], run.name if recipe else checkpoint.name
     model, task = description.model, "text2text" if description.model.is_encoder_decoder else "text"
-    lines = ["---", "library_name: transformers", f"pipeline_tag: {task}-generation", "tags:", "- shardwright", "---"]
+    lines = ["---", "library_name: transformers", "license: unknown", "tags:", "- shardwright"]
+    lines += [f"pipeline_tag: {task}-generation", "---"]
     try:
         made_of = dict(toml_table(recipe)["model"]) if recipe else {}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is damaged ({reason(error)}); bring back the one that the run wrote") from None
     lines += ["", f"# {name}", "", f"A language model with {model.parameters}. Trained with Shardwright"]
-    lines += [f"for {manifest.step:,} steps on {progress['tokens']:,} tokens."]
+    lines += [f"for {manifest.step:,} steps on {progress['tokens']:,} tokens. The licence is yours to fill in."]
     if made_of.get("upcycle"):
         dense = made_of.get("weights")
         lines.append(f"Upcycled: each expert began as the feed-forward of the dense model in `{dense}`.")
+    if not model.is_encoder_decoder:
+        call = 'pipeline("text-generation", "FOLDER, or its name on the hub")("Once upon a time")'
+        lines += ["", "## Usage", "", "    from transformers import pipeline", f"    print({call})"]
     lines += ["", "## Data", ""]
     try:
         consumed = consumed_tokens(from_json(progress.get("history", [])))

@@ -73,11 +73,10 @@ def finished(home: Path) -> tuple[Path, str]:
     return home / "runs/ladders/large", out
 
 
-def test_a_ladder_answers_with_a_page_a_picture_and_a_file(finished: tuple[Path, str]) -> None:
+def test_a_ladder_answers_with_a_page_and_a_file(finished: tuple[Path, str]) -> None:
     folder, out = finished
     assert "this recipe" in out and "95% interval" in out
     assert (folder / "ladder.md").read_text().count("\n| ") > 6
-    assert (folder / "ladder.png").stat().st_size > 10_000
     ladder = read_ladder(folder / "ladder.json")
     assert ladder.parameters == pytest.approx(200_000, rel=0.25) and ladder.fits[-1][0] == 1.0
     model = load(folder.parents[2] / "large.toml").model

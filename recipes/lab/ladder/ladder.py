@@ -180,7 +180,7 @@ def _answer(
     answer = replace(answer, ladder=ladder)
     write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(ladder).decode())
     write_ladder_page(folder, answer, command=options.command)
-    return [*lines(answer), "", f"wrote {folder}: {FILE} ladder.md ladder.png"]
+    return [*lines(answer), "", f"wrote {folder}: {FILE} ladder.md"]
 
 
 def _fits(points: Sequence[EndedRun]) -> Iterator[tuple[float, Fit]]:

@@ -482,7 +482,7 @@ def test_another_recipe_is_refused_with_its_differences(tmp_path: Path) -> None:
     assert "\n  optimizer.lr: 0.0003 in the folder's recipe.toml, 0.001 now\n" in message
     assert '\n  model.name: "smollm3_debug" in the folder\'s recipe.toml, "llama3_debug" now\n' in message
     assert '\n  schedule.kind: "wsd" in' in message
-    assert message.endswith("give this run another name (--run.name OTHER), or put these keys back")
+    assert message.endswith("give this run another name: --run.name r-2, or put these keys back")
 
 
 def test_only_the_fields_that_identify_a_run_count_as_differences() -> None:
