@@ -22,6 +22,8 @@ BRANCHES = 16
 BEAT_SECONDS = 1.0
 REACH_SECONDS = 3.0
 """Between two looks for launchers below that have not been reached."""
+SAID_SECONDS = 20.0
+"""After which one that cannot be reached is named."""
 MEETING_SECONDS = 5.0
 """For a connection and its first line."""
 ANSWER_SECONDS = 15.0
@@ -75,13 +77,14 @@ class Neighbours:
         timeout: float,
         loss: Callable[[str], str],
         heard: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """secret: of the run. timeout: seconds of silence that are a loss; 0 = only the end of a process is one.
         loss: makes the line for all nodes of the words that say which node is lost. heard: gets the first line for all,
-        once, also if it comes from here.
+        once, also if it comes from here. log: gets what a person should know.
         """
         self._secret, self._node, self._nodes = secret, node, nodes
-        self._timeout, self._loss, self._heard = timeout or float("inf"), loss, heard
+        self._timeout, self._loss, self._heard, self._log = timeout or float("inf"), loss, heard, log
         self.above: Link | None = None
         self.line = ""  # the first for all
         self._links: list[Link] = []
@@ -122,7 +125,7 @@ class Neighbours:
         return json.dumps([self._secret, node, platform.node()])
 
     def _reach(self, places: Callable[[Sequence[int]], Mapping[int, Place]]) -> None:
-        missing, refused_at = set(below(self._node, self._nodes)), dict[int, float]()
+        missing, began = set(below(self._node, self._nodes)), dict[int, float]()
         while missing and not self.line:
             try:
                 found = places(sorted(missing))
@@ -134,9 +137,11 @@ class Neighbours:
                     link.send(self._hello(self._node))
                     self._made.put(link)
                     missing.remove(node)
-                except OSError as error:
-                    if time.monotonic() - refused_at.setdefault(node, time.monotonic()) > self._timeout:
-                        self.tell(self._loss(f"node {node} is lost: {place[0]} does not answer ({error.strerror})"))
+                except OSError as error:  # a firewall, perhaps, which the processes need not meet
+                    if began.setdefault(node, time.monotonic()) < time.monotonic() - SAID_SECONDS:
+                        began[node] = float("inf")
+                        why = f"does not answer at {place[0]}, port {place[1]} ({error.strerror or error})"
+                        self._log(f"node {node} {why}: if it is lost, only run.hang_timeout ends the run")
             time.sleep(REACH_SECONDS)
 
     def _talk(self) -> None:

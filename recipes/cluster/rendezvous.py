@@ -192,7 +192,7 @@ class Launchers:
                 if cause := self._look():
                     self._tell(cause)
             assert self.cause is not None
-            if self._node == 0:  # for those that are not connected yet
+            if not (self._neighbours and self._neighbours.above):  # for those that are not connected
                 self._published(self.cause)
             time.sleep(0 if self.cause.crashed else grace)
             end()
@@ -301,6 +301,7 @@ class Launchers:
             timeout=self._timeout,
             loss=lambda words: json.dumps(Cause(words, 1, crashed=True)),
             heard=self._hear,
+            log=self._log,
         )
         if self._node:
             store.set(self._key("place"), json.dumps(self._neighbours.listen(self._own_address)))

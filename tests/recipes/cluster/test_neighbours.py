@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cluster import neighbours
-from recipes.cluster.neighbours import BRANCHES, above, below, lives
+from recipes.cluster.neighbours import BRANCHES, Neighbours, above, below, lives
 from tests.processes import wait_for
 
 NODES, SECRET, TIMEOUT = 20, "secret", 4.0
@@ -34,7 +34,7 @@ BEATS = """if True:
     def heard(line):
         print(line, flush=True)
 
-    ours = neighbours.Neighbours("secret", node=node, nodes=nodes, timeout=timeout, loss=str, heard=heard)
+    ours = neighbours.Neighbours("secret", node=node, nodes=nodes, timeout=timeout, loss=str, heard=heard, log=heard)
     if node:
         (folder / "new").mkdir(exist_ok=True)
         new = folder / "new" / str(node)
@@ -132,6 +132,24 @@ def test_a_silent_launcher_is_lost_and_a_run_that_was_stopped_as_a_whole_goes_on
     nodes.require_heard(f"node 18 on {socket.gethostname()} is lost: silent for more than {TIMEOUT:g} s", but=18)
     nodes.send(signal.SIGCONT, 18)
     wait_for("its end", lambda: "is lost" in nodes.heard(18))
+
+
+@pytest.mark.slow
+def test_one_that_cannot_be_reached_is_named_once_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a firewall. The store tells it what the others tell one another."""
+    monkeypatch.setattr(neighbours, "SAID_SECONDS", 0.1)
+    monkeypatch.setattr(neighbours, "REACH_SECONDS", 0.1)
+    said, heard = list[str](), list[str]()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        place: tuple[str, int] = closed.getsockname()
+        ours = Neighbours(SECRET, node=0, nodes=2, timeout=0.2, loss=str, heard=heard.append, log=said.append)
+        ours.start(lambda missing: {node: place for node in missing})
+        wait_for("its name", lambda: said)
+        time.sleep(1)
+    ours.tell("end")
+    why = f"node 1 does not answer at 127.0.0.1, port {place[1]} (Connection refused)"
+    assert said == [f"{why}: if it is lost, only run.hang_timeout ends the run"] and heard == ["end"]
 
 
 @pytest.mark.slow
