@@ -22,7 +22,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import ended_by, exit_code  # noqa: E402
-from recipes.files.screen import say  # noqa: E402
+from recipes.files.screen import DIM, say  # noqa: E402
 
 if TYPE_CHECKING:
     from recipes.data.config import DataConfig
@@ -133,12 +133,12 @@ def _generate(options: argparse.Namespace) -> int:
     ends = ends_of_answers(template, weights.tokenizer)[0] if template else ()
     opened = replace(opened, as_pairs=in_chat or bool(data and data.has_pairs), ends=(*opened.ends, *ends))
 
-    def show(piece: str, *, dim: bool = False) -> None:
-        say(piece, end="", whole=True, dim=dim)  # the same in a pipe: what reads it may be a terminal, too
+    def show(piece: str, *, style: str = "") -> None:
+        say(piece, end="", whole=True, style=style)  # the same in a pipe: what reads it may be a terminal, too
 
     def show_prompt(prompt: str) -> None:
         if not options.answer_only:
-            show(prompt, dim=True)
+            show(prompt, style=DIM)
 
     write: Callable[..., tuple[int, float]] = (
         continue_text if isinstance(opened.model, Decoder) else partial(write_texts, **search)
