@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from models.documents import Restriction
 
 
+class Sinks(nn.Module):
+    """A logit of each query head in the denominator of its softmax. A module, which tensor groups cut as norms."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+    def forward(self, query: Tensor) -> Tensor:
+        """query: (B, T, N, H). Returns (N,)."""
+        return self.weight
+
+
 class InnerAttention(nn.Module):
     """The part of attention that looks at other tokens. It has no parameters: context parallelism replaces it."""
 
@@ -30,9 +42,11 @@ class InnerAttention(nn.Module):
             "flash": torch.backends.cuda.flash_sdp_enabled(),
         }
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: "Restriction | None" = None) -> Tensor:
-        """query: (B, N, T, H); key, value: (B, K, S, H). Returns (B, N, T, H)."""
-        return attend(query, key, value, documents, **self.reach)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: "Restriction | None" = None, *sinks: Tensor
+    ) -> Tensor:
+        """query: (B, N, T, H); key, value: (B, K, S, H); sinks: (N,), if any. Returns (B, N, T, H)."""
+        return attend(query, key, value, documents, *sinks, **self.reach)
 
 
 def attend(
@@ -40,6 +54,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     documents: "Restriction | None" = None,
+    sinks: Tensor | None = None,
     *,
     window: int = 0,
     scale: float | None = None,
@@ -52,6 +67,7 @@ def attend(
         key: (B, K, S, H).
         value: (B, K, S, H).
         documents: what keeps attention inside documents; where S is more than T, of_chunk() has made it.
+        sinks: (N,), if heads have them.
         window: tokens that a token sees, itself and those before it; 0 = all.
         scale: None = 1 / sqrt(H).
         flash: whether windows may be computed by flash kernels for lengths, where the device has them.
@@ -59,19 +75,23 @@ def attend(
     new, seen = query.shape[2], key.shape[2]
     window = 0 if window >= seen else window
     mask = None  # (B or 1, 1, T, S), True = attends
-    if documents is not None or window:
+    if documents is not None or window or sinks is not None:
         # Most runs have neither. For kernels that take lengths, every row is one document.
         from models.documents import Lengths, has_kernel_for_lengths, whole_rows
 
         if documents is None and flash and has_kernel_for_lengths(query):
             documents = whole_rows(query, key)
+        if isinstance(documents, Lengths) and sinks is not None:
+            from models.sinks import with_sinks  # most models have none
+
+            return with_sinks(query, key, value, sinks, None, *documents, window, scale or query.shape[-1] ** -0.5)[0]
         if isinstance(documents, Lengths):
             from models.varlen import attention_by_lengths  # imported late: see models/varlen.py
 
             return attention_by_lengths(query, key, value, documents, window=window, scale=scale)
         mask = None if documents is None else documents.sees
     options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    if mask is None and not window and new == seen:
+    if sinks is None and mask is None and not window and new == seen:
         return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
     if window:
         near = min(seen, window + new - 1)  # keys that some query sees
@@ -80,10 +100,14 @@ def attend(
         distance = index[near - new :, None] - index  # (T, near)
         inside = (distance >= 0) & (distance < window)
         mask = inside if mask is None else mask & inside
-    elif mask is None and new > 1:
+    elif mask is None and new > 1 and new != seen:
         # scaled_dot_product_attention's own causal mask would align the first new token with the first key; the last
         # new token must be aligned with the last key. A single token attends to everything.
         mask = torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
+    if sinks is not None:
+        from models.sinks import attend_with_sinks
+
+        return attend_with_sinks(query, key, value, sinks, mask, scale)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
@@ -138,7 +162,9 @@ def _kept_by_yarn(config: ModelConfig, device: torch.device) -> Tensor:
         turns = config.rope_original_length / (times * 2 * math.pi)
         return config.head_width * math.log(turns) / (2 * math.log(config.rope_theta))
 
-    low = max(math.floor(pair_that_turns(config.rope_beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(config.rope_beta_slow)), config.head_width - 1)
+    low, high = pair_that_turns(config.rope_beta_fast), pair_that_turns(config.rope_beta_slow)
+    if config.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_width - 1)
     pairs = torch.arange(config.head_width // 2, dtype=torch.float32, device=device)
     return 1 - ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt
 from models.registry import OURS, PLACES, Part, Place, find, problems_of_parts
 
 AttentionFlops = Literal["causal", "full"]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
 FROM_WEIGHTS = "from_weights"
 """The value of model.name for the model of model.weights, and of data.tokenizer for their tokenizer."""
 FROM_CONFIG = "from_config"
@@ -90,6 +90,8 @@ class ModelConfig:
     """yarn scaling: pairs that turn less often are scaled fully."""
     rope_attention_factor: Annotated[float, Ge(0)] = 0.0
     """yarn scaling: factor of queries and keys; 0 = 1 + ln(rope_factor) / 10."""
+    rope_truncate: bool = True
+    """yarn scaling: round the borders between kinds of pairs (not GPT-OSS)."""
     rope_scaled_layers: Literal["all", "full"] = "all"
     """Layers with scaled frequencies: "full" = only those without a window (Gemma 3, OLMo 3)."""
     rope_local_theta: Annotated[float, Ge(0)] = 0.0
@@ -108,6 +110,10 @@ class ModelConfig:
     """Scores are divided by the square root of this (Gemma 3's query_pre_attn_scalar); 0 = head_width."""
     qk_norm: Literal["none", "head", "all"] = "none"
     """RMSNorm of queries and keys: of each "head" (Qwen3, Gemma 3), or over "all" features (OLMo 2 and 3)."""
+    attention_sinks: bool = False
+    """A learned logit of each query head in the denominator of its softmax (GPT-OSS)."""
+    biases: bool = False
+    """Biases of attention's linears, routers' logits and experts (GPT-OSS)."""
     norms: Literal["before", "after", "both"] = "before"
     """Where attention and feed-forward have an RMSNorm: "before", "after" (OLMo 2 and 3), or "both" (Gemma 3)."""
     norm_offset: bool = False
@@ -115,7 +121,7 @@ class ModelConfig:
     embedding_scale: bool = False
     """Multiply embeddings by the square root of the width (Gemma)."""
     activation: Activation = "silu"
-    """Of the feed-forward's gate: "silu" (SwiGLU), or "gelu_tanh", GELU by tanh (Gemma)."""
+    """Of the feed-forward's gate: "silu" (SwiGLU), "gelu_tanh", GELU by tanh (Gemma), "swiglu_clamped" (GPT-OSS)."""
     logit_softcap: Annotated[float, Ge(0)] = 0.0
     """Cap logits to this x tanh(logits / this) (Gemma 2: 30); 0 = off. Of Hugging Face's formats, Gemma 3's has it."""
     init_std: Annotated[float, Gt(0)] = 0.02
@@ -229,33 +235,16 @@ class ModelConfig:
         for field, default in of_windows.items():
             if not self.window and getattr(self, field) != default:
                 found[field] = f"has no effect without windows; write window = 4096 or so, or {default!r} here"
+        if self.activation == "swiglu_clamped" and not self.experts:
+            found["activation"] = 'is for experts; write "silu", or experts = 8 or so'
         if self.norm_offset and self.qk_norm == "all":
             found["norm_offset"] = 'is not for qk_norm = "all"; write false, or qk_norm = "head"'
         return list(found.items())
 
     def _problems_of_experts(self) -> dict[str, str]:
-        found = {}
-        if self.experts_per_token > self.experts:
-            found["experts_per_token"] = f"is more than experts = {self.experts}; write {self.experts} at most"
-        if self.activation != "silu":
-            found["activation"] = 'is not for experts, which compute with "silu"; write that'
-        if len(self.dense) == self.layers:
-            field = "dense_layers" if self.dense_layers >= self.layers else "further_dense_layers"
-            field = "sparse_every" if self.sparse_every > self.layers else field
-            found[field] = f"leaves none of the {self.layers} layers to experts; write less, or experts = 0"
-        if self.experts % self.expert_groups:
-            found["expert_groups"] = f"must divide experts = {self.experts}; write one of its divisors, or 1"
-        elif self.groups_per_token > self.expert_groups:
-            found["groups_per_token"] = f"is more than expert_groups = {self.expert_groups}; write that at most"
-        elif self.groups_per_token < self.expert_groups and self.experts < 2 * self.expert_groups:
-            found["expert_groups"] = (
-                f"leaves a group fewer than two of {self.experts} experts; write {self.experts // 2} or less"
-            )
-        elif self.groups_per_token * self.experts // self.expert_groups < min(self.experts_per_token, self.experts):
-            found["groups_per_token"] = (
-                f"has fewer experts than experts_per_token = {self.experts_per_token}; write more"
-            )
-        return found
+        from models.expert_rules import problems_of_experts  # most models have none
+
+        return problems_of_experts(self)
 
     def uneven_rows(self, dtype: str) -> list[tuple[str, str, int]]:
         """(field, what is wrong, the next width) of rows that torch's grouped products refuse, on any device."""
@@ -341,9 +330,13 @@ class ModelConfig:
     def _num_params(self, experts: int) -> int:
         all_heads = (self.heads + self.key_value_heads) * self.head_width
         of_heads = {"none": 0, "head": 2 * self.norm_params(self.head_width), "all": all_heads}[self.qk_norm]
+        of_heads += self.heads * self.attention_sinks
+        of_heads += (all_heads + self.key_value_heads * self.head_width + self.width) * self.biases
+        of_experts = (experts * (2 * self.expert_width + self.width) + self.experts) * self.biases
         norms = (1 + self.layers * (4 if self.norms == "both" else 2)) * self.norm_params(self.width)
         norms += sum(self._elements("attention", of_heads, matrices=False))
         norms += sum(self._elements("feed_forward", 0, matrices=False))
+        norms += of_experts * sum(map(self.is_sparse, range(self.layers)))
         embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
         return self._matmul_params(experts) + norms + embedding
 

@@ -1,4 +1,4 @@
-"""A dense decoder-only transformer: Llama, SmolLM, Mistral, Qwen3, OLMo 2 and 3, Gemma 3 by configuration.
+"""A decoder-only transformer: Llama, SmolLM, Mistral, Qwen3, OLMo 2 and 3, Gemma 3, GPT-OSS by configuration.
 
 Plain single-device code. It is built on the meta device, knows nothing of meshes or ranks, and its fully qualified
 names are the contract with everything that parallelizes, saves or converts it.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, rms_norm, silu
 
-from models.attention import InnerAttention, attend, rope_tables, rotate
+from models.attention import InnerAttention, Sinks, attend, rope_tables, rotate
 from models.config import Activation, ModelConfig
 from models.hf import inside_block
 from models.interface import BlockInterface, ModelInterface
@@ -42,12 +42,13 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = config.head_width
         self.rope = config.uses_rope(layer)
-        self.q_proj = nn.Linear(config.width, config.heads * config.head_width, bias=False)
-        self.k_proj = nn.Linear(config.width, config.key_value_heads * config.head_width, bias=False)
-        self.v_proj = nn.Linear(config.width, config.key_value_heads * config.head_width, bias=False)
-        self.o_proj = nn.Linear(config.heads * config.head_width, config.width, bias=False)
+        self.q_proj = nn.Linear(config.width, config.heads * config.head_width, bias=config.biases)
+        self.k_proj = nn.Linear(config.width, config.key_value_heads * config.head_width, bias=config.biases)
+        self.v_proj = nn.Linear(config.width, config.key_value_heads * config.head_width, bias=config.biases)
+        self.o_proj = nn.Linear(config.heads * config.head_width, config.width, bias=config.biases)
         self.q_norm = _norm_of_heads(config, config.heads)
         self.k_norm = _norm_of_heads(config, config.key_value_heads)
+        self.sinks = Sinks(config.heads) if config.attention_sinks else None
         scale = 1 / math.sqrt(config.attention_scale_width) if config.attention_scale_width else None
         self.inner = InnerAttention(window=config.window_of(layer), scale=scale)
         self.reach = self.inner.reach  # for attention to a cache, which no process shares
@@ -72,6 +73,7 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_width))  # (B, T, N or K, H)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        sinks = [] if self.sinks is None else [self.sinks(query)]  # (N,)
         query, key = self.q_norm(query), self.k_norm(key)
         # Before the transposition, so that attention reads and writes memory in the order of the linears around it:
         # then its output, which its backward pass needs, is also the memory that o_proj reads.
@@ -79,9 +81,9 @@ class Attention(nn.Module):
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # (B, N or K, T, H)
         if cache is not None:
-            out = attend(query, *cache.append(key, value), **self.reach)  # (B, N, T, H)
+            out = attend(query, *cache.append(key, value), None, *sinks, **self.reach)  # (B, N, T, H)
         else:
-            out = self.inner(query, key, value, documents)  # (B, N, T, H)
+            out = self.inner(query, key, value, documents, *sinks)  # (B, N, T, H)
         return out.transpose(1, 2).flatten(-2)  # (B, T, N H)
 
 
@@ -278,7 +280,7 @@ class Decoder(nn.Module):
                 experts="feed_forward.experts",
                 exchange="feed_forward.exchange",
                 inner_norms=() if whole_norms else norms,
-                feature_norms=norms if whole_norms else (),
+                feature_norms=(*(norms if whole_norms else ()), *["attention.sinks"] * config.attention_sinks),
             ),
             layers=self.layers,
             all_layers=self.config.layers,
@@ -355,15 +357,18 @@ class Decoder(nn.Module):
 
         Normal with `init_std`; the projections that add to the residual stream are scaled by 1 / sqrt(2 x layers), so
         that its variance does not grow with depth (GPT-2, section 2.3). Norms start as ones, which some store as 0;
-        biases start at 0.
+        biases start at 0, and sinks as matrices, as in transformers.
         """
         place, inside = (re.findall(r"\.(attention|feed_forward)\.(.+)", name) or [("norm", name)])[0]
         part = self.config.part(place)
         if inside in part.initial:
             values.fill_(part.initial[inside])
             return
-        if values.dim() == 1:
-            is_zero = name.endswith(".bias") or self.config.norm_offset
+        if ".experts." in name and name.endswith("_bias"):
+            values.zero_()
+            return
+        if values.dim() == 1 and not name.endswith(".sinks.weight"):
+            is_zero = name.endswith("bias") or self.config.norm_offset
             values.fill_(0.0 if is_zero else 1.0)
             return
         rows = tuple(f"{row}.weight" for row in part.row)

@@ -19,6 +19,8 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 """From rows (R, D), those of one expert after those of another, and the number of rows of each, to as many rows."""
 
 
+LIMIT, SLOPE = 7.0, 1.702
+"""Of GPT-OSS's activation."""
 Routed = tuple[Tensor, Tensor, Tensor]
 """What balancing reads: how many tokens of each row an expert computes, (B, E); sums over these tokens of every
 expert's share of the scores, (B, E); the sum over all tokens of log(sum of exponentials of their logits)^2, ()."""
@@ -30,6 +32,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
+        self.register_parameter("logit_bias", nn.Parameter(torch.empty(config.experts)) if config.biases else None)
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(config.experts) if config.router_bias else None)
 
@@ -51,8 +54,13 @@ class Routers(nn.Module):
         """(layers, E + 2): tokens of each expert, balance loss and router z-loss, both summed over tokens."""
 
     def forward(self) -> dict[int, tuple[Tensor, Tensor | None]]:
-        """Layer -> weight (E, D) in float32, bias (E,) or None."""
-        return {layer: (self.get_parameter(f"{layer}.weight").clone(), self.bias_of(layer)) for layer in self.places}
+        """Layer -> weight in float32, (E, D), or (E, D + 1) where the last column is added to logits; bias of the
+        choice, (E,), or None."""
+        own = {layer: [*self.get_submodule(str(layer)).parameters()] for layer in self.places}
+        return {
+            layer: (torch.cat([one.view(self.count, -1) for one in weights], dim=1), self.bias_of(layer))
+            for layer, weights in own.items()
+        }
 
     def bias_of(self, layer: int) -> Tensor | None:
         """The bias of a layer's router, (E,), if it has one."""
@@ -115,9 +123,11 @@ class SparseFeedForward(nn.Module):
         self.shared_experts = shared
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Routed]:
-        """x: (B, T, D); weight: (E, D) and bias: (E,) of the router. Returns (B, T, D), and what balancing reads."""
+        """x: (B, T, D); weight, bias: of the router, as Routers returns them. Returns (B, T, D), and what balancing
+        reads."""
         tokens, chosen = x.flatten(0, 1), self.config.experts_per_token
-        logits = linear(tokens.float(), weight)  # (N, E)
+        weight, added = (weight[:, :-1], weight[:, -1]) if self.config.biases else (weight, None)
+        logits = linear(tokens.float(), weight, added)  # (N, E)
         scores = logits.sigmoid() if self.config.router == "sigmoid" else logits.softmax(-1)
         experts = self._best(scores.detach() if bias is None else scores.detach() + bias)  # (N, K)
         weights = scores.gather(1, experts)
@@ -147,8 +157,14 @@ class SparseFeedForward(nn.Module):
         return scores.topk(self.config.experts_per_token, dim=-1).indices
 
 
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """GPT-OSS's activation (arXiv 2508.10925): silu with another slope, of clamped gates, times 1 + clamped factors."""
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return gate * (SLOPE * gate).sigmoid() * (up + 1)
+
+
 class Experts(nn.Module):
-    """SwiGLU by each expert, of the rows that are its own."""
+    """A gated linear unit by each expert, of the rows that are its own."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -156,13 +172,20 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(count, inner, width))
         self.up_proj = nn.Parameter(torch.empty(count, inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
+        for name, features in (("gate_bias", inner), ("up_bias", inner), ("down_bias", width)):
+            self.register_parameter(name, nn.Parameter(torch.empty(count, features)) if config.biases else None)
+        self.clamps = config.activation == "swiglu_clamped"
         self.matrices = nn.Identity()  # those of the experts that are here, (E', ...): expert parallelism replaces it
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: (R, D), those of one expert after those of another; counts: (E,), how many of each. Returns (R, D)."""
         ends = counts.cumsum(0).to(torch.int32)
         gate, up, down = (self.matrices(whole) for whole in (self.gate_proj, self.up_proj, self.down_proj))
-        return by_experts(silu(by_experts(rows, gate, ends)) * by_experts(rows, up, ends), down, ends)
+        biases = (self.gate_bias, self.up_bias, self.down_bias)
+        of_gate, of_up, of_down = (None if whole is None else self.matrices(whole) for whole in biases)
+        gated, factors = by_experts(rows, gate, ends, of_gate), by_experts(rows, up, ends, of_up)
+        inner = clamped_swiglu(gated, factors) if self.clamps else silu(gated) * factors
+        return by_experts(inner, down, ends, of_down)
 
 
 class Exchange(nn.Module):
@@ -205,13 +228,17 @@ class _Copied(torch.autograd.Function):
 
 
 @library.custom_op("shardwright::by_experts", mutates_args=())
-def by_experts(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Each row by the matrix of its expert: (R, in), (E, out, in) -> (R, out). ends: (E,), where their rows end."""
-    return grouped_mm(rows, matrices.mT, offs=ends)
+def by_experts(rows: Tensor, matrices: Tensor, ends: Tensor, biases: Tensor | None = None) -> Tensor:
+    """Each row by the matrix of its expert: (R, in), (E, out, in) -> (R, out). ends: (E,), where their rows end.
+    biases: (E, out), which are added."""
+    made = grouped_mm(rows, matrices.mT, offs=ends)
+    if biases is not None:
+        made += biases.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), dim=0, output_size=len(rows))
+    return made
 
 
 @by_experts.register_fake
-def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def _(rows: Tensor, matrices: Tensor, ends: Tensor, biases: Tensor | None = None) -> Tensor:
     return rows.new_empty(rows.shape[0], matrices.shape[1])
 
 
@@ -226,14 +253,19 @@ def _(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    *kept, biases = inputs
+    ctx.save_for_backward(*kept)
+    ctx.adds = biases is not None
 
 
-def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     rows, matrices, ends = ctx.saved_tensors
     gradient = gradient.contiguous()
-    return by_experts(gradient, matrices.mT, ends), gradient_of_experts(gradient, rows, ends), None
+    # A sum over rows as a product with ones, as many as a row of 16 bytes has: in one order, and read once.
+    ones = gradient.new_ones(len(rows), 8) if ctx.adds else None
+    of_biases = None if ones is None else gradient_of_experts(gradient, ones, ends)[..., 0]
+    return by_experts(gradient, matrices.mT, ends), gradient_of_experts(gradient, rows, ends), None, of_biases
 
 
 by_experts.register_autograd(_gradients, setup_context=_keep)

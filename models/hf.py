@@ -21,18 +21,22 @@ OUTSIDE = {
 PROJECTIONS = ("gate", "up", "down")
 IN_BLOCK = {
     "attention_norm.weight": ("input_layernorm.weight", "b"),
-    "attention.q_proj.weight": ("self_attn.q_proj.weight", "QD"),
-    "attention.k_proj.weight": ("self_attn.k_proj.weight", "KD"),
-    "attention.v_proj.weight": ("self_attn.v_proj.weight", "KD"),
-    "attention.o_proj.weight": ("self_attn.o_proj.weight", "DQ"),
+    **{
+        f"attention.{one}_proj.{tensor}": (f"self_attn.{one}_proj.{tensor}", axes)
+        for one, *both in (("q", "QD", "x"), ("k", "KD", "y"), ("v", "KD", "y"), ("o", "DQ", "z"))
+        for tensor, axes in zip(("weight", "bias"), both, strict=True)
+    },
     "attention.q_norm.weight": ("self_attn.q_norm.weight", "q"),
     "attention.k_norm.weight": ("self_attn.k_norm.weight", "k"),
+    "attention.sinks.weight": ("self_attn.sinks", "s"),
     "attention_post_norm.weight": ("post_attention_layernorm.weight", "a"),
     "feed_forward_norm.weight": ("post_attention_layernorm.weight", "b"),
     **{f"feed_forward.{part}_proj.weight": (f"mlp.{part}_proj.weight", "FD") for part in PROJECTIONS[:2]},
     "feed_forward.down_proj.weight": ("mlp.down_proj.weight", "DF"),
     **{f"feed_forward.experts.{part}_proj": (f"mlp.experts.{part}_proj", "EXD") for part in PROJECTIONS[:2]},
     "feed_forward.experts.down_proj": ("mlp.experts.down_proj", "EDX"),
+    **{f"feed_forward.experts.{part}_bias": (f"mlp.experts.{part}_proj_bias", "Ee") for part in PROJECTIONS[:2]},
+    "feed_forward.experts.down_bias": ("mlp.experts.down_proj_bias", "Ez"),
     **{
         f"feed_forward.shared_experts.{part}_proj.weight": (f"mlp.shared_experts.{part}_proj.weight", axes)
         for part, axes in zip(PROJECTIONS, ("SD", "SD", "DS"), strict=True)
@@ -41,12 +45,15 @@ IN_BLOCK = {
 }
 """Our name inside a block -> its name in files, and its axes (_axes()); a block without one of these axes lacks it.
 
-Files have a tensor for each expert; ours are all experts of a layer together."""
+Files have a tensor for each expert, but GPT-OSS's; ours are all experts of a layer together."""
 PRE_NORM = "pre_feedforward_layernorm.weight"
 """The norm before the feed-forward where attention has one after it, which then has its name."""
-OF_MIXTRAL = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""Parts of names in files -> those that Mixtral has there."""
-OF_ROUTER = {"weight": "mlp.gate.weight", "bias": "mlp.gate.e_score_correction_bias"}
+OTHER_NAMES = {
+    "mixtral": {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    "gpt_oss": {"mlp.gate.": "mlp.router.", "gate_proj": "gate_up_proj", "experts.up_proj": "experts.gate_up_proj"},
+}
+"""Family -> parts of names in files -> those that it has there."""
+OF_ROUTER = {"weight": "mlp.gate.weight", "logit_bias": "mlp.gate.bias", "bias": "mlp.gate.e_score_correction_bias"}
 
 
 def hf_name(name: str, *, norms: str = "before") -> str:
@@ -72,6 +79,8 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
             yield f"blocks.{layer}.{name}", shape
     for layer in filter(config.is_sparse, range(config.layers)):
         yield f"routers.{layer}.weight", (config.experts, config.width)
+        if config.biases:
+            yield f"routers.{layer}.logit_bias", (config.experts,)
         if config.router_bias:
             yield f"routers.{layer}.bias", (config.experts,)
     last = config.part("norm").tensors
@@ -88,7 +97,7 @@ def inside_block(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
         place, shape = name.partition(".")[0], tuple(axes[letter] for letter in letters)
         if place in PLACES and (tensors := config.part(place).tensors):
             found |= {f"{place}.{own}": of_own for own, of_own in tensors(config, layer).items()}
-        elif all(shape) and len(shape) == 1 and (tensors := config.part("norm").tensors):
+        elif all(shape) and "norm." in name and (tensors := config.part("norm").tensors):
             found |= {name.removesuffix("weight") + own: features for own, features in tensors(config, *shape).items()}
         elif all(shape):
             found[name] = shape
@@ -117,7 +126,7 @@ def _axes(config: ModelConfig, layer: int) -> dict[str, int]:
     """The letter of an axis -> its length in this layer; 0 = there is none."""
     query, key_value = config.heads * config.head_width, config.key_value_heads * config.head_width
     of_heads = {"none": (0, 0), "head": (config.head_width,) * 2, "all": (query, key_value)}[config.qk_norm]
-    sparse = config.is_sparse(layer)
+    sparse, bias = config.is_sparse(layer), config.biases
     return {
         "D": config.width,
         "Q": query,
@@ -130,6 +139,11 @@ def _axes(config: ModelConfig, layer: int) -> dict[str, int]:
         "E": config.experts * sparse,
         "X": config.expert_width,
         "S": config.shared_experts * config.expert_width * sparse,
+        "x": query * bias,
+        "y": key_value * bias,
+        "z": config.width * bias,
+        "e": config.expert_width * bias,
+        "s": config.heads * config.attention_sinks,
     }
 
 
@@ -140,11 +154,16 @@ def layout_of(model: ModelConfig) -> Layout:
 
         return stored_layout(replace(model, name="", weights="", config="", dropout=False))  # remembered by the rest
     tensors, is_ours = {}, all(getattr(model, place) == OURS for place in PLACES)  # else beyond_hf()
-    other = OF_MIXTRAL if is_ours and family_of(model) == "mixtral" else {}
+    family = family_of(model) if is_ours else None
+    other = OTHER_NAMES.get(family or "", {})
     for name, shape in parameter_shapes(model):
         stored, each = hf_name(name, norms=model.norms) if is_ours else name, tuple[str, ...]()
         for part, theirs in other.items():
             stored = stored.replace(part, theirs)
+        if ".feed_forward.experts." in name and family == "gpt_oss":
+            lane = {"gate": 0, "up": 1}.get(name.rpartition(".")[2].partition("_")[0])
+            tensors[name] = Stored(stored, shape, transposed=len(shape) == 3, lane=lane)
+            continue
         if ".feed_forward.experts." in name:
             before, after = stored.split("experts.")
             each = tuple(f"{before}experts.{number}.{after}.weight" for number in range(model.experts))
@@ -197,7 +216,7 @@ def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32"
         **_rope(model, family),
         **_windows(model, family),
         **_of_experts(model, family),
-        "attention_bias": False,
+        "attention_bias": model.biases,
         "attention_dropout": 0.0,
         "mlp_bias": False,
         "tie_word_embeddings": model.tied_embeddings,
@@ -212,8 +231,9 @@ def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32"
 
 def _of_gate(model: ModelConfig) -> dict[str, Any]:
     """The key of the activation, and those of scores and logits that the family of that activation has."""
-    if model.activation == "silu":
-        return {"hidden_act": "silu"}
+    if model.activation != "gelu_tanh":
+        clamped = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0} if model.activation == "swiglu_clamped" else {}
+        return {"hidden_act": "silu", **clamped}
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": model.attention_scale_width or model.head_width,
@@ -253,7 +273,7 @@ def _windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     if not family.windows:
         return {"use_sliding_window": False} if "no_rope_every" in family.says else {}
     kinds = {"layer_types": ["sliding_attention" if window else "full_attention" for window in layers]}
-    if family.windows == "kinds":
+    if family.every:
         return {"sliding_window": model.window or 4096, **kinds}
     return {"use_sliding_window": True, "sliding_window": model.window, **kinds} if any(layers) else {}
 
@@ -268,7 +288,10 @@ def _rope(model: ModelConfig, family: Family) -> dict[str, Any]:
         scaling |= {key: getattr(model, field) for field, key in fields.items()}
     if kind == "yarn":
         scaling["attention_factor"] = model.rope_attention_factor or None
-    keys: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": None if kind == "none" else scaling}
+        scaling |= {} if model.rope_truncate else {"truncate": False}
+    if kind == "none":  # which a family with a default of its own must be told
+        scaling = {"rope_type": "default"} if "rope_parameters" in family.defaults else {}
+    keys: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": scaling or None}
     if "no_rope_every" in family.says:
         keys["no_rope_layers"] = [int(model.uses_rope(layer)) for layer in range(model.layers)]
     if family.windows != "kinds":

@@ -20,7 +20,8 @@ ENDLESS = {"rope_parameters", "rope_theta", "relative_attention_num_buckets", "a
 # Key -> what its presence asks for.
 REFUSED = {
     "auto_map": "custom code, which is never run; if transformers itself computes the same model, delete auto_map",
-    "quantization_config": "quantized weights, which cannot be trained; take the folder of the unquantized ones",
+    "quantization_config": "quantized weights, which cannot be trained; take the folder of the unquantized ones, or, of"
+    " gpt_oss, what transformers saves of from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True))",
     "compression_config": "compressed weights, which cannot be trained; take the folder of the uncompressed ones",
 }
 
@@ -152,7 +153,7 @@ def _unsuitable(whole: Mapping[str, Any], reason: str, *, family: str, nested: l
         yield f"{reason}; mixtures of experts are computed by our own decoder only"
     elif counts:
         key = next((key for key in counts if re.fullmatch(r"(moe_)?(n|num)_.*experts", key)), counts[0])
-        ours = "except by our own decoder (qwen3_moe, mixtral, olmoe, dots1)"
+        ours = "except by our own decoder (qwen3_moe, mixtral, olmoe, gpt_oss, dots1)"
         yield f"{key} = {experts[key]}: mixtures of experts are not supported, {ours}"
 
 

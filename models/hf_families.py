@@ -16,6 +16,8 @@ PARTS: dict[str, Any] = {
     "norm_offset": False,
     "embedding_scale": False,
     "activation": "silu",
+    "attention_sinks": False,
+    "biases": False,
     **dict.fromkeys(PLACES, OURS),
 }
 """Field -> its value in most families: which parts a block has. A family has them all, or is another one."""
@@ -65,7 +67,7 @@ class Family:
     """Which layers have a window: "all" where there is one, those that "layer_types" names, or ""; "kinds": as before,
     and both kinds have rotary embeddings of their own."""
     every: int = 0
-    """Without layer_types, every n-th layer has no window."""
+    """Without layer_types, every n-th layer has no window; 0: none has one."""
     says: frozenset[str] = frozenset()
     """Further fields of ours that its config.json can say."""
     experts: Mapping[str, Any] | None = None
@@ -90,6 +92,8 @@ _OLMO = {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": 50279, "vocab_
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 _BY_SOFTMAX = {"router": "softmax", "router_bias": False, "shared_experts": 0, "router_scale": 1.0}
 _BY_SOFTMAX |= {"expert_groups": 1, "groups_per_token": 1}
+_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_YARN |= {"original_max_position_embeddings": 4096}
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", {}, whole_heads=True),
     "smollm3": Family(
@@ -149,6 +153,19 @@ FAMILIES = {
         experts={"router": "sigmoid", "router_bias": True},
         count="n_routed_experts",
         dense="first",
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "head_dim": 64}
+        | {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+        | {"rms_norm_eps": 1e-5, "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128}
+        | {"rope_theta": 150_000.0, "rope_parameters": _YARN, "attention_bias": True, **_NO_TOKENS},
+        {"activation": "swiglu_clamped", "attention_sinks": True, "biases": True},
+        windows="layer_types",
+        every=2,
+        experts={**_BY_SOFTMAX, "normalize_scores": True},
+        count="num_local_experts",
+        expert_width="intermediate_size",
     ),
     "olmo2": Family("Olmo2ForCausalLM", _OLMO, {"qk_norm": "all", "norms": "after"}),
     "olmo3": Family(

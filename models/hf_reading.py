@@ -27,6 +27,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "attn_logit_softcapping": ((None,), "soft-capped attention"),
     "use_bidirectional_attention": ((False, None), LATER),
     "attention_bias": ((False, None), "biases in the attention projections"),
+    "swiglu_limit": ((7.0, None), "another limit of the clamped SwiGLU"),
+    "swiglu_alpha": ((1.702, None), "another slope of the clamped SwiGLU"),
     "mlp_bias": ((False, None), "biases in the feed-forward"),
     "attention_dropout": ((0, None), "dropout on the attention weights"),
     "rope_interleaved": ((False, None), "rotary embeddings of neighbouring elements"),
@@ -188,6 +190,8 @@ def _note_unsupported(given: Reader, config: Mapping[str, Any], family: Family) 
         given.decline("architectures", f"only {family.head} is supported for this model_type")
     other = "hidden_act" if family.fields["activation"] == "gelu_tanh" else "hidden_activation"
     for key, (harmless, meaning) in ONLY.items():
+        if key == "attention_bias" and family.fields["biases"]:
+            harmless, meaning = (True,), f"{family.head} without biases in the attention projections"
         if key != other and key in config and config[key] not in harmless:
             (given.refuse if meaning == LATER else given.decline)(key, f"{meaning} is not supported")
 
@@ -212,7 +216,7 @@ def _windows(given: Reader, family: Family, layers: int) -> dict[str, Any]:
         return {}
     if family.windows == "all":
         return {} if window is None else {"window": given.integer("sliding_window")}
-    if not family.windows or (types is None and family.windows == "layer_types"):
+    if not family.windows or (types is None and not family.every):
         return {}
     every = given.values.get("sliding_window_pattern") or family.every
     if types is None and (type(every) is not int or every < 1):
@@ -239,7 +243,8 @@ def _rope(given: Reader) -> dict[str, Any]:
     """The RoPE fields, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     # In transformers 5, rope_scaling overrides rope_parameters, and a rope_theta inside overrides the one outside.
     key = "rope_scaling" if given.values.get("rope_scaling") else "rope_parameters"
-    parameters = given.values.get(key) or {}
+    # null is a missing key, for which one family has more than a plain rope.
+    parameters = given.values.get(key) or FAMILIES[given.values["model_type"]].defaults.get(key) or {}
     if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
         given.refuse(key, "must be one table for all layers")
         parameters = {}
@@ -307,8 +312,7 @@ def _scaling(given: Reader, inside: Reader) -> dict[str, Any]:
         for key in ("mscale", "mscale_all_dim"):
             if parameters.get(key):
                 inside.decline(key, "only attention_factor is supported")
-        if parameters.get("truncate") is False:
-            inside.decline("truncate", "only true is supported")
+        values |= {"rope_truncate": False} if parameters.get("truncate") is False else {}
         values |= {field: inside.number(key) for field, key in YARN_KEYS.items() if parameters.get(key) is not None}
     return values
 

@@ -39,7 +39,8 @@ class BlockInterface:
     post_norms: tuple[str, ...] = ()
     """Norms of what parts return, before it is added to the residual stream."""
     feature_norms: tuple[str, ...] = ()
-    """Norms inside parts over all features that a column linear produces, by whose mean square they divide."""
+    """Norms inside parts over all features that a column linear produces, by whose mean square they divide, and other
+    modules whose weight is cut as these features are: sinks of heads."""
     whole_rows: bool = False
     """Whether what is between the embedding and the first block must see all tokens of a row."""
 

@@ -6,7 +6,7 @@ Imports no torch.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FREQUENCIES = r"rotary_emb\.inv_freq$"
 """Old files hold the rotary frequencies, which follow from config.json."""
@@ -22,9 +22,25 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     """Its shape in our layout."""
     transposed: bool = False
-    """Whether files store it as (in, out)."""
+    """Whether files store its last two axes as (in, out)."""
     parts: tuple[str, ...] = ()
     """The names of its parts along its first axis, if files store these instead."""
+    lane: int | None = None
+    """0 or 1: it is every second element along the last axis of the file's tensor, and another of ours is the rest."""
+
+    @property
+    def shape_there(self) -> tuple[int, ...]:
+        """The shape of the tensor in the file."""
+        *before, last = self._turned(self.shape)
+        return (*before, last if self.lane is None else 2 * last)
+
+    def box_there(self, box: tuple[slice, ...]) -> tuple[slice, ...]:
+        """A range of it -> the range in the file that has it, and maybe the other lane's. box: for each axis."""
+        *before, last = self._turned(box)
+        return (*before, last if self.lane is None else slice(2 * last.start, 2 * last.stop))
+
+    def _turned(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*axes[:-2], axes[-1], axes[-2]) if self.transposed else axes
 
 
 def key_of(name: str, index: int | None) -> str:

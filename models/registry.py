@@ -20,7 +20,8 @@ Tensors = Mapping[str, tuple[int, ...]]
 OURS = "default"
 """The name of the part that is ours."""
 READ: Mapping[Place, Mapping[str, Any]] = {
-    "attention": {"qk_norm": "none", "window": 0, "attention_scale_width": 0, "no_rope_every": 0, "no_rope_layers": ()},
+    "attention": {"qk_norm": "none", "window": 0, "attention_scale_width": 0, "no_rope_every": 0, "no_rope_layers": ()}
+    | {"attention_sinks": False, "biases": False},
     "feed_forward": {"activation": "silu", "experts": 0},
     "norm": {"norm_offset": False},
 }
@@ -159,14 +160,18 @@ def unregistered(place: str, name: str) -> str | None:
     return f"is registered by no module of [plugins]; {hint}"
 
 
+def parts_not_ours(config: Any) -> dict[Place, str]:
+    """Place -> name of the parts without which, of all that plug-ins register, a model cannot be built."""
+    return {place: name for place in PLACES if (name := getattr(config, place)) != OURS}
+
+
 def problems_of_parts(config: Any) -> dict[str, str]:
     """Field -> what is wrong with the parts that a model names, and what to write instead."""
     found: dict[str, str] = {}
-    for place in PLACES:
-        name = getattr(config, place)
+    for place, name in parts_not_ours(config).items():
         if unknown := unregistered(place, name):
             found[place] = unknown
-        elif name != OURS:
+        else:
             for read, plain in READ[place].items():
                 if read not in _parts[place, name].reads and getattr(config, read) != plain:
                     found[read] = f'is not read by {place} = "{name}"; write {plain!r}'

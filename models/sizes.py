@@ -99,6 +99,28 @@ _OLMOE = _sizes(  # https://huggingface.co/allenai/OLMoE-1B-7B-0924
     expert_width=1024,
     normalize_scores=False,
 )
+_GPT_OSS = _sizes(  # https://huggingface.co/openai/gpt-oss-20b, with its YaRN
+    {
+        "gpt_oss_20b": (24, 2880, 2880, 64, 8, 64, 201088),
+        "gpt_oss_120b": (36, 2880, 2880, 64, 8, 64, 201088),
+    },
+    tied_embeddings=False,
+    norm_eps=1e-5,
+    rope_theta=150_000.0,
+    rope_scaling="yarn",
+    rope_factor=32.0,
+    rope_original_length=4096,
+    rope_truncate=False,
+    window=128,
+    full_attention_every=2,
+    attention_sinks=True,
+    biases=True,
+    activation="swiglu_clamped",
+    experts=32,
+    experts_per_token=4,
+    expert_width=2880,
+)
+_GPT_OSS["gpt_oss_120b"] = replace(_GPT_OSS["gpt_oss_120b"], experts=128)
 _QWEN3_TIED = _sizes(
     {
         "qwen3_0.6b": (28, 1024, 3072, 16, 8, 128, 151936),
@@ -162,6 +184,6 @@ _GEMMA3["gemma3_debug"] = replace(_GEMMA3["gemma3_debug"], window=64, full_atten
 _GEMMA3["gemma3_1b"] = replace(_GEMMA3["gemma3_1b"], window=512)
 _GEMMA3["gemma3_27b"] = replace(_GEMMA3["gemma3_27b"], attention_scale_width=168)
 
-_ALL = _SMOLLM2 | _SMOLLM3 | _LLAMA2 | _LLAMA3 | _MIXTRAL | _OLMOE
+_ALL = _SMOLLM2 | _SMOLLM3 | _LLAMA2 | _LLAMA3 | _MIXTRAL | _OLMOE | _GPT_OSS
 _ALL |= _QWEN3_MOE | _QWEN3_TIED | _QWEN3 | _OLMO2 | _OLMO3 | _GEMMA3
 SIZES = dict(sorted(_ALL.items(), key=lambda size: not size[0].endswith("_debug")))

@@ -89,8 +89,9 @@ def _keep_but_attention(context: Any, operator: Any, *arguments: Any, **options:
 
 
 def _keep_or_recompute(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    of_experts = getattr(operator, "namespace", None) == "shardwright"  # products and messages of models/experts.py
-    keeps = of_experts or (operator in SAVED and not _is_partial_sum(operator, arguments))
+    # Products and messages of experts, attention with sinks.
+    of_ours = getattr(operator, "namespace", None) == "shardwright"
+    keeps = of_ours or (operator in SAVED and not _is_partial_sum(operator, arguments))
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -100,7 +101,7 @@ def _is_partial_sum(operator: Any, arguments: tuple[Any, ...]) -> bool:
     The product itself is as large as without tensor parallelism, and nothing in the backward pass reads it. Only
     without compile, the one of attention (which the feed-forward follows) is computed again nevertheless.
     """
-    if operator not in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
+    if operator not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default):
         return False
-    first = arguments[0]
+    first = arguments[operator == torch.ops.aten.addmm.default]  # which has a bias before them
     return isinstance(first, DTensor) and any(placement.is_shard(first.ndim - 1) for placement in first.placements)

@@ -97,8 +97,11 @@ class ByHeads(nn.Module):
         super().__init__()
         self.inner, self.group, self.degree = inner, group, group.size()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Restriction | None = None) -> Tensor:
-        """query: (B, N, P, H); key, value: (B, K, P, H); documents: of whole rows. Returns (B, N, P, H)."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Restriction | None = None, *sinks: Tensor
+    ) -> Tensor:
+        """query: (B, N, P, H); key, value: (B, K, P, H); documents: of whole rows; sinks: (N,), if any. Returns
+        (B, N, P, H)."""
         copies = self.degree // gcd(self.degree, key.shape[1])  # of each head, so that every process has one
         if copies > 1:
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
@@ -108,7 +111,8 @@ class ByHeads(nn.Module):
         sizes = [part.shape[3] for part in parts]
         sent = torch.cat(parts, dim=3).contiguous()  # (R, B, P, heads / R, H)
         got = _exchange(sent, self.group).movedim(0, 1).flatten(1, 2)  # (B, R P = T, heads / R, H)
-        out = self.inner(*got.transpose(1, 2).split(sizes, dim=1), documents)  # (B, N / R, T, H)
+        own = [one.unflatten(0, (self.degree, -1))[self.group.rank()] for one in sinks]  # (N / R,)
+        out = self.inner(*got.transpose(1, 2).split(sizes, dim=1), documents, *own)  # (B, N / R, T, H)
         back = out.transpose(1, 2).unflatten(1, (self.degree, -1)).movedim(1, 0).contiguous()  # (R, B, P, N / R, H)
         return _exchange(back, self.group).movedim(0, 2).flatten(2, 3).transpose(1, 2)  # (B, N, P, H)
 
@@ -127,8 +131,11 @@ class ByGathering(nn.Module):
         self.inner, self.group = inner, group
         self.flash = torch.backends.cuda.flash_sdp_enabled()  # attention.backend; a compiled block cannot ask
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Restriction | None = None) -> Tensor:
-        """query: (B, N, P, H); key, value: (B, K, P, H); documents: of whole rows. Returns (B, N, P, H)."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Restriction | None = None, *sinks: Tensor
+    ) -> Tensor:
+        """query: (B, N, P, H); key, value: (B, K, P, H); documents: of whole rows; sinks: (N,), if any. Returns
+        (B, N, P, H)."""
         part = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))  # (2, B, P, K, H)
         key, value = _Gather.apply(part, self.group).transpose(2, 3)  # (B, K, T, H) each
         length = key.shape[2]
@@ -139,7 +146,7 @@ class ByGathering(nn.Module):
         for own, queries in zip(own_chunks(length, self.group, by="gather"), query.chunk(2, dim=2), strict=True):
             seen = key[:, :, : own.stop], value[:, :, : own.stop]  # (B, K, end of the chunk, H)
             inside = None if documents is None else of_chunk(documents, own, length=length)
-            out.append(self.inner(queries, *seen, inside).transpose(1, 2))
+            out.append(self.inner(queries, *seen, inside, *sinks).transpose(1, 2))
         return torch.cat(out, dim=1).transpose(1, 2)
 
 

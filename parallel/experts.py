@@ -79,7 +79,7 @@ def shards_of_experts(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], 
     def placement(parameter: nn.Parameter) -> Any:
         if parameter not in experts:
             return None
-        count, rows, _ = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+        count, rows, *_ = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
         return cut(axis_of_experts(count, rows, shards=over.size(-1)))
 
     return placement

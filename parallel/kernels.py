@@ -83,18 +83,18 @@ def kernel_of_auto(
         for heads in (config.heads, config.key_value_heads)
     )
     whole = (one[:, :, :1].expand(-1, -1, length, -1) for one in (query, key))  # without memory of its own
-    if masked and (kernel := _kernel_for_lengths(*whole)):
+    if (masked or config.attention_sinks) and (kernel := _kernel_for_lengths(*whole)):
         return kernel, f"attention: {kernel} kernels for rows of several lengths"
     mask = torch.ones(few, few, dtype=torch.bool, device=device) if masked else None
     grouped = config.heads != config.key_value_heads
     kernel = _name_of(
         torch._fused_sdp_choice(query, key, key, attn_mask=mask, is_causal=not masked, enable_gqa=grouped)
     )
-    if kernel != "math":
+    if kernel != "math" and not config.attention_sinks:
         windows = ", flash kernels in windows" if config.window and dtype != torch.float32 else ""
         return kernel, f"attention: {kernel} kernels, as torch chooses{windows}"
     scores = rows * config.heads * length**2 * dtype.itemsize
-    return kernel, (
+    return "math", (
         f"attention: WARNING: torch has only math kernels for {str(dtype).removeprefix('torch.')} and these heads,"
         f" which write all scores: {scores / 1e9:.3g} GB in each block, several times; bfloat16 has others"
     )

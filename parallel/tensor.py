@@ -168,7 +168,8 @@ def _keep_whole(routers: nn.Module, axis: DeviceMesh) -> None:
     """Give every process all of their weights, whose gradients are the sums of those for each process's tokens."""
     for name, weight in list(routers.named_parameters()):
         whole = distribute_tensor(weight.data, axis, [Replicate()], src_data_rank=None)
-        routers.get_submodule(name.removesuffix(".weight")).register_parameter("weight", nn.Parameter(whole))
+        router, _, own = name.rpartition(".")
+        routers.get_submodule(router).register_parameter(own, nn.Parameter(whole))
     routers.register_forward_hook(
         lambda module, arguments, found: {
             layer: (cast(DTensor, weight).to_local(grad_placements=(Partial(),)), bias)

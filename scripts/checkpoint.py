@@ -18,7 +18,7 @@ explain_wrong_interpreter()
 from parallel.errors import UserError  # noqa: E402
 from recipes.checkpoint import look  # noqa: E402
 from recipes.files.exit_codes import FAILED, FINISHED, exit_code  # noqa: E402
-from recipes.files.reading import is_remote, path_argument  # noqa: E402
+from recipes.files.reading import is_remote, path_argument, user_path  # noqa: E402
 from recipes.files.screen import say  # noqa: E402
 
 USAGE = """\
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
             from recipes.lab.average.average import average, named, steps_of
 
             wanted = named([path, *others]) if others else [(path, step) for step in steps_of(options.steps)]
-            average(wanted, Path(out[0]), weights=options.weights, log=say)
+            average(wanted, user_path(out[0]), weights=options.weights, log=say)
             return 0
         for line, code in look.lines(options.command, path):
             say(line)

@@ -18,10 +18,11 @@ from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import exit_code  # noqa: E402
 from recipes.files.reading import path_argument  # noqa: E402
 from recipes.files.screen import say  # noqa: E402
+from recipes.plugins.loading import OPTION, WHERE, load_plugins  # noqa: E402
 
 USAGE = """\
 convert_hf.py import FOLDER CHECKPOINT                    Hugging Face folder to new checkpoint
-       convert_hf.py export CHECKPOINT FOLDER [--dtype TYPE]    checkpoint to new Hugging Face folder
+       convert_hf.py export CHECKPOINT FOLDER [--dtype TYPE] [--plugins.modules FILE]    checkpoint to such a folder
        convert_hf.py upload FOLDER NAME [--private]             folder to the Hugging Face hub, as OWNER/MODEL
 
 CHECKPOINT to export: a folder such as runs/NAME/checkpoints/step-00000100, or
@@ -37,6 +38,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target", type=path_argument, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help=argparse.SUPPRESS)
     parser.add_argument("--private", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(OPTION, dest="plugins", **WHERE)
     options = parser.parse_args(arguments)
     if options.direction != "export" and options.dtype:
         parser.error("--dtype needs export; an imported checkpoint keeps the types of its folder")
@@ -56,6 +58,7 @@ def main(arguments: list[str]) -> int:
 
     signal.signal(signal.SIGINT, interrupt)
     try:
+        load_plugins(options.plugins)
         if options.direction == "import":
             import_folder(options.source, options.target)
         elif options.direction == "upload":

@@ -33,6 +33,7 @@ from recipes.files.atomic import write_whole  # noqa: E402
 from recipes.files.exit_codes import exit_code, leave_after  # noqa: E402
 from recipes.files.reading import path_argument  # noqa: E402
 from recipes.files.screen import say  # noqa: E402
+from recipes.plugins.loading import OPTION, WHERE, load_plugins  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,8 +90,10 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="precision (%(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(%(default)s)")
+    parser.add_argument(OPTION, dest="plugins", **WHERE)
     options = parser.parse_args(arguments)
     try:
+        load_plugins(options.plugins)
         return evaluate(options)
     except UserError as error:
         rank = os.environ.get("RANK", "0")
@@ -113,7 +116,7 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.pending is not None:
         from recipes.training.evaluate_waiting import evaluate_waiting
 
-        return evaluate_waiting(Path(options.model), device=options.device, attempts=options.pending)
+        return evaluate_waiting(Path(options.model), options.plugins, device=options.device, attempts=options.pending)
     weights = find_weights(options.model)
     if isinstance(weights.model, TransformersConfig) and not find_spec("transformers"):
         raise UserError(INSTALL)

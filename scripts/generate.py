@@ -23,6 +23,7 @@ explain_wrong_interpreter()
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import ended_by, exit_code  # noqa: E402
 from recipes.files.screen import DIM, say  # noqa: E402
+from recipes.plugins.loading import OPTION, WHERE, load_plugins  # noqa: E402
 
 if TYPE_CHECKING:
     from recipes.data.config import DataConfig
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--device", help='such as "cpu" or "cuda:1"; default: a GPU if there is one')
+    parser.add_argument(OPTION, dest="plugins", **WHERE)
     return parser
 
 
@@ -121,6 +123,7 @@ def _generate(options: argparse.Namespace) -> int:
     check_search(**search, temperature=options.temperature)
     signal.signal(signal.SIGINT, _leave)
     device, dtype = choose_device(options.device, options.dtype)
+    load_plugins(options.plugins)
     weights = find_weights(options.model)
     sampling = replace(sampling, repetition_penalty=_repetition_penalty(weights))
     open_as = open_exported if max(search.values()) > 1 else open_model

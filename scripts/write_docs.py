@@ -225,9 +225,10 @@ def _combinations() -> str:
     meshes = {case.partition(":")[0] for case in cases}
     compiled, generated = [case for case in cases if "compile" in combinations.options_of(case)], combinations.GENERATED
     last = (
-        f"{len(cases)} cases on {len(meshes)} meshes (tests/parallel/combinations.py). Of the {len(compiled)} compiled"
-        f" ones, scripts/test.sh --all runs the generated code of {len(generated)} and the graphs of the others; pytest"
-        " -m exhaustive runs the code of all."
+        f"{len(cases)} cases on {len(meshes)} meshes (tests/parallel/combinations.py). scripts/test.sh --all proves"
+        f" {len(combinations.COVERING)} of them, at least one for each cell. Of the {len(compiled)} compiled cases, it"
+        f" runs the generated code of {len(generated)} and the graphs of the others. pytest -m exhaustive proves all,"
+        " and runs the code of all."
     )
     return "\n".join(["", *lines, "", *wrap(last, 120), ""])
 

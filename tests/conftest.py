@@ -107,13 +107,16 @@ def file_of(item: pytest.Item) -> str:
 
 
 class Durations:
-    """Keeps how long every test took, for the order of the next run."""
+    """Keeps how long every test took, for the order of the next run, and names failures as they come: pytest itself
+    does so at its end, which a run that takes too long does not reach."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] = round(self.seconds.get(report.nodeid, 0.0) + report.duration, 2)
+        if report.failed:
+            print(f"\nfailed after {report.duration:.0f} s: {report.nodeid}", flush=True)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if (cache := getattr(session.config, "cache", None)) is not None:

@@ -112,10 +112,10 @@ def main(fault: str, ill: int, begin: int) -> None:
     seen: set[bool] = set()
 
     def flip_once(self: Trainer) -> Any:
-        """Flips the lowest bit of a weight, in the first attempt only."""
+        """Flips a bit of a weight that no step rounds away, in the first attempt only."""
         if self.step == begin and not Path("struck").exists():
             Path("struck").touch()
-            self.built.parameters[0].to_local().detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+            self.built.parameters[0].to_local().detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 12)
         return step(self)
 
     def killed_once(self: Trainer) -> Any:

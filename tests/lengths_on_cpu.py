@@ -20,6 +20,11 @@ def probabilities(query: Tensor, key: Tensor, scale: float | None, window: Seque
 
     window: tokens before and after each one that it sees, -1 = all; causal without it.
     """
+    return masked_scores(query, key, scale, window).softmax(-1).nan_to_num(0.0)
+
+
+def masked_scores(query: Tensor, key: Tensor, scale: float | None, window: Sequence[int] | None) -> Tensor:
+    """Those of one document, with -inf where a token does not see another."""
     scores = query @ key.mT * scale_of(query, scale)
     before, after = window or (-1, 0)
     assert after == 0
@@ -27,7 +32,7 @@ def probabilities(query: Tensor, key: Tensor, scale: float | None, window: Seque
     hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + shift)
     if before >= 0:
         hidden |= torch.ones_like(hidden).tril(shift - before - 1)
-    return scores.masked_fill(hidden, -math.inf).softmax(-1).nan_to_num(0.0)
+    return scores.masked_fill(hidden, -math.inf)
 
 
 def scale_of(query: Tensor, scale: float | None) -> float:
@@ -53,16 +58,19 @@ def forward(query, key, value, cumulative, of_keys, longest, longest_keys, causa
         assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(packed) and ends.diff().max() <= most
     pieces = [probabilities(q, k, scale, window) @ v for q, k, v in alone((cumulative, of_keys), query, key, value)]
     out = torch.cat(pieces, dim=1).transpose(0, 1).contiguous()
-    return out, query.new_zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+    heads = alone((cumulative, of_keys), query, key)
+    sums = torch.cat([masked_scores(q, k, scale, window).logsumexp(-1) for q, k in heads], dim=1)
+    return out, sums.float(), torch.zeros(2, dtype=torch.uint64)
 
 
 def backward(gradient, query, key, value, out, lse, cumulative, of_keys, *args):  # type: ignore[no-untyped-def]
     """As torch_attn::_varlen_attn_backward."""
     *_, scale, window = args
     pieces = []
-    for q, g, k, v in alone((cumulative, of_keys), query, gradient, key, value, by_query=1):
-        p = probabilities(q, k, scale, window)
-        by_scores = p * (g @ v.mT - (g * (p @ v)).sum(-1, keepdim=True)) * scale_of(q, scale)
+    each = (query, gradient, out, lse.T[..., None], key, value)
+    for q, g, o, sums, k, v in alone((cumulative, of_keys), *each, by_query=3):
+        p = (masked_scores(q, k, scale, window) - sums.to(q.dtype)).exp().nan_to_num(0.0)  # as the kernels do
+        by_scores = p * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * scale_of(q, scale)
         pieces.append((by_scores @ k, by_scores.mT @ q, p.mT @ g))
     found = (torch.cat(parts, dim=1).transpose(0, 1) for parts in zip(*pieces, strict=True))
     # A key and a value serve several queries and get the sum of their gradients.

@@ -24,6 +24,8 @@ NAMES: dict[str, tuple[str, str]] = {
     "_scaled_dot_product_flash_attention_for_cpu": ("kept by selective checkpointing", NATIVE),
     "_scaled_mm": ("kept by selective checkpointing", NATIVE),
     "_unsafe_view": ("found in traced graphs", NATIVE),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": ("gradients of attention with sinks", NATIVE),
+    "_varlen_attn_backward": ("gradients of attention with sinks", TORCH + "torch/nn/attention/varlen.py"),
     "_varlen_attn": ("kept by selective checkpointing", TORCH + "torch/nn/attention/varlen.py"),
     # Distributed
     "_checkpoint": ("checkpoint_wrapper", TORCH + "torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py"),

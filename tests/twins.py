@@ -24,7 +24,7 @@ from recipes.training.build import Built, build
 from recipes.training.process import Process
 from recipes.training.step import train_step
 from tests.compiling import compiling_in_turn, graphs_only
-from tests.parallel.combinations import GENERATED, processes_of, refusal_of
+from tests.parallel.combinations import COVERING, GENERATED, processes_of, refusal_of
 from tests.processes import run_processes
 from tests.proofs import recipe_of
 
@@ -72,25 +72,35 @@ def compare_cases(
 
 
 class Compared(dict[str, Comparison]):
-    """Case -> how far it is from one process. A test that asks for what this torch refuses is skipped."""
+    """Case -> how far it is from one process.
+
+    The first test that asks for a case compares with it all those of as many processes that CI proves, or that it does
+    not. A test that asks for what this torch refuses is skipped.
+    """
+
+    def __init__(self, cases: dict[int, list[str]], folder: Path) -> None:
+        super().__init__()
+        self._cases, self._folder, self._begun = cases, folder, set[tuple[int, bool]]()
 
     def __missing__(self, case: str) -> Comparison:
         skip_refused(case)
-        raise KeyError(case)
+        processes, covers = processes_of(case), case in COVERING
+        assert (processes, covers) not in self._begun, f"comparing cases of {processes} processes has failed before"
+        self._begun.add((processes, covers))
+        some = [one for one in self._cases[processes] if (one in COVERING) == covers and not refusal_of(one)]
+        self.update(zip(some, run_processes(processes, compare_cases, some, self._folder)[0], strict=True))
+        return self[case]
+
+
+def each_case(cases: dict[int, list[str]]) -> list[Any]:
+    """The cases as values of a test's argument, those that CI leaves out with a mark."""
+    marks = {case: () if case in COVERING else pytest.mark.exhaustive for some in cases.values() for case in some}
+    return [pytest.param(case, marks=mark) for case, mark in marks.items()]
 
 
 def skip_refused(case: str) -> None:
     if reason := refusal_of(case):
         pytest.skip(reason)
-
-
-def compare_all(cases: dict[int, list[str]], folder: Path) -> Compared:
-    """Compare the cases of each number of processes."""
-    found = Compared()
-    for processes, some in cases.items():
-        possible = [case for case in some if not refusal_of(case)]
-        found |= zip(possible, run_processes(processes, compare_cases, possible, folder)[0], strict=True)
-    return found
 
 
 def require_proved(comparison: Comparison) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from traceback import walk_tb
+from typing import Any
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files.reading import may_pass
@@ -26,11 +27,12 @@ class ForeignError(UserError):
 
 
 @contextmanager
-def foreign(what: str, remedy: str | Callable[[BaseException], str] = "") -> Iterator[None]:
+def foreign(what: str, remedy: str | Callable[[BaseException], str] = "", but: Any = None) -> Iterator[None]:
     """Inside, what foreign code raises becomes ForeignError "WHAT: REASON; REMEDY", and TemporaryError for a fault of
     the system that may pass. What our code raises when it is called back is passed on as it is.
 
-    what: the code, and what it was doing, with row and file. remedy: what to do or to write instead, if anything.
+    what: the code, and what it was doing, with row and file. remedy: what to do instead.
+    but: errors to pass on instead of those.
     """
     try:
         yield
@@ -38,7 +40,7 @@ def foreign(what: str, remedy: str | Callable[[BaseException], str] = "") -> Ite
         raise
     except BaseException as error:
         frames = [frame.f_code.co_filename.startswith(OURS) for frame, _ in walk_tb(error.__traceback__)]
-        if (False, True) in pairwise(frames):  # foreign code has called ours
+        if (False, True) in pairwise(frames) if but is None else isinstance(error, but):  # foreign code has called ours
             raise
         kind = TemporaryError if isinstance(error, OSError) and may_pass(error) else ForeignError
         advice = remedy if isinstance(remedy, str) else remedy(error)

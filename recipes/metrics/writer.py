@@ -88,7 +88,8 @@ class MetricsWriter:
         """Append one row. NaN and infinity, which JSON does not have, become null in the file."""
         if not self._enabled:
             return
-        row = row | {"time": utc_now()} | ({"stage": self.stage} if self.stage else {})
+        stage = row.get("stage", self.stage)  # an evaluation beside the run is of an earlier one, perhaps
+        row = row | {"time": utc_now()} | ({"stage": stage} if stage else {})
         finite = {
             key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()
         }

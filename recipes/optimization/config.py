@@ -184,9 +184,9 @@ class ScheduleConfig:
             return peak
         if self.kind in self.table:
             own = {"fields": fields} if fields is not None else {}
-            share = float(self.table[self.kind](step - warmup, steps - warmup, **own))
-            if not 0 <= share < math.inf:
-                raise UserError(f'schedule.kind = "{self.kind}" gives {share} after step {step}; give 0 or more')
+            given = self.table[self.kind](step - warmup, steps - warmup, **own)
+            if isinstance(given, str) or not 0 <= (share := float(given)) < math.inf:
+                raise UserError(f'schedule.kind = "{self.kind}" gives {given!r} after step {step}; give a number >= 0')
             return peak * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
         start = steps - decay if self.kind == "wsd" else warmup
         progress = max(0, step - start) / max(1, steps - start)  # 0 at the start of the decay, 1 at `steps`

@@ -32,10 +32,13 @@ def build_optimizer(
     one call for each block; else by torch's fused kernel. fields: the section of a plug-in's optimizer, if it has one.
     """
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    # Biases of experts, a row for each, are vectors too.
+    biases = {one for name, one in model.named_parameters() if ".experts." in name and name.endswith("_bias")}
     matrices: dict[nn.Parameter, None] = {}
     if config.facts.orthogonalizes:  # each once, in the order of the model
         of_blocks = (parameter for block in blocks_of(model) for parameter in block.parameters())
-        matrices = {one: None for one in of_blocks if one.dim() >= 2 and one not in embeddings}
+        others = biases | embeddings
+        matrices = {one: None for one in of_blocks if one.dim() >= 2 and one not in others}
         if not matrices:
             what = f'optimizer.name = "{config.name}": the blocks of this model have no matrix'
             raise UserError(f'{what}; write name = "adamw"')
@@ -43,6 +46,7 @@ def build_optimizer(
     undecayed: list[nn.Parameter] = []
     for parameter in model.parameters():
         decays = config.decay_norms if parameter.dim() < 2 else config.decay_embeddings or parameter not in embeddings
+        decays = config.decay_norms if parameter in biases else decays
         if parameter not in matrices:
             (decayed if decays else undecayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}]

@@ -37,10 +37,11 @@ class SparseSizes(Sizes):
         """The experts of one layer."""
         model, degrees = self.recipe.model, self.degrees
         shards, own = degrees.per_layer // degrees.expert, model.experts // degrees.expert
-        size = own * model.expert_width * model.width
-        rows = (model.expert_width, model.expert_width, model.width)
-        parts = [(own, count)[axis_of_experts(own, count, shards=shards)] for count in rows]
-        return Unit.of(*((count, size // count) for count in parts), shards=shards)
+        inner, width = model.expert_width, model.width
+        shapes = [(inner, width), (inner, width), (width, inner)] + [(inner, 1), (inner, 1), (width, 1)] * model.biases
+        cut = [(own, rows)[axis_of_experts(own, rows, shards=shards)] for rows, _ in shapes]
+        sizes = [own * rows * columns for rows, columns in shapes]
+        return Unit.of(*((count, size // count) for count, size in zip(cut, sizes, strict=True)), shards=shards)
 
     @cached_property
     def rest(self) -> Unit:
@@ -57,7 +58,7 @@ class SparseSizes(Sizes):
     @cached_property
     def routers(self) -> Unit:
         model = self.recipe.model
-        router = Unit.of((model.experts, model.width), shards=self.shards)
+        router = Unit.of((model.experts, model.width), *[(model.experts, 1)] * model.biases, shards=self.shards)
         return router * (model.layers - len(self.dense))
 
     @cached_property
@@ -70,6 +71,8 @@ class SparseSizes(Sizes):
         model, element, own = self.recipe.model, kept.element, 1 / self.degrees.tensor
         chosen = model.experts_per_token
         inner, routing = (3, 4) if kept.compiled else (4, 8)  # without silu(gate), and logits or scores
+        if model.activation == "swiglu_clamped" and not kept.compiled:
+            inner = 7  # also what is clamped, and another product
         per_row = element * (model.width + inner * model.expert_width) + (16 if self.degrees.expert > 1 else 0)
         # Routers read float32, and nothing else what the norm returns.
         read = (4 - (0 if model.shared_experts else element)) * model.width if element == 2 else 0

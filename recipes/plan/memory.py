@@ -88,7 +88,9 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True, imbal
         return max(processes, key=lambda prediction: prediction.peak)
     size = sizes_of(recipe, degrees, imbalance=imbalance)
     pieces_at = moments(size, range(recipe.model.layers))
-    return Prediction({name: size.state_by_kind | pieces | outside for name, pieces in pieces_at})
+    scores = recipe.model.attention_sinks and recipe.fsdp.param_dtype == "float32"  # models/sinks.py
+    left_out = f"{NOT_COUNTED}; scores of attention, which GPUs write in float32" if scores else NOT_COUNTED
+    return Prediction({name: size.state_by_kind | pieces | outside for name, pieces in pieces_at}, left_out)
 
 
 def outside_of_torch(recipe: Recipe, degrees: MeshDegrees) -> Pieces:

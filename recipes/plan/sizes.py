@@ -99,14 +99,14 @@ class Sizes:
         """(rows, columns) that this process has of each tensor of such a block; a vector has one column."""
         model, tensor = replace(self.recipe.model, feed_forward_width=inner, experts=0), self.degrees.tensor
         for name, (rows, *columns) in inside_block(model, 0).items():
-            place, _, own = name.removesuffix(".weight").partition(".")
+            place, _, own = name.removesuffix(".weight").removesuffix(".bias").partition(".")
             part = model.part(place) if place in PLACES else Part("")
-            is_cut = own in (part.column or ()) or (own in part.norms and model.qk_norm == "all")
-            yield rows // (tensor if is_cut else 1), prod(columns) // (tensor if own in part.row else 1)
+            is_cut = own in (part.column or ()) or (own in part.norms and model.qk_norm == "all") or own == "sinks"
+            yield rows // (tensor if is_cut else 1), prod(columns) // (tensor if own in part.row and columns else 1)
 
     @cached_property
     def norms_of_block(self) -> list[int]:
-        """The features of each of a block's norms."""
+        """The features of each of a block's norms, biases and sinks."""
         return [rows for rows, columns in self._tensors(0) if columns == 1]
 
     @cached_property
@@ -197,7 +197,7 @@ class Sizes:
         """What lives from step to step."""
         layers = self.recipe.model.layers
         total = self.table * self.tables + self.block * layers + self.norm
-        norms = Unit.of(*[(self.recipe.model.width, 1)] * 2, shards=self.shards)
+        norms = Unit.of(*[(rows, 1) for rows in self.norms_of_block], shards=self.shards)
         matrices = layers * (self.block.share - norms.share), layers * (self.block.tensors - norms.tensors)
         moments = self.recipe.optimizer.state_bytes(total.share, total.tensors, matrices=matrices)
         if self.recipe.fsdp.cpu_offload:

@@ -129,7 +129,8 @@ class Work:
     rows: frozenset[str] = frozenset({"o_proj", "down_proj"})
     """The linears that tensor groups cut by inputs."""
     moved: float = 0.0
-    """Bytes that kernels of registered parts move per token, in bfloat16, more than those of ours."""
+    """Bytes that kernels of registered parts, of sinks and of biases of experts move per token, in bfloat16, more than
+    those of ours."""
 
     @property
     def tokens(self) -> int:
@@ -256,6 +257,7 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
         overlap_tensor=recipe.mesh.overlap_tensor,
         per_node=per_node,
         experts=_experts(model, degrees) if model.experts else None,
+        moved=_moved_for_parts(model),
     )
     return replace(found, **of_parts(model, recipe.float8, inner=found.inner))
 
@@ -263,6 +265,14 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8, auto: Ke
 def _experts(model: ModelConfig, degrees: MeshDegrees) -> Experts:
     share = 1 - len(model.dense) / model.layers
     return Experts(model.experts, model.experts_per_token, model.expert_width, share, degrees.expert)
+
+
+def _moved_for_parts(model: ModelConfig) -> float:
+    """As Work.moved, of ours, counted by hand: attention's output is scaled for sinks, 4 bytes an element, and summed
+    with its gradient, 8; biases of experts are copied for each row, read and added, 8, and summed, 2."""
+    sinks = 12 * model.heads * model.head_width * model.attention_sinks
+    outputs = model.experts_per_token * (2 * model.expert_width + model.width)
+    return sinks + 10 * outputs * model.biases * sum(map(model.is_sparse, range(model.layers))) / model.layers
 
 
 def _inner(model: ModelConfig) -> int:
@@ -283,8 +293,9 @@ def _chosen(recipe: Recipe, auto: Kernel) -> Kernel:
     """What torch chooses: asked of 2.11 to 2.13 on a GPU that computes nothing, by kernel_of_auto()."""
     model = recipe.model
     if recipe.fsdp.param_dtype == "float32" and auto == "cudnn":
-        return "math" if model.heads != model.key_value_heads else "flash"  # its like, of memory-efficient attention
-    masked = recipe.data.document_mask or recipe.data.has_pairs or recipe.mesh.gathers_tokens
+        # Its like, of memory-efficient attention, which has no sinks.
+        return "math" if model.heads != model.key_value_heads or model.attention_sinks else "flash"
+    masked = model.attention_sinks or recipe.data.document_mask or recipe.data.has_pairs or recipe.mesh.gathers_tokens
     # A deterministic run has no cuDNN, whose gradients are added up as they come.
     return "flash" if masked or model.is_encoder_decoder or recipe.run.deterministic else auto
 

@@ -7,7 +7,8 @@ a file or source alone: recipes/files/added.py. Imports no torch.
 import hashlib
 import importlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata, util
@@ -24,6 +25,8 @@ from recipes.files.screen import say
 from recipes.files.version import of_package
 
 GROUP = "shardwright.plugins"
+OPTION = "--plugins.modules"  # of commands that read checkpoints, which load these first
+WHERE: dict[str, Any] = {"nargs": "+", "default": [], "help": "where plug-ins of a checkpoint are now, as in recipes"}
 
 
 class Entry(NamedTuple):
@@ -45,7 +48,7 @@ class Plugin:
 
     name: str
     module: str
-    """An absolute path, or a dotted name."""
+    """An absolute path, a dotted name, or the name of an entry point."""
     version: str
     """Of its package or its __version__, if any, and a hash of its content."""
     entries: list[Entry] = field(default_factory=list)
@@ -87,11 +90,17 @@ def activate(modules: Sequence[str], versions: Mapping[str, str] | None = None) 
             table |= {one.name: Adding(one.value, version) for one in plugin.entries if one.kind == kind}
 
 
-def load_recorded(modules: Sequence[str], versions: Mapping[str, str], *, file: Path) -> None:
-    """Load what the model of a checkpoint was built with, and say if its content has changed since."""
-    for plugin in load_plugins(modules):
-        if plugin.version != versions.get(plugin.name):
-            say(f"{file}: its plug-in {plugin.name} was {versions.get(plugin.name)}, and is {plugin.version} now", to=2)
+def load_recorded(modules: Sequence[str], versions: Mapping[str, str], *, file: Path) -> Iterator[UserError]:
+    """Load the plug-ins of a checkpoint, or take those of the names that this process has loaded from where they are
+    now, and say if the content has changed since. Yields why one cannot be loaded."""
+    here = {plugin.name: plugin for plugin in _IMPORTED.values()}
+    for module, (name, then) in zip(modules, versions.items(), strict=True):
+        try:
+            if (now := (here.get(name) or load_plugins([module])[0]).version) != then:
+                say(f"{file}: its plug-in {name} was {then}, and is {now} now", to=2)
+        except UserError as error:
+            remedy = f"write where it is now, such as {OPTION} there/{Path(module).name}"
+            yield type(error)(f"{file}: its run had the plug-in {name}: {error}; {remedy}")
 
 
 def add(kind: str, name: str, value: Any, fields: type | None = None) -> None:
@@ -105,35 +114,37 @@ def add(kind: str, name: str, value: Any, fields: type | None = None) -> None:
 def _plugin(module: str) -> Plugin:
     if module.endswith(".py"):
         file = user_path(module).absolute()
-        return _imported(file.stem, str(file), [file])
-    points = {point.name: point.module for point in metadata.entry_points(group=GROUP)}
-    name = points.get(module, module)
-    top = util.find_spec(name.partition(".")[0]) if name.partition(".")[0] else None
+        return _imported(Plugin(file.stem, str(file), ""), str(file), [file])
+    points = {point.name: point for point in metadata.entry_points(group=GROUP)}
+    name = point.module if (point := points.get(module)) else module
+    with foreign(f"plugins.modules: {module!r}"):
+        top = util.find_spec(name.partition(".")[0]) if name.partition(".")[0] else None
     if top is None or top.origin is None:
         known = f" (there are {listed(points)})" if points else ""
         rule = f'is no installed module, and no entry point of the group "{GROUP}"{known}'
         raise UserError(f"plugins.modules: {module!r} {rule}; install it, or write a file that ends in .py")
     is_package = top.submodule_search_locations is not None
-    return _imported(module, name, sorted(Path(top.origin).parent.rglob("*.py")) if is_package else [Path(top.origin)])
+    files = sorted(Path(top.origin).parent.rglob("*.py")) if is_package else [Path(top.origin)]
+    version = point.dist.version if point and point.dist else of_package(name.partition(".")[0])
+    return _imported(Plugin(module, module, version or ""), name, files)
 
 
-def _imported(name: str, module: str, files: Sequence[Path]) -> Plugin:
-    """The plug-in of a module, or of a file, with the content of these files."""
+def _imported(plugin: Plugin, module: str, files: Sequence[Path]) -> Plugin:
+    """The plug-in, which has the version of its package as yet, after the import of this module, or file."""
     digest = hashlib.sha256()
     for file in files:
         try:
             digest.update(f"{file.name}\0".encode() + file.read_bytes())
         except OSError as error:
             raise fault(f"plugins.modules: {file} cannot be read", error) from None
-    key = module, digest.hexdigest()[:16]
+    key = plugin.module, digest.hexdigest()[:16]
     if key in _IMPORTED:
         return _IMPORTED[key]
-    plugin = Plugin(name, module, key[1])
     _importing.append(plugin)
     try:
-        with foreign(f"plug-in {name}"):
+        with foreign(f"plug-in {plugin.name}", but=()), redirect_stdout(sys.stderr):  # --check prints TOML
             if module == str(files[0]):
-                spec = util.spec_from_file_location(f"shardwright_plugin_{name}_{key[1]}", module)
+                spec = util.spec_from_file_location(f"shardwright_plugin_{plugin.name}_{key[1]}", module)
                 assert spec is not None and spec.loader is not None, module
                 imported = sys.modules[spec.name] = util.module_from_spec(spec)
                 spec.loader.exec_module(imported)
@@ -141,19 +152,18 @@ def _imported(name: str, module: str, files: Sequence[Path]) -> Plugin:
                 imported = importlib.reload(sys.modules[module])
             else:
                 imported = importlib.import_module(module)
+            assert plugin.entries, "it registers nothing; call a function of recipes/plugins/register.py"
     except UserError as error:
         raise UserError(f"{_line(error, {str(file) for file in files}) or module}: {error}") from error
     finally:
         _importing.pop()
-    version = getattr(imported, "__version__", None) or of_package(name.partition(".")[0])
-    plugin.version = f"{version} {key[1]}" if version else key[1]
+    plugin.version = f"{getattr(imported, '__version__', None) or plugin.version} {key[1]}".strip()
     return _IMPORTED.setdefault(key, plugin)
 
 
 def _line(error: BaseException, files: set[str]) -> str:
     """FILE:LINE of the plug-in at which its import ended; "" if it did not begin."""
     cause = error.__cause__
-    if isinstance(cause, SyntaxError):
-        return f"{cause.filename}:{cause.lineno}"
-    frames = [frame for one in (error, cause) if one for frame in extract_tb(one.__traceback__)]
-    return next((f"{frame.filename}:{frame.lineno}" for frame in reversed(frames) if frame.filename in files), "")
+    places = [(at.filename, at.lineno) for one in (error, cause) if one for at in extract_tb(one.__traceback__)]
+    places += [(cause.filename or "", cause.lineno)] if isinstance(cause, SyntaxError) else []
+    return next((f"{file}:{line}" for file, line in reversed(places) if file in files), "")

@@ -20,6 +20,8 @@ from models.registry import Place
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.data.text.sources import NAMED, SUFFIXES
+from recipes.files.border import foreign
+from recipes.metrics.config import COLUMNS
 from recipes.optimization.config import OptimizerFacts
 from recipes.plugins.loading import add
 
@@ -30,18 +32,21 @@ def optimizer(name: str, facts: OptimizerFacts, *, fields: type | None = None) -
 
     Example: optimizer("lion", OptimizerFacts(Lion, reads=(), moments=1), fields=LionFields)
     """
-    _require_callable(facts.builder)
-    add("optimizer", name, facts, fields)
+    _add("optimizer", name, facts, fields, call=facts.builder)
 
 
-def part(place: Place, name: str, builder: str | Callable[..., Any], **facts: Any) -> None:
-    """A name for [model] attention, feed_forward or norm. facts: as of models.registry.Part, `tensors` at least.
+def part(place: Place, name: str, builder: str | Callable[..., Any], *, tensors: Any, **facts: Any) -> None:
+    """A name for [model] attention, feed_forward or norm. tensors, facts: as of models.registry.Part.
 
     Example: part("norm", "layer", layer_norm, tensors=lambda config, width: {"weight": (width,)}, column=())
     """
-    _require_callable(builder)
+
+    def shapes(config: Any, number: int) -> dict[str, tuple[int, ...]]:
+        with foreign(f'model.{place} = "{name}": its tensors fail', but=()):
+            return {one: tuple(map(int, shape)) for one, shape in tensors(config, number).items()}
+
     try:
-        add("part", f"{place}.{name}", registry.checked(place, name, builder, **facts))
+        _add("part", f"{place}.{name}", registry.checked(place, name, builder, tensors=shapes, **facts), call=builder)
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from error
 
@@ -62,8 +67,7 @@ def schedule(name: str, share: Callable[..., float], *, fields: type | None = No
 
     Example: schedule("one_minus_sqrt", lambda step, steps: 1 - (step / steps) ** 0.5)
     """
-    _require_callable(share)
-    add("schedule", name, share, fields)
+    _add("schedule", name, share, fields, call=share)
 
 
 def metric(name: str, function: Callable[..., float], *, fields: type | None = None) -> None:
@@ -72,8 +76,9 @@ def metric(name: str, function: Callable[..., float], *, fields: type | None = N
 
     Example: metric("bits", lambda row, built: row["loss"] / math.log(2))
     """
-    _require_callable(function)
-    add("metric", name, function, fields)
+    if name in COLUMNS.split() or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise UserError(f"metric {name!r} is ours, or no name of lower-case letters, digits and _; rename it")
+    _add("metric", name, function, fields, call=function)
 
 
 def tracker(name: str, opener: Callable[..., Any] | str, *, fields: type | None = None) -> None:
@@ -82,8 +87,7 @@ def tracker(name: str, opener: Callable[..., Any] | str, *, fields: type | None 
 
     Example: tracker("csv", CsvTracker)
     """
-    _require_callable(opener)
-    add("tracker", name, opener, fields)
+    _add("tracker", name, opener, fields, call=opener)
 
 
 def file_format(end: str, read: Callable[[Path], Iterable[str | Mapping[str, Any]]]) -> None:
@@ -94,8 +98,7 @@ def file_format(end: str, read: Callable[[Path], Iterable[str | Mapping[str, Any
     """
     if not end.startswith(".") or end != end.lower() or end.endswith((*SUFFIXES, NAMED)):
         raise UserError(f"{end!r}: write the end of names in lower case, with a dot, that is not read already")
-    _require_callable(read)
-    add("format", end, read)
+    _add("format", end, read, call=read)
 
 
 def source(begin: str, files: Callable[[str], Iterable[str | Path]]) -> None:
@@ -106,18 +109,17 @@ def source(begin: str, files: Callable[[str], Iterable[str | Path]]) -> None:
     """
     if not re.fullmatch(r"[a-z0-9]+://", begin) or begin in ("hf://", "s3://", "gs://", "http://", "https://"):
         raise UserError(f'{begin!r}: sources of a plug-in begin with a word of their own, such as "mine://"')
-    _require_callable(files)
-    add("source", begin, files)
+    _add("source", begin, files, call=files)
 
 
 def rule(check: Callable[[Any], Iterator[tuple[str, str]]]) -> None:
     """A rule across fields. check(recipe) yields ("section.field", what is wrong and what to write instead)."""
-    _require_callable(check)
-    add("rule", "", check)
+    _add("rule", "", check, call=check)
 
 
-def _require_callable(value: Any) -> None:
+def _add(kind: str, name: str, value: Any, fields: type | None = None, *, call: Any) -> None:
+    """Keep what is registered. Raises UserError if `call` neither is a function nor names one."""
     with suppress(ImportError):
-        if callable(value) or (re.fullmatch(r"[\w.]+:[\w.]+", str(value)) and find_spec(value.partition(":")[0])):
-            return
-    raise UserError(f'{value!r} is no function; give one, or "MODULE:FUNCTION" of a module that is installed')
+        if callable(call) or (re.fullmatch(r"[\w.]+:[\w.]+", str(call)) and find_spec(call.partition(":")[0])):
+            return add(kind, name, value, fields)
+    raise UserError(f'{call!r} is no function; give one, or "MODULE:FUNCTION" of a module that is installed')

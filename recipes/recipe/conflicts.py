@@ -120,6 +120,10 @@ CONFLICTS: tuple[Conflict, ...] = (
     ("attention.backend", lambda r: r.attention.backend == "cudnn" and r.mesh.gathers_tokens,
      'cannot attend from a part of the tokens to all, which mesh.context_by = "gather" needs; write "auto" or '
      '"flash"'),
+    ("attention.backend", lambda r: r.attention.backend != "auto" and r.model.attention_sinks and not _has_masks(r),
+     '"{attention.backend}" has no effect with model.attention_sinks, which has kernels of its own; write "auto"'),
+    ("attention.backend", lambda r: r.attention.backend == "flash3" and r.model.attention_sinks and _has_masks(r),
+     '"flash3" was not tried with model.attention_sinks; write "auto"'),
     ("attention.backend", lambda r: r.attention.backend == "cudnn" and r.model.window,
      '"cudnn" has no kernel for model.window = {model.window}; write "auto"'),
     # torch.compile fuses messages of tensor groups with products, on GPUs that read each other's memory.

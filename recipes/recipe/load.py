@@ -1,7 +1,7 @@
 """Builds one checked Recipe from a TOML file, its bases and the command line. Imports no torch."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from difflib import get_close_matches
@@ -17,7 +17,7 @@ from parallel.errors import UserError
 from recipes.files.added import FORMATS, SOURCES
 from recipes.files.exit_codes import FINISHED
 from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_steps
-from recipes.files.reading import SHOWN, fault, is_remote, read_whole, toml_table, user_path
+from recipes.files.reading import SHOWN, fault, read_whole, toml_table, user_path
 from recipes.recipe.fields import (
     BEFORE,
     COMMAND_LINE,
@@ -84,6 +84,7 @@ def load_run(
     rules: bool = True,
     elsewhere: bool = False,
     kind: type[Recipe] | None = None,
+    only: Collection[str] = (),
 ) -> LoadedRecipe:
     """Load a recipe and locate the weights it starts from, once. Raises one UserError that lists everything wrong.
 
@@ -97,19 +98,20 @@ def load_run(
         rules: False skips the rules across fields and the look at the data, for a recipe that is only read.
         elsewhere: True skips only the look at the data and the weights, for a recipe that will run on another machine.
         kind: the class of a recipe with the same plug-ins, which are then not looked for; None = as written.
+        only: the sections to read. No plug-in is loaded, and what is wrong elsewhere has its default. () = all.
     """
-    chain = _read_chain(user_path(path))
-    kind = kind or _kind_of([*chain, *over], arguments)
+    chain = read_chain(user_path(path))
+    kind = kind or (Recipe if only else kind_of([*chain, *over], arguments))
     if rules and (kind.loads or FORMATS or SOURCES):  # of this recipe, and of no other
         from recipes.plugins.loading import activate
 
         activate(kind.loads)
-    options = {"rules": rules, "elsewhere": elsewhere, "processes": processes, "nodes": nodes}
+    options = {"rules": rules, "elsewhere": elsewhere, "processes": processes, "nodes": nodes, "only": only}
     with recipes_of(kind):
         return _load(path, [*chain, *over], arguments, kind, file="" if over else chain[-1][0], **options)
 
 
-def _kind_of(layers: Sequence[Layer], arguments: Sequence[str]) -> type[Recipe]:
+def kind_of(layers: Sequence[Layer], arguments: Sequence[str]) -> type[Recipe]:
     """The class of the recipe of these layers and flags. Raises UserError for plug-ins that cannot be loaded."""
     flags: Flags = []
     if any(argument.startswith("--plugins.") for argument in arguments):
@@ -127,7 +129,7 @@ def _load(
     path: str | Path, layers: Sequence[Layer], arguments: Sequence[str], kind: type[Recipe], **options: Any
 ) -> LoadedRecipe:
     """As load_run(), of whose options some are those of broken_rules()."""
-    rules, elsewhere = options.pop("rules"), options["elsewhere"]
+    rules, elsewhere, only = options.pop("rules"), options["elsewhere"], options.pop("only")
     run, before = Written(), None
     problems: list[Problem] = []
     tables_of_stages: tuple[Any, str] = ([], "")
@@ -163,7 +165,7 @@ def _load(
     if rules:
         wrong_keys = {problem.key for problem in problems}
         problems += broken_rules(recipe, weights, [run, *stages], wrong=wrong_keys, before=before, **options)
-    if problems:
+    if problems := [one for one in problems if not only or {*only} & {*one.key.split(".")}]:
         raise refusal(problems, where=shown(Path(path)))
     needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
     return LoadedRecipe(recipe, weights.find() if weights and needs_weights else None, run.origins)
@@ -178,13 +180,20 @@ def _of_old_run(tables: Mapping[str, Any]) -> dict[str, Any]:
 def _keep_values_of_run(run: Written) -> None:
     """Let a run that goes on, and a fork, keep the values of the fields of BEFORE that are not written now."""
     with suppress(UserError):  # the start says what is wrong with the folder
-        own, trunk = _folder(run.values), run.values.get("run.continue_from", "").partition("@")[0]
-        of_trunk = user_path(trunk) if trunk and not is_remote(trunk) else None
-        folder = own if checkpoint_steps(own / CHECKPOINTS) else of_trunk
-        if folder and (unwritten := BEFORE.keys() - run.values.keys()):
-            file = folder / RECIPE
-            old = load(file, rules=False)
-            run.put({key: value_of(old, key) for key in unwritten}, shown(file))
+        folders, trunk = [_folder(run.values)], run.values.get("run.continue_from", "")
+        if not checkpoint_steps(folders[0] / CHECKPOINTS):
+            path = user_path(trunk)
+            path = path if os.path.exists(path) else path.with_name(path.name.rpartition("@")[0] or path.name)
+            folders = [path, *path.absolute().parents[:2]] if trunk else []  # it may be one checkpoint
+        if file := next((folder / RECIPE for folder in folders if os.path.isfile(folder / RECIPE)), None):
+            run.put(kept_values(file, run.values), shown(file))
+
+
+def kept_values(file: Path, written: Collection[str]) -> dict[str, Any]:
+    """The values that a run with this recipe.toml keeps of the fields of BEFORE, but for those that are written now."""
+    unwritten = BEFORE.keys() - {*written}
+    old = load(file, rules=False, only=("data",)) if unwritten else Recipe()
+    return {key: value_of(old, key) for key in unwritten}
 
 
 def _folder(values: Mapping[str, Any]) -> Path:
@@ -198,7 +207,7 @@ def print_help(arguments: list[str], *, usage: str) -> int:
     from recipes.recipe import command_line
 
     named = arguments[1:]  # after the recipe, perhaps a section of one of its plug-ins
-    with recipes_of(_kind_of(_read_chain(user_path(arguments[0])), named) if named else Recipe):
+    with recipes_of(kind_of(read_chain(user_path(arguments[0])), named) if named else Recipe):
         arguments, section = command_line.split_section(arguments)
     recipe = load(arguments[0], arguments[1:], rules=False) if arguments else None
     with recipes_of(type(recipe) if recipe else Recipe):
@@ -303,6 +312,7 @@ def _size_of(name: str, run: Written, weights: "InitialWeights | None") -> tuple
     # In a resolved recipe no field of the shape is missing; older versions did not write some of them.
     shape = {f"model.{field.name}" for field in fields(ModelConfig)}
     later = ("logit_softcap", "full_attention_layers", "sparse_every", "further_dense_layers", *PLACES)
+    later += ("attention_sinks", "biases", "rope_truncate")
     shape -= {f"model.{field}" for field in (*NO_SHAPE, "upcycle", *later)}
     if weights is None or shape <= run.values.keys():
         return default, problems
@@ -318,7 +328,7 @@ def _size_of(name: str, run: Written, weights: "InitialWeights | None") -> tuple
     return weights.model(), problems
 
 
-def _read_chain(path: Path) -> list[Layer]:
+def read_chain(path: Path) -> list[Layer]:
     """(file, its sections), from the outermost base to the file itself."""
     chain: list[Path] = []
     seen: set[Path] = set()  # resolved

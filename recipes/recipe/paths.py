@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import FROM_CONFIG, FROM_WEIGHTS
-from recipes.files.reading import is_remote, path_problem, shorten
+from recipes.files.reading import is_remote, path_problem, shorten, user_path
 from recipes.recipe.fields import Problem, Written, toml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ def beside(origin: str) -> Path:
 
 def module_at(module: str, origin: str) -> str:
     """A module of a plug-in as all programs find it: a file with its whole path. origin: what wrote it."""
-    return str(Path(located(module, beside(origin))).expanduser().absolute()) if module.endswith(".py") else module
+    return str(user_path(located(module, beside(origin))).absolute()) if module.endswith(".py") else module
 
 
 def is_path(text: str, key: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, field, fields, make_dataclass, replace
 from functools import cache
 from inspect import getsourcelines
+from keyword import kwlist
 from typing import Any, Literal, get_args, get_type_hints
 
 from parallel.errors import UserError
@@ -59,7 +60,7 @@ def with_plugins(plugins: tuple[Plugin, ...]) -> type[Recipe]:
         added.setdefault(entry.kind, {})[entry.name or f"{number}"] = entry
         if entry.fields:
             _require_sound(entry)
-            if entry.name in (*sections(Recipe), *classes, "base", "stages"):
+            if entry.name in (*dir(Recipe), *sections(Recipe), *classes, *kwlist, "base"):
                 raise UserError(f"{entry.place}: there is a section [{entry.name}] already; rename the {entry.kind}")
             classes[entry.name] = entry.fields
     for kind, (section, name) in NAMING.items():
@@ -75,7 +76,7 @@ def _naming(section: type, name: str, entries: dict[str, Entry]) -> type:
     hint, default = get_type_hints(section)[name], getattr(section, name)
     ours = get_args(get_args(hint)[0]) if isinstance(default, tuple) else get_args(hint)
     for entry in entries.values():
-        if entry.name in ours or not re.fullmatch(r"[a-z][a-z0-9_]*", entry.name):
+        if entry.name in ours or not re.fullmatch(r"[a-z][a-z0-9_]*", f"{entry.name}"):
             rule = "is ours" if entry.name in ours else "is no name of lower-case letters, digits and _"
             raise UserError(f"{entry.place}: {entry.kind} {entry.name!r} {rule}; rename it")
     names: Any = Literal[(*ours, *entries)]

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig
-from models.registry import OURS, PLACES
-from parallel.errors import UserError, listed
+from models.registry import parts_not_ours
+from parallel.errors import listed
 from recipes.checkpoint.config import CheckpointConfig
+from recipes.files.border import foreign
 from recipes.metrics.config import ProfileConfig
 from recipes.recipe.conflicts import Unreadable, conflicts
 from recipes.recipe.fields import Problem, Violation, Written, field_types, refusal_of, sections, toml, value_of
@@ -93,7 +94,7 @@ def violations(
         widths_fit(recipe),
         export_is_possible(recipe.checkpoint, model=model),
         best_is_saved(recipe),
-        schedule_fits(recipe.schedule, run=recipe.run, steps=schedule_steps),
+        schedule_fits(recipe, steps=schedule_steps),
         moments_can_move(recipe.optimizer),
         optimizer_fits(recipe.optimizer, fsdp=recipe.fsdp),
         profile_fits(recipe.profile, run=recipe.run),
@@ -118,21 +119,16 @@ def violations(
 
 def parts_are_loaded(recipe: Recipe) -> Iterator[Violation]:
     """A part that another recipe of this process, or a checkpoint, has loaded is not known to the next start."""
-    for place in PLACES:
-        name = getattr(recipe.model, place)
-        if name != OURS and f"{place}.{name}" not in recipe.added.get("part", {}):
+    for place, name in parts_not_ours(recipe.model).items():
+        if f"{place}.{name}" not in recipe.added.get("part", {}):
             rule = f'must name the module that registers model.{place} = "{name}", for later starts to find it'
             yield "plugins.modules", f'{rule}; write modules = ["{name}.py"] or so'
 
 
 def of_plugin(recipe: Recipe, entry: Any) -> Iterator[Violation]:
     """What the rule of a plug-in finds. Raises UserError for one that fails."""
-    try:
+    with foreign(f"{entry.place}: this rule fails", but=Unreadable):
         yield from [(str(key), str(message)) for key, message in entry.value(recipe)]
-    except Unreadable:
-        raise
-    except Exception as error:
-        raise UserError(f"{entry.place}: this rule fails: {type(error).__name__}: {error}") from error
 
 
 def broken_rules(

@@ -4,14 +4,17 @@ import math
 from collections.abc import Iterator
 
 from parallel.config import FSDPConfig
-from recipes.optimization.config import OptimizerConfig, ScheduleConfig
+from recipes.files.border import foreign
+from recipes.optimization.config import OptimizerConfig
+from recipes.recipe.conflicts import Unreadable
 from recipes.recipe.fields import Violation, toml
-from recipes.recipe.schema import RunConfig
+from recipes.recipe.schema import Recipe
 
 
-def schedule_fits(schedule: ScheduleConfig, *, run: RunConfig, steps: int | None) -> Iterator[Violation]:
-    """The schedule fits so many steps (None = those of the run), and warm-up and decay fit into it."""
-    steps, name = steps or run.steps, "schedule.steps" if schedule.steps else "run.steps"
+def schedule_fits(recipe: Recipe, *, steps: int | None) -> Iterator[Violation]:
+    """The schedule fits so many steps (None = those of the run), warm-up and decay fit into it; a plug-in's works."""
+    schedule, steps = recipe.schedule, steps or recipe.run.steps
+    name = "schedule.steps" if schedule.steps else "run.steps"
     if 0 < schedule.steps < steps:
         yield "schedule.steps", f"is less than the {steps} steps that are trained by it; write more, or 0"
     steps = schedule.steps or steps
@@ -29,6 +32,10 @@ def schedule_fits(schedule: ScheduleConfig, *, run: RunConfig, steps: int | None
         else:
             remedy = f"write steps = {fixed} or more, or shares of the run, such as warmup_steps = 0.1"
         yield f"schedule.{'decay_steps' if decay else 'warmup_steps'}", f"{rule}; {remedy}"
+    elif entry := recipe.added.get("schedule", {}).get(schedule.kind):
+        with foreign(f"{entry.place}: this schedule fails", but=Unreadable):
+            for step in {0, warmup, (warmup + steps) // 2, steps - 1} - {steps}:
+                schedule.learning_rate(step, peak=1.0, steps=steps, fields=recipe.fields_of("schedule", schedule.kind))
 
 
 def moments_can_move(optimizer: OptimizerConfig) -> Iterator[Violation]:

@@ -177,11 +177,16 @@ def _count_tokens(stages: Sequence[Written], base: Recipe, steps: int | None, or
     for stage in stages:
         batch = with_values(base, {key: value for key, value in stage.values.items() if key.startswith("batch.")}).batch
         each = batch.global_batch_size * batch.sequence_length
-        if amount := _tokens(stage.until):
-            if step < 0:
-                message = "counts tokens after a stage that ends with a share of the steps; write steps there, or here"
-                return Problem(f"stages.{stage.name}.until", message, toml(stage.until), origin)
-            stage.until = step + round((amount - tokens) / each)
+        message = ""
+        if stage.until is None and stage is not stages[-1]:
+            message = "is missing; write its last step, or its share of run.steps; only the last stage may omit it"
+        elif (amount := _tokens(stage.until)) and step < 0:
+            message = "counts tokens after a stage that ends with a share of the steps; write steps there, or here"
+        elif 0 < amount <= tokens:
+            message = f"leaves the stage no step: those before it have {tokens:,} tokens; write more"
+        if message:
+            return Problem(f"stages.{stage.name}.until", message, toml(stage.until) if stage.until else "", origin)
+        stage.until = step + round((amount - tokens) / each) if amount else stage.until
         until = round(stage.until * steps) if isinstance(stage.until, float) and steps else stage.until
         step, tokens = (until, tokens + (until - step) * each) if isinstance(until, int) else (-1, 0)
     return None
@@ -194,19 +199,13 @@ def _settle(stages: Sequence[Written], *, steps: int, origin: str) -> tuple[tupl
     before = 0
     for stage in stages:
         is_last = stage is stages[-1]
-        until = stage.until if stage.until is not None else steps if is_last else None
-        if until is None:
-            message = "is missing; write the last step of the stage, or its share of run.steps"
-            message += "; only the last stage may omit it"
-            problems.append(Problem(f"stages.{stage.name}.until", message, "", origin))
-            continue
+        until = steps if stage.until is None else stage.until
         assert not isinstance(until, str), "_count_tokens() puts a step there"
         step = round(until * steps) if isinstance(until, float) else until
         shown = toml(until) + (f" x {steps} steps = {step}" if isinstance(until, float) else "")
         message = ""
         if step <= before:
-            message = f"leaves the stage no step: it begins after step {before}; write more than {before}"
-            message += ", and the stages in the order of the run"
+            message = f"leaves the stage no step: it begins after step {before}; write more, and stages in their order"
         elif is_last and step != steps:
             message = f"must be run.steps = {steps}, since the last stage ends the run; omit until, or change run.steps"
         elif step >= steps and not is_last:

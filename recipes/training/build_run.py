@@ -61,8 +61,6 @@ class Run:
     """What the recipe asks to watch steps with; each is entered around every step."""
     tasks: Callable[[], Mapping[str, float]]
     """Evaluates the tasks of the validation: "TASK/METRIC" -> value."""
-    beside: "Beside | None"
-    """Evaluates checkpoints beside the run; None on other ranks than 0, and in runs that ask for no such thing."""
 
 
 def build_run(loaded: LoadedRecipe, process: Process, *, after: int | None = None) -> Run:
@@ -152,24 +150,21 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
         _claim_folder(loaded.recipe, process, built, checkpoint)
     if clock.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
         loader.list_bad_rows_in(recipe.run.folder)
-    guard = StepGuard(
-        built.mesh,
-        device=world.device,
-        max_skipped_steps=recipe.run.max_skipped_steps,
-        loss_spike_z=recipe.run.loss_spike_z,
-    )
+    most, spike = recipe.run.max_skipped_steps, recipe.run.loss_spike_z
+    guard = StepGuard(built.mesh, device=world.device, max_skipped_steps=most, loss_spike_z=spike)
     guard.restore(progress)
     recorder = Recorder(stage, process, built, loader, guard=guard, throughput=throughput, progress=progress)
-    observers, beside = observers_of(recipe, process, built), None
+    observers, beside = observers_of(recipe, process, built), process.beside
     if recipe.validation.job and world.is_main:
         from recipes.evaluation.beside import Beside
 
-        beside = Beside(recipe.run.folder, recipe.validation.job, log=console.log, write=recorder.metrics.write)
+        log, write = console.log, recorder.metrics.write
+        beside = beside or Beside(recipe.run.folder, recipe.validation.job, log=log, write=write)
         observers += (beside,)
     if process.metrics is None:
         process = replace(process, first_step=clock.step, trains_since=time.perf_counter())
-    process = replace(process, metrics=recorder.metrics, goodput=recorder.goodput)
-    return Run(process, stage, built, loader, checkpoints, guard, recorder, observers, tasks, beside)
+    process = replace(process, metrics=recorder.metrics, goodput=recorder.goodput, beside=beside)
+    return Run(process, stage, built, loader, checkpoints, guard, recorder, observers, tasks)
 
 
 def weights_for(loaded: LoadedRecipe, checkpoint: Path | None) -> "Weights | None":

@@ -13,7 +13,7 @@ from parallel.config import AttentionConfig, CompileConfig, MeshConfig, Pipeline
 from parallel.dist import World, on_main, start, stop
 from parallel.errors import UserError
 from recipes.checkpoint.files import read_manifest
-from recipes.evaluation.beside import BEGAN, FAILED, RESULT, uncopied, waiting
+from recipes.evaluation.beside import BEGAN, FAILED, RESULT, copied, uncopied, waiting
 from recipes.evaluation.config import TASK
 from recipes.evaluation.losses import mean_loss
 from recipes.files.atomic import Lines, utc_now
@@ -37,13 +37,13 @@ from recipes.training.run_folder import draw_curves, step_of
 from recipes.weights.locate import find_weights
 
 
-def evaluate_waiting(folder: Path, *, device: str, attempts: int) -> int:
+def evaluate_waiting(folder: Path, modules: list[str], *, device: str, attempts: int) -> int:
     """Evaluate the checkpoints of a run that have no result and have failed less often than this, one after the other.
 
     Waits while another process does so. Results go to evaluations.jsonl, and to metrics.jsonl: by the run itself, if it
-    goes on. Returns the exit code. Raises UserError if this folder is not that of a run that asks for it.
+    goes on. modules: plug-ins, if moved. Returns the exit code. Raises UserError if this is no run that asks for it.
     """
-    recipe = load(folder / RECIPE, rules=False)
+    recipe = load(folder / RECIPE, ["--plugins.modules", *modules] * bool(modules), rules=False)
     activate(recipe.loads)
     if not recipe.validation.job:
         raise UserError(f'{folder}: the recipe.toml of this run has validation.job = "": nothing waits')
@@ -78,22 +78,23 @@ def evaluate_waiting(folder: Path, *, device: str, attempts: int) -> int:
                     raise
                 say(error)
     stop()
-    lock, rows = FolderLock(), list[dict[str, Any]]()
     if world.is_main:
         with suppress(UserError):  # the run goes on, and copies them
-            lock.take(folder, log=say)
-            if rows := uncopied(folder):
-                Lines(folder / METRICS, log=say).append(*(json.dumps(row | {"time": utc_now()}) for row in rows))
+            (lock := FolderLock()).take(folder, log=say)
+            found = uncopied(logged_rows(folder / EVALUATIONS), copied(folder))
+            rows = [row | {"time": utc_now()} for row in found]
+            Lines(folder / METRICS, log=say).append(*map(json.dumps, rows))
             lock.release()
-    if rows and recipe.metrics.picture:
-        draw_curves(folder, log=say)
+            if rows and recipe.metrics.picture:
+                draw_curves(folder, log=say)
     return FINISHED
 
 
-def evaluate(recipe: Recipe, checkpoint: Path, world: World) -> dict[str, float | None]:
+def evaluate(recipe: Recipe, checkpoint: Path, world: World) -> dict[str, Any]:
     """The columns of metrics.jsonl of the validation of a checkpoint, as the run would have them at its step."""
     manifest = read_manifest(checkpoint)
-    several, recipe = at_several_lengths(recipe), _here(stage_of(recipe, step_of(checkpoint) - 1).recipe, world)
+    several, stage = at_several_lengths(recipe), stage_of(recipe, step_of(checkpoint) - 1)
+    recipe = _here(stage.recipe, world)
     require_fits_world(recipe.mesh, recipe.batch, nodes=world.nodes)
     process, weights = Process(world, Console(silent=True), RunClock(world.device)), find_weights(checkpoint)
     built = build(recipe, world, weights=weights)
@@ -111,8 +112,8 @@ def evaluate(recipe: Recipe, checkpoint: Path, world: World) -> dict[str, float 
             found |= {f"{TASK}{name}": score for name, score in scores.items()}
     finally:
         loader.close()
-    tokens = manifest.state["progress"].get("tokens")
-    return {"tokens": tokens} | {name: value if isfinite(value) else None for name, value in found.items()}
+    about = {"tokens": manifest.state["progress"].get("tokens")} | ({"stage": stage.name} if stage.name else {})
+    return about | {name: value if isfinite(value) else None for name, value in found.items()}
 
 
 def _here(recipe: Recipe, world: World) -> Recipe:

@@ -2,8 +2,11 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from parallel.dist import World, on_all, on_main
 from parallel.errors import UserError
@@ -16,6 +19,8 @@ from recipes.files.atomic import sync_folder, write_whole
 from recipes.files.layout import CHECKPOINTS, RECIPE, SAVED, checkpoint_steps
 from recipes.files.lock import FolderLock, begun_meanwhile
 from recipes.files.reading import named_faults
+from recipes.recipe.fields import with_values
+from recipes.recipe.load import LoadedRecipe, kept_values
 from recipes.recipe.schema import Recipe
 from recipes.training.same_run import require_resumes
 
@@ -25,15 +30,16 @@ def remote_folder(recipe: Recipe) -> RemoteFolder:
     return RemoteFolder(f"{recipe.checkpoint.remote.rstrip('/')}/{recipe.run.name}", recipe.checkpoint)
 
 
-def fetch_newest(recipe: Recipe, world: World, *, log: Callable[[str], None]) -> None:
+def fetch_newest(loaded: LoadedRecipe, world: World, *, log: Callable[[str], None]) -> LoadedRecipe:
     """Copy the newest whole checkpoint, and the run's small files, to the run's folder unless it has as new a one.
 
-    Each process fetches and verifies its part of the files. A damaged checkpoint is passed over. Raises UserError, on
-    all processes, if the place belongs to another run, cannot be reached or not be written.
+    Each process fetches and verifies its part of the files. A damaged checkpoint is passed over. Returns the recipe as
+    that run goes on with it. Raises UserError, on all processes, if the place belongs to another run, cannot be reached
+    or not be written.
     """
-    there, folder, lock = remote_folder(recipe), recipe.run.folder, FolderLock()
+    there, folder, lock = remote_folder(loaded.recipe), loaded.recipe.run.folder, FolderLock()
     on_main(world, lambda: lock.take(folder, log=log))
-    steps = on_main(world, partial(_newer, recipe, there))
+    steps, kept = on_main(world, partial(_newer, loaded, there))
     for step in steps:
         names = on_main(world, partial(_begin, there, folder, step, lock, log))
         mine = on_all(world, partial(_fetch, there, folder, step, names[world.rank :: world.size]))
@@ -49,11 +55,12 @@ def fetch_newest(recipe: Recipe, world: World, *, log: Callable[[str], None]) ->
             f"checkpoint.remote: no checkpoint in {there.place} is intact; bring one back, or give this run another"
             " name (--run.name OTHER)"
         )
+    return replace(loaded, recipe=with_values(loaded.recipe, kept))
 
 
-def _newer(recipe: Recipe, there: RemoteFolder) -> list[int]:
-    """The steps of the checkpoints there that are newer than those here, newest first."""
-    folder = recipe.run.folder
+def _newer(loaded: LoadedRecipe, there: RemoteFolder) -> tuple[list[int], dict[str, Any]]:
+    """The steps of the checkpoints there that are newer than those here, newest first; see kept_values()."""
+    folder, kept = loaded.recipe.run.folder, dict[str, Any]()
     there.require_own(folder)
     there.require_writable()
     newest = max(checkpoint_steps(folder / CHECKPOINTS), default=-1)
@@ -63,8 +70,10 @@ def _newer(recipe: Recipe, there: RemoteFolder) -> list[int]:
             file = Path(folder_of_copy, RECIPE)
             if text := remote.read(f"{there.place}/{RECIPE}"):
                 file.write_bytes(text)
-            require_resumes(recipe, file if text else None, where=there.place)
-    return steps
+                with suppress(UserError):  # refused below
+                    kept = kept_values(file, loaded.origins or {})
+            require_resumes(with_values(loaded.recipe, kept), file if text else None, where=there.place)
+    return steps, kept
 
 
 def _begin(there: RemoteFolder, folder: Path, step: int, lock: FolderLock, log: Callable[[str], None]) -> list[str]:

@@ -19,7 +19,7 @@ from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of
 from recipes.training.run_folder import step_of
-from recipes.training.same_run import read_data_state
+from recipes.training.same_run import plugin_notes, read_data_state, versions_in
 from recipes.weights.description import differences as model_differences
 from recipes.weights.description import read_description
 
@@ -54,7 +54,8 @@ def find_trunk(recipe: Recipe, *, log: Callable[[str], None], origins: Mapping[s
     else:
         begun = _newest(_checkpoints_in(named, recipe), log)
     problems = [*trunk_differences(recipe, begun)]
-    for line, is_own in changed_computation(recipe, begun, origins):
+    notes = plugin_notes(begun.absolute().parents[1] / RECIPE, recipe, step_of(begun))
+    for line, is_own in (*changed_computation(recipe, begun, origins), *((note, True) for note in notes)):
         if is_own:
             log(line)
         else:
@@ -134,11 +135,11 @@ def _require_whole(path: Path) -> None:
         raise UserError(f"{SETTING}: {damage}; name another one with @STEP") from None
 
 
-def trunk_recipe(checkpoint: Path) -> Recipe:
-    """The recipe of the run that made this checkpoint. Raises UserError if recipe.toml is gone."""
+def trunk_recipe(checkpoint: Path, fork: type[Recipe] = Recipe) -> Recipe:
+    """The recipe of the run that made this checkpoint, with the fork's plug-ins. Raises UserError if it is gone."""
     file = checkpoint.absolute().parents[1] / RECIPE
     try:
-        return load(file, rules=False)
+        return load(file, rules=False, kind=fork if versions_in(file).keys() <= fork.versions.keys() else None)
     except TemporaryError:
         raise
     except UserError as error:
@@ -148,7 +149,7 @@ def trunk_recipe(checkpoint: Path) -> Recipe:
 def trunk_differences(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
     """Why a recipe cannot continue from a checkpoint of another run, one line each."""
     done = step_of(checkpoint)
-    trunk, recipe = stage_of(trunk_recipe(checkpoint), done).recipe, stage_of(recipe, done).recipe
+    trunk, recipe = stage_of(trunk_recipe(checkpoint, type(recipe)), done).recipe, stage_of(recipe, done).recipe
     reasons = {"run.seed": "the data order follows it"}
     reasons |= {key: "the weights are of that model" for key in field_types() if key.startswith("model.")}
     if trunk.data.sources.keys() & recipe.data.sources.keys():
@@ -174,7 +175,7 @@ def changed_computation(
     It may use what it writes itself: on the command line, in its stage, or in a file unless the trunk's recipe has the
     same value outside of its stages. origins: None = every field is written in a file.
     """
-    stage, usual = stage_of(recipe, step_of(checkpoint)), trunk_recipe(checkpoint).model
+    stage, usual = stage_of(recipe, step_of(checkpoint)), trunk_recipe(checkpoint, type(recipe)).model
     model, in_stage = stage.recipe.model, recipe.stages[stage.number].changes if recipe.stages else {}
     for name, theirs in model_differences(model, read_description(checkpoint)[0]):
         if model.by_transformers:  # its config.json says it

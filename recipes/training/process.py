@@ -17,6 +17,7 @@ from recipes.training.console import Console
 from recipes.training.interruption import Interruption
 
 if TYPE_CHECKING:
+    from recipes.evaluation.beside import Beside
     from recipes.metrics.profile import StepProfiler
 
 NO_RECORD = "torch has recorded none of the collectives so far, and hang/nccl-RANK would be as empty"
@@ -39,6 +40,7 @@ class Process:
     # None until its first stage is built:
     metrics: MetricsWriter | None = None
     goodput: Goodput | None = None
+    beside: "Beside | None" = None  # on rank 0 only, of runs that ask for evaluations beside them
     # What its results are counted from:
     first_step: int = 0
     """The steps that were completed when it began to train."""

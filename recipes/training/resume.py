@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from models.registry import parts_not_ours
 from parallel.errors import UserError
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.folder import newest_whole, none_left
@@ -22,8 +23,6 @@ from recipes.training.same_run import require_same_data
 from recipes.weights.description import Description, checkpoint_files
 from recipes.weights.locate import Weights, find_weights, trained_description
 
-OF_MODELS = {"part", "family"}
-"""The kinds of what plug-ins register without which a model cannot be built."""
 if TYPE_CHECKING:
     from recipes.data.text.pair_format import PairFormat
     from recipes.data.text.tokenizer import Tokenizer
@@ -67,8 +66,8 @@ def describe(
     length = recipe.batch.sequence_length
     description = trained_description(recipe.model, loader.tokenizer, start, length=length, log=log)
     if recipe.loads:
-        about: dict[str, Any] = {"modules": recipe.loads, "versions": recipe.versions}
-        about["build_models"] = bool(OF_MODELS & recipe.added.keys())
+        needed = bool(parts_not_ours(recipe.model))
+        about = {"modules": recipe.loads, "versions": recipe.versions, "build_models": needed}
         description = replace(description, plugins=about)
     if loader.pairing is None or not loader.pairing.format.template:
         return description

@@ -50,7 +50,7 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
             if loaded.recipe.checkpoint.remote:
                 from recipes.training.fetch import fetch_newest
 
-                fetch_newest(loaded.recipe, world, log=console.log)
+                loaded = fetch_newest(loaded, world, log=console.log)
             code = train_stages(loaded, Process(world, console, clock))
         if code == FINISHED:  # the other codes may be of this rank alone, as after a signal in the midst of a step
             stop()
@@ -114,8 +114,8 @@ def train_stages(loaded: LoadedRecipe, process: Process) -> int:
         left = run.process.interruption.leaves.is_set
         if not run.checkpoints.finish_copies(soon=code == PREEMPTED, stop=left) and code == FINISHED:
             code = CANNOT_WRITE
-    if run.beside:
-        run.beside.end(finished=code == FINISHED)
+    if run.process.beside:
+        run.process.beside.end(finished=code == FINISHED)
     return code
 
 

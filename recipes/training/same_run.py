@@ -1,6 +1,7 @@
 """Whether a recipe may go on with the run that a folder holds: the same fields, and the same text. Imports no torch."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,7 +123,7 @@ def versions_in(file: Path) -> dict[str, str]:
 def plugin_notes(file: Path, new: Recipe, done: int) -> list[str]:
     """Which plug-ins of the recipe in this file have other content now."""
     return [
-        f"plug-in {name} is {now} from step {done + 1} on; before, it was {was}"
+        f"plug-in {name} is {now or 'not loaded'} from step {done + 1} on; before, it was {was}"
         for name, was in versions_in(file).items()
         if (now := new.versions.get(name)) != was
     ]
@@ -199,9 +200,10 @@ def schedule_notes(old: Recipe, new: Recipe, done: int) -> list[str]:
 
 def data_of_run(weights: "Weights") -> DataConfig | None:
     """How the run of a checkpoint, or of its export, read its data; None for weights from elsewhere."""
-    for folder in weights.path.absolute().parents[:2]:
+    path = weights.path.absolute()
+    for folder in (path, *path.parents[:2]):  # the copy of a checkpoint at a server has the recipe in it
         if (folder / RECIPE).is_file():
-            recipe = load(folder / RECIPE, rules=False)
-            step = weights.path.name.removeprefix("step-")  # an export is made after the last step
-            return stage_of(recipe, int(step) - 1 if step.isdecimal() else recipe.run.steps).recipe.data
+            recipe = load(folder / RECIPE, rules=False, only=("run", "data"))
+            step = re.match(r"step-(\d+)", path.name)  # an export is made after the last step
+            return stage_of(recipe, int(step[1]) - 1 if step else recipe.run.steps).recipe.data
     return None

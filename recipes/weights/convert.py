@@ -1,7 +1,7 @@
 """Moves weights into models, checkpoints, Hugging Face folders: one tensor at a time, so hosts need little memory."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -82,7 +82,7 @@ def _fill(tensor: Tensor, file: Path, entry: Entry, how: Stored, index: int | No
         if index not in range(*first.indices(len(tensor))):
             return
         own, box = own[index - (first.start or 0)], tuple(rest) or WHOLE
-    values = _flipped(_read(file, entry, box[::-1] if how.transposed else box), how)
+    values = _ours(_read(file, entry, how.box_there(box)), how)
     assert values.shape == own.shape, f"{entry.name}: {values.shape} for {own.shape}"
     own.copy_(values)
 
@@ -90,7 +90,7 @@ def _fill(tensor: Tensor, file: Path, entry: Entry, how: Stored, index: int | No
 def _own_box(parameter: Tensor) -> Box:
     """The part of a parameter that this process holds. Tensor parallelism and FSDP both leave neighbouring rows."""
     if not isinstance(parameter, DTensor):
-        return WHOLE
+        return tuple(slice(0, length) for length in parameter.shape)
     lengths, first = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(slice(begin, begin + length) for begin, length in zip(first, lengths, strict=True))
 
@@ -103,9 +103,16 @@ def _require_equal(one: tuple[Path, Entry], other: tuple[Path, Entry], *, box: B
         )
 
 
-def _flipped(values: Tensor, how: Stored) -> Tensor:
-    """The values turned from the layout of files to ours, or back."""
-    return values.t() if how.transposed else values
+def _ours(values: Tensor, how: Stored) -> Tensor:
+    """Our tensor from that of a file."""
+    values = values if how.lane is None else values[..., how.lane :: 2]
+    return values.mT if how.transposed else values
+
+
+def _theirs(several: Sequence[tuple[Tensor, Stored]]) -> Tensor:
+    """The tensor of a file from ours: one, or one for each lane."""
+    values = [values.mT if how.transposed else values for values, how in several]
+    return values[0] if len(values) == 1 else torch.stack(values, dim=-1).flatten(-2)
 
 
 def _read(file: Path, entry: Entry, box: Box = WHOLE) -> Tensor:
@@ -130,7 +137,7 @@ def _read_stored(stored: StoredTensors, layout: Layout, name: str) -> Tensor:
     how = layout.tensors[name]
     if how.parts:
         return torch.stack([_read(*stored[key_of(name, index)]) for index in range(len(how.parts))])
-    return _flipped(_read(*stored[name]), how)
+    return _ours(_read(*stored[name]), how)
 
 
 def import_folder(folder: Path, checkpoint: Path) -> None:
@@ -172,12 +179,12 @@ def export_checkpoint(
     parameters = StoredParameters(weights.path, weights.model)
     if problem := beyond_hf(weights.model):
         raise UserError(f"the model cannot be a Hugging Face folder: {problem}; it stays in its checkpoints")
-    stored_as: dict[Entry, tuple[str, int | None, Stored]] = {}
+    stored_as: dict[Entry, list[tuple[str, int | None, Stored]]] = {}  # several where these are lanes of it
     for name, index, how in layout_of(weights.model).pieces():
         code = CODES[dtype if dtype and not _is_bias(name) else parameters.dtype(name)]
-        stored_as[Entry(how.name, code, how.shape[::-1] if how.transposed else how.shape)] = name, index, how
+        stored_as.setdefault(Entry(how.name, code, how.shape_there), []).append((name, index, how))
     files = hf_folder.plan_files([*stored_as], max_bytes=max_bytes)
-    types = {entry.dtype for entry, (name, _, _) in stored_as.items() if not _is_bias(name)}
+    types = {entry.dtype for entry, [(name, *_), *_] in stored_as.items() if not _is_bias(name)}
     widest = DTYPES[max(types, key=lambda code: DTYPE_BYTES[code])]
     description = with_card(weights.description, weights.path)
     read = lru_cache(maxsize=1)(parameters.read)  # once for all experts of a layer
@@ -186,9 +193,8 @@ def export_checkpoint(
             with (place / file).open("wb") as stream:
                 hf_folder.write_header(stream, entries)
                 for entry in entries:
-                    name, index, how = stored_as[entry]
-                    values = read(name) if index is None else read(name)[index]
-                    for piece in _flipped(values, how).contiguous().flatten().split(PIECE):
+                    own = [(read(name)[... if index is None else index], how) for name, index, how in stored_as[entry]]
+                    for piece in _theirs(own).contiguous().flatten().split(PIECE):
                         stream.write(piece.cpu().to(DTYPES[entry.dtype]).view(torch.uint8).numpy())
         hf_folder.write_index(place, files)
         hf_folder.write_description(place, description, dtype=str(widest).removeprefix("torch."))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import OF_EXPERTS, PATTERNS, ModelConfig, TextFacts
+from models.registry import OURS, PLACES, unregistered
 from parallel.errors import UserError
 from recipes.files.layout import MODEL, TOKENIZER
 from recipes.files.reading import read_text
@@ -18,7 +19,7 @@ UNCHECKED = ("name", "init_std", "weights", "config", "dropout", "upcycle")
 IMMATERIAL = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Keys of a config.json that may differ likewise."""
 LLAMA3_ROPE = ("rope_factor", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length")
-YARN = ("rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_scaled_layers")
+YARN = ("rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_truncate", "rope_scaled_layers")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Description:
     begins: bool = False
     """Whether the tokenizer adds tokens to a text although facts.bos_token_id is None."""
     plugins: Mapping[str, Any] = field(default_factory=dict)
-    """The section [plugins] of the run, and whether they `build_models`."""
+    """The section [plugins] of the run, and whether its model cannot be built without them, as `build_models`."""
 
     def ends(self, *, where: Path) -> tuple[int, ...]:
         """Every token that may end a text, by config.json, generation settings and tokenizer_config.json. where: they
@@ -71,7 +72,9 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
         if (plugins := content.get("plugins", {})).get("build_models"):
             from recipes.plugins.loading import load_recorded
 
-            load_recorded(plugins["modules"], plugins["versions"], file=file)
+            missing = [*load_recorded(plugins["modules"], plugins["versions"], file=file)]
+            if missing and any(unregistered(place, content["model"].get(place, OURS)) for place in PLACES):
+                raise type(missing[0])("\n".join(map(str, missing)))
         model = TypeAdapter(kind).validate_python(content["model"])
         if problems := model.problems():
             raise ValueError("; ".join(f"{name} {message}" for name, message in problems))
@@ -97,6 +100,8 @@ def upcycling_problems(model: ModelConfig, dense: ModelConfig) -> Iterator[tuple
         yield "expert_width", f"must be {width}, the whole feed-forward that each expert starts as; write that"
     elif model.shared_experts:
         yield "shared_experts", "would be added to what the dense model computes; write 0"
+    elif model.biases:
+        yield "biases", "would be of experts that start as feed-forwards without them; write false"
     elif not model.normalize_scores:
         yield "normalize_scores", "must be true, so that scores add up to 1 and the model begins as the dense one"
     elif model.router_scale != 1:

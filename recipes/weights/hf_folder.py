@@ -112,19 +112,20 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
     missing = []
     # Copies that a file has instead of what they are a copy of are taken for it.
     copies = {copy: place for copy in layout.copies if (place := take(layout.copies[copy].name))}
-    for ours, index, (theirs, shape, transposed, _) in layout.pieces():
+    lanes: dict[str, tuple[Path, Entry]] = {}
+    for ours, index, how in layout.pieces():
         name = key_of(ours, index)
         same = [copy for copy in copies if layout.copies[copy].of == name]
-        place = take(theirs) or (copies.pop(same[0]) if same else None)
+        place = lanes.get(how.name) or take(how.name) or (copies.pop(same[0]) if same else None)
         if place is None:
-            missing.append(theirs)
+            missing.append(how.name)
             continue
         stored[name] = place
+        lanes |= {} if how.lane is None else {how.name: place}
         stored |= {copy: copies[copy] for copy in same if copy in copies}
         for file, entry in (stored[one] for one in (name, *same) if one in stored):
-            needed = shape[::-1] if transposed else shape
-            if entry.shape != needed:
-                shapes = f"has shape {list(entry.shape)}, but the model needs {list(needed)}"
+            if entry.shape != how.shape_there:
+                shapes = f"has shape {list(entry.shape)}, but the model needs {list(how.shape_there)}"
                 problems.append(f"{entry.name} in {file.name} {shapes}")
     if missing and not damaged:  # otherwise they may be in the damaged files
         problems.append(f"missing: {_some(missing)}")

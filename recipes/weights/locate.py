@@ -191,14 +191,15 @@ def find_weights(path: str | Path) -> Weights:
 
 
 def _fetched(address: str) -> Path:
-    """A copy on this disk of the weights at an address, of a run those of its newest checkpoint.
+    """A copy on this disk of the weights at an address, of a run those of its newest checkpoint, with its recipe.toml.
 
     Every byte of a checkpoint is compared with its checksum when it is copied. Raises UserError.
     """
     from recipes.checkpoint.files import verify
     from recipes.checkpoint.manifest import MANIFEST, Damage
+    from recipes.files.atomic import replace as replace_file
     from recipes.files.local_copy import local_copy
-    from recipes.files.remote import find
+    from recipes.files.remote import find, read
     from recipes.weights.hf_folder import read_header
 
     def require_sizes(folder: Path) -> None:  # there are no checksums to compare with
@@ -222,7 +223,11 @@ def _fetched(address: str) -> Path:
     found = {int(match[1] or 0): match[0].removesuffix(MANIFEST).rstrip("/") for match in steps if match}
     if not found:
         raise _no_weights(address, MANIFEST)
-    return local_copy(f"{place}/{found[max(found)]}".rstrip("/"), deep=True, check=require_intact)
+    copy = local_copy(f"{place}/{found[max(found)]}".rstrip("/"), deep=True, check=require_intact)
+    recipe = read(re.sub(rf"(/{CHECKPOINTS})?(/step-[0-9]+)?$", f"/{RECIPE}", place, count=1))
+    if recipe and not (copy / RECIPE).is_file():  # for data_of_run()
+        replace_file(copy / RECIPE, lambda out: out.write(recipe), sync=False)
+    return copy
 
 
 def _no_weights(place: str | Path, checkpoint: str) -> UserError:

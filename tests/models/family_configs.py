@@ -63,6 +63,7 @@ SUPPORTED: dict[str, Settings] = {
     "Qwen3 MoE": _of("qwen3_moe", HEADS, num_experts=8, moe_intermediate_size=64),
     "Mixtral": _of("mixtral", HEADS, num_local_experts=4),
     "OLMoE": _of("olmoe", GROUPED, num_experts=8, num_experts_per_tok=2),
+    "GPT-OSS": _of("gpt_oss", HEADS, num_local_experts=4),
     "T5": _of("t5", T5),
     "T5 v1.1 (Flan-T5)": _of("t5", T5 | GATED),
     "mT5": _of("mt5", T5 | GATED),
@@ -73,7 +74,6 @@ SUPPORTED: dict[str, Settings] = {
 }
 """Families that train, by the name of a model that people know."""
 REFUSED: dict[str, Settings] = {
-    "gpt-oss": _of("gpt_oss", HEADS, num_local_experts=4),
     "Switch Transformers": _of("switch_transformers", T5, num_experts=4),
     "Mamba": _of("mamba", SPECIAL, vocab_size=512, hidden_size=64, num_hidden_layers=2),
     "RecurrentGemma": _of("recurrent_gemma", HEADS),

@@ -21,7 +21,7 @@ def test_a_family_trains_as_in_transformers(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "message"),
-    [("gpt-oss", "mixtures of experts"), ("Mamba", "recurrent state"), ("BERT", "see later tokens")],
+    [("Switch Transformers", "mixtures of experts"), ("Mamba", "recurrent state"), ("BERT", "see later tokens")],
 )
 def test_a_family_that_breaks_an_assumption_is_refused_with_the_reason(family: str, message: str) -> None:
     assert message in measure(family, compiles=False)["refused"]

@@ -31,7 +31,7 @@ def test_every_name_converts_to_another_one() -> None:
     assert hf_name("blocks.12.feed_forward.gate_proj.weight") == "model.layers.12.mlp.gate_proj.weight"
 
 
-@pytest.mark.parametrize("name", ["blocks.1.attention.q_proj.bias", "rope.weight", "model.norm.weight"])
+@pytest.mark.parametrize("name", ["blocks.1.attention.q_proj.scale", "rope.weight", "model.norm.weight"])
 def test_an_unknown_name_does_not_convert(name: str) -> None:
     with pytest.raises(KeyError):
         hf_name(name)
@@ -46,7 +46,7 @@ def test_every_size_converts_there_and_back(size: ModelConfig) -> None:
     assert replace(back, name=size.name) == size
     assert config_to_hf(back, text_facts(written)) == written
     kinds = {"smollm3": "smollm3", "qwen3": "qwen3", "olmo3": "olmo3", "gemma3": "gemma3_text"}
-    kinds |= {"mixtral": "mixtral", "olmo2": "olmo2", "olmoe": "olmoe"}
+    kinds |= {"mixtral": "mixtral", "olmo2": "olmo2", "olmoe": "olmoe", "gpt": "gpt_oss"}
     kind = kinds.get(size.name.partition("_")[0], "llama")
     kind = "qwen3_moe" if size.experts and size.qk_norm == "head" else kind
     assert written["model_type"] == kind

@@ -15,6 +15,8 @@ from models.sizes import SIZES
 
 # From the published checkpoints (safetensors index totals; the papers round them).
 PUBLISHED = {
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
     "smollm2_135m": 134_515_008,
     "smollm2_360m": 361_821_120,
     "smollm2_1.7b": 1_711_376_384,
@@ -70,7 +72,10 @@ def test_the_parameter_count_equals_the_formula_and_the_published_number(name: s
     assert config.num_params() == PUBLISHED.get(name, config.num_params())
 
 
-@pytest.mark.parametrize("name", [name for name in SIZES if name.startswith(("qwen3", "olmo", "mixtral", "gemma3"))])
+THEIRS = ("qwen3", "olmo", "mixtral", "gemma3", "gpt_oss")
+
+
+@pytest.mark.parametrize("name", [name for name in SIZES if name.startswith(THEIRS)])
 def test_the_parameter_count_is_that_of_transformers(name: str) -> None:
     import transformers
 

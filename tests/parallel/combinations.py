@@ -35,6 +35,16 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"further_dense_layers": (1, 3), "layers": 4},
     },
     "six_experts": {"experts": 6},
+    "gptoss": {
+        **{
+            "no_rope_every": 0,
+            "tied_embeddings": False,
+            "window": 7,
+            "full_attention_every": 2,
+            "attention_sinks": True,
+        },
+        **{"biases": True, "activation": "swiglu_clamped", "rope_scaling": "yarn", "rope_truncate": False},
+    },
 }
 """Option -> fields of the model. RoPE in all layers makes one graph of both blocks, which halves what is compiled."""
 EXPERTS_MODEL = {"experts": 8, "experts_per_token": 2}
@@ -42,7 +52,7 @@ FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zbv", "interleaved_zero_bubble")
 OF_STAGES = {*SCHEDULES, "split", "three"}
 """Options that are for pipelines alone."""
-OF_EXPERTS = {"balance", "batch", "sigmoid", "groups", "pattern"}
+OF_EXPERTS = {"balance", "batch", "sigmoid", "groups", "pattern", "gptoss"}
 """Options that are for experts alone."""
 
 FEATURES: dict[str, tuple[str, ...]] = {
@@ -79,6 +89,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "groups of experts": ("groups",),
     "balance loss over the batch": ("balance", "batch"),
     "balance loss and moved biases together": ("balance", "sigmoid"),
+    "GPT-OSS (sinks, biases, clamped SwiGLU, windows)": ("gptoss",),
     "lists of layers that are dense, without a window or without rotary embeddings": ("pattern",),
 }
 """Row of the page's table -> the options that a case must have to count there."""
@@ -157,6 +168,11 @@ _EXPERTS = """
 1.1.2.1.1.2  zero2,chunks,balance offload,untied z muon,sigmoid bf16,balance prefetch,llama3 rowwise,sigmoid
 1.1.2.1.1.2  compile,rope,documents,balance compile,rope,sigmoid,selective compile,rope,full tensorwise,balance
 1.1.2.1.1.1  pattern,balance,batch
+1.1.2.1.1.2  gptoss,documents,balance gptoss,muon,selective gptoss,bf16,full compile,gptoss
+1.1.1.1.2.2  gptoss
+1.1.1.2.1.2  gptoss,documents gather,gptoss
+2.1.1.1.1.1  gptoss,documents
+1.1.2.2.2.2  gptoss,documents
 1.1.2.1.1.2  balance,batch pattern,sigmoid,balance,batch,documents batch,balance,bf16,full
 1.1.1.1.2.1  plain balance,documents sigmoid,untied balance,batch
 1.1.1.1.2.2  plain balance,sigmoid,untied documents,chunks selective,balance full,half,sigmoid muon bf16
@@ -317,6 +333,29 @@ def _by_processes(text: str) -> dict[int, list[str]]:
 
 CASES, PIPELINES, EXPERTS = map(_by_processes, (_CASES, _PIPELINES, _EXPERTS))
 """Number of processes -> its cases; those with a pipeline, and those with experts, are apart."""
+
+
+def cells_of(case: str) -> set[tuple[str, str, str]]:
+    """(row, column, precision) of the page's table that a case counts in."""
+    rows = [row for row, options in FEATURES.items() if {*options} <= features_of(case)]
+    return {(row, column, precision_of(case)) for row in rows for column in columns_of(case)}
+
+
+def _covering(cases: list[str]) -> frozenset[str]:
+    """A few of these cases that count in every cell in which one of them does, with few processes."""
+    left, chosen = set[tuple[str, str, str]]().union(*map(cells_of, cases)), set[str]()
+    while left:
+        best = max(cases, key=lambda case: len(cells_of(case) & left) / processes_of(case))
+        chosen.add(best)
+        left -= cells_of(best)
+    return frozenset(chosen)
+
+
+ZERO_BUBBLE = tuple(f"2.1.1.1.1:bf16,untied,{schedule},zero2" for schedule in ("zbv", "interleaved_zero_bubble"))
+"""Cases whose comparisons another test looks at, too."""
+COVERING = _covering([case for some in (CASES, PIPELINES, EXPERTS) for cases in some.values() for case in cases])
+COVERING |= {*ZERO_BUBBLE, "1.1.1.3:documents"}  # three processes divide nothing equally
+"""The cases that CI proves; the others are `exhaustive`."""
 GENERATED = ("1.1.1.2:compile,rope,selective,documents",)
 """Compiled cases that run generated code, which takes a core 45 s each; of the others the graphs run, and their code
 with `pytest -m exhaustive tests/parallel/test_combinations.py`."""

@@ -19,16 +19,16 @@ from tests.parallel.combinations import (
 )
 from tests.processes import ROOT, run_processes
 from tests.training import DEBUG
-from tests.twins import Compared, compare_all, compare_cases, require_proved
+from tests.twins import Compared, compare_cases, each_case, require_proved
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
-    return compare_all(CASES, tmp_path_factory.mktemp("twins"))
+    return Compared(CASES, tmp_path_factory.mktemp("twins"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases])
+@pytest.mark.parametrize("case", each_case(CASES))
 def test_a_mesh_trains_to_the_numbers_of_one_process(case: str, compared: Compared) -> None:
     require_proved(compared[case])
 

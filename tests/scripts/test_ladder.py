@@ -246,6 +246,7 @@ def test_the_command_starts_without_torch_and_lists_its_runs(home: Path) -> None
     assert sorted(path.name for path in (home / "dry/large").iterdir()) == [".lock", "logs", "recipes"]
 
 
+@pytest.mark.exhaustive  # 18 runs; test_a_task_of_an_array_trains_one_rung_and_seed has their parts
 @pytest.mark.slurm
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_an_array_of_slurm_trains_a_ladder_that_the_command_then_answers(home: Path, tmp_path: Path) -> None:

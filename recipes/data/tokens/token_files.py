@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from parallel.errors import UserError
-from recipes.data.text.sources import STATED_TYPE, identity
+from parallel.errors import UserError, listed
+from recipes.data.text.sources import STATED_TYPE, file_state, identity, require_unchanged
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.data.tokens.shards import DOCUMENT, TRAIN, Shard, Shards
 from recipes.data.tokens.workspace import VERIFY_UP_TO_BYTES
@@ -81,6 +81,9 @@ def token_files(source: str) -> list[TokenFile]:
     stated = match[1] if (match := STATED_TYPE.match(source)) else ""
     path = user_path(source.removeprefix(f"{stated}:"))
     paths = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+    if wrong := next((file for file in paths if file.suffix != paths[0].suffix or not file.is_file()), None):
+        found = listed(dict.fromkeys((paths[0], wrong)))
+        raise UserError(f"data.source: '{path}' takes in {found}; write what names regular files of one type alone")
     files = [_read(path, partial(_opened, path, stated)) for path in paths]
     if not any(file.tokens for file in files):
         raise UserError(f"data.source: '{path}' {'holds no tokens' if paths else 'does not exist'}")
@@ -183,12 +186,17 @@ class TokenFiles(Shards):
         counts = ((file.tokens, 0, file.documents, 0, 0, 0) for file in self.files)
         shards = [Shard(*each, 0.0, 1.0, None, last=True, number=number) for number, each in enumerate(counts)]
         super().__init__(self.files[0].path.parent, TRAIN, only=shards, maps=maps)
-        self._map = lru_cache(maxsize=maps)(lambda number: self.files[number].array())
+        self._map = lru_cache(maxsize=maps)(self._mapped)
         self._ends_in = lru_cache(maxsize=maps)(lambda number: self.files[number].ends(self._end))
         self._limit = min(tokenizer.vocabulary, tokenizer.rows or tokenizer.vocabulary)
         paths = [path for file in self.files for path in (file.path, file.index) if path]
+        self._states = {str(path): state for path in paths if (state := file_state(path))}
         self.fingerprint = fingerprint or identity((READER_VERSION, self.files[0].dtype.str), paths)
         """Identifies the files, as fingerprint() does those of text."""
+
+    def _mapped(self, number: int) -> np.ndarray:  # for the first time, perhaps, hours after the start
+        require_unchanged([str(self.files[number].path)], self._states)
+        return self.files[number].array()
 
     def checksum(self, tokens: int | None) -> str:
         """The fingerprint: the files may be too large to be read for this."""
@@ -204,7 +212,7 @@ class TokenFiles(Shards):
             raise UserError(
                 f"data.source: '{self.files[number].path}' holds {out[place]} at {position - int(self._ends[number]):,}"
                 f" (counted from 0), but data.tokenizer and the model end with {self._limit - 1:,}; name the tokenizer"
-                " that made the tokens"
+                " that made the tokens, or the type that they have"
             )
 
     def verify(self, *, document_mask: bool, log: Callable[[str], None]) -> None:

@@ -33,8 +33,8 @@ def average(wanted: Sequence[tuple[str, int]], out: Path, *, weights: str, log: 
     wanted: run (a folder or an address) and step. weights: see shares_of(). Raises UserError, and leaves no files.
     """
     runs, shares = [*dict.fromkeys(run for run, _ in wanted)], shares_of(len(wanted), weights)
-    if len(runs) > 1 and weights == "decay":
-        raise UserError("--weights decay is for the steps of one run; write equal, or a number for each checkpoint")
+    if weights == "decay" and (len(runs) > 1 or [*wanted] != sorted(wanted)):
+        raise UserError("--weights decay is for ascending steps of one run; write those, or a number for each")
     find = {run: _finder(run, [step for other, step in wanted if other == run], out) for run in runs}
     with new_folder(out) as partial:
         fetched = {run: partial / "fetched" / str(number) for number, run in enumerate(runs)}
@@ -130,7 +130,7 @@ def shares_of(count: int, weights: str) -> list[float]:
         numbers = [1.0] * count if weights == "equal" else [*map(float, weights.split(","))]
     except ValueError:
         numbers = []
-    if len(numbers) != count or not all(0 < number < inf for number in numbers):
+    if len(numbers) != count or not all(0 < number < inf for number in (*numbers, sum(numbers))):
         raise UserError(f"--weights {weights}: write equal, decay, or {count} positive numbers: 2,1,1")
     return [number / sum(numbers) for number in numbers]
 

@@ -57,6 +57,6 @@ def factor_before(planned: Sequence[Budget], rates: Collection[float]) -> float 
     may_be = [rate / 2**halved for rate in rates for halved in range(HALVINGS + 1)]
     for run in (budget.recipes[0] for budget in planned):
         if (trained := run.run.folder / RECIPE).exists():
-            ratio = load(trained, rules=False).optimizer.lr / run.optimizer.lr
+            ratio = load(trained, rules=False, kind=type(run)).optimizer.lr / run.optimizer.lr
             return next((factor for factor in may_be if abs(ratio / factor - 1) < 1e-6), 1.0)
     return None

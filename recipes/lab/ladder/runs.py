@@ -37,7 +37,7 @@ def write_recipes(recipes: Sequence[Recipe], folder: Path, *, processes: int) ->
     for recipe in recipes:
         load(write_recipe(recipe, folder), processes=processes)
         if (trained := recipe.run.folder / RECIPE).exists():
-            _require_same(load(trained, rules=False), recipe)
+            _require_same(load(trained, rules=False, kind=type(recipe)), recipe)
 
 
 def _require_same(old: Recipe, new: Recipe) -> None:

@@ -277,11 +277,12 @@ def _optimizer(model: nn.Module, twin: Twin) -> Optimizer:
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     inside = {one for block in blocks_of(model) for one in block.parameters()} if config.name == "muon" else set()
     of_muon, decayed, others = list[nn.Parameter](), list[nn.Parameter](), list[nn.Parameter]()
-    for one in model.parameters():
-        if one.dim() > 1 and one in inside and one not in embeddings:
+    for name, one in model.named_parameters():
+        is_matrix = one.dim() > 1 and not (".experts." in name and name.endswith("_bias"))
+        if is_matrix and one in inside and one not in embeddings:
             of_muon.append(one)
         else:
-            decays = config.decay_embeddings or one not in embeddings if one.dim() > 1 else config.decay_norms
+            decays = config.decay_embeddings or one not in embeddings if is_matrix else config.decay_norms
             (decayed if decays else others).append(one)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     adamw = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False, fused=False)

@@ -16,6 +16,7 @@ from recipes.recipe.conflicts import conflicts
 from recipes.recipe.fields import (
     Problem,
     field_types,
+    recipes_of,
     refusal,
     sections,
     toml,
@@ -24,7 +25,7 @@ from recipes.recipe.fields import (
     value_of,
     with_values,
 )
-from recipes.recipe.load import CONFIGS, Layer, load, read_toml, shown, to_toml
+from recipes.recipe.load import CONFIGS, Layer, kind_of, load, read_chain, read_toml, shown, to_toml
 from recipes.recipe.schema import Recipe, RunConfig
 
 SWEEPS = CONFIGS / "sweeps"
@@ -101,9 +102,9 @@ def read_sweep(
     fixed = nested(settings.get("fixed", {}))
     given = _keys_set_by(arguments)
     variants = list(_variants(settings, file, given))
-    _require_known(
-        [(f"{file} [fixed]", fixed), *((f"{file} {where}", tables) for where, _, tables, _ in variants)], file
-    )
+    written_there = [(f"{file} [fixed]", fixed), *((f"{file} {where}", tables) for where, _, tables, _ in variants)]
+    with recipes_of(kind_of([*read_chain(base), written_there[0]], arguments)):
+        _require_known(written_there, file)
     _require_unique(variants, file, given)
     inside = path.resolve().is_relative_to(SWEEPS)
     name = path.resolve().relative_to(SWEEPS).with_suffix("").as_posix() if inside else path.stem

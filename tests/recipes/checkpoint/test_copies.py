@@ -21,6 +21,7 @@ from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, TEMPORARY
 from recipes.recipe.load import LoadedRecipe, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.training import run
+from recipes.training.same_run import data_of_run
 from recipes.weights.locate import find_weights
 from tests.object_server import ObjectServer, object_server
 from tests.processes import PATIENCE, ROOT, run_processes, untimed
@@ -52,15 +53,19 @@ def recipe(server: ObjectServer, tmp_path: Path) -> Iterator[Recipe]:
     server.heal()
 
 
-def train(recipe: Recipe, processes: int = 1, *, patience: float = PATIENCE) -> list[Any]:
-    """The exit codes of a run, or its error. patience: seconds for which a request is sent again."""
-    return run_processes(processes, work, recipe, patience) if processes > 1 else [work(recipe, patience)]
+def train(
+    recipe: Recipe, processes: int = 1, *, patience: float = PATIENCE, origins: dict[str, str] | None = None
+) -> list[Any]:
+    """The exit codes of a run, or its error. patience: seconds for which a request is sent again. origins: of fields
+    that are written."""
+    how = (recipe, patience, origins)
+    return run_processes(processes, work, *how) if processes > 1 else [work(*how)]
 
 
-def work(recipe: Recipe, patience: float) -> int | str:
+def work(recipe: Recipe, patience: float, origins: dict[str, str] | None = None) -> int | str:
     with mock.patch.multiple(remote, PATIENCE=patience, LONGEST_PAUSE=0.8):
         try:
-            return run.train(LoadedRecipe(recipe), began=0.0)
+            return run.train(LoadedRecipe(recipe, origins=origins), began=0.0)
         except UserError as error:
             return f"{type(error).__name__}: {error}"
 
@@ -92,6 +97,26 @@ def test_run_on_an_empty_disk_goes_on_from_the_copy_on_other_processes(recipe: R
     assert f"fetched {recipe.checkpoint.remote}/{recipe.run.name}/checkpoints/step-00000004" in log_of(recipe)
     assert sorted(steps_of(recipe)) == ["step-00000006", "step-00000008"]
     assert largest_gap(curve(recipe), expected) < 1e-5
+
+
+def test_run_of_an_older_version_goes_on_with_its_targets_on_an_empty_disk(recipe: Recipe) -> None:
+    whole = change(recipe, data={"document_mask": True, "border_targets": True}, run={"name": "whole"})
+    whole = change(whole, checkpoint={"remote": ""})
+    assert train(whole) == [FINISHED]
+    expected, new = curve(whole), change(recipe, data={"document_mask": True})
+    assert train(change(new, run={"steps": 4}, data={"border_targets": True})) == [FINISHED]
+    place, unwritten = f"{recipe.checkpoint.remote}/{recipe.run.name}/recipe.toml", b"border_targets = true\n"
+    text = remote.read(place) or b""
+    assert unwritten in text
+    remote.write(place, text.replace(unwritten, b""))
+    lose_the_disk(recipe)
+    assert (
+        "data.border_targets: true in the folder's recipe.toml, false now"
+        in train(new, origins={"data.border_targets": "command line"})[0]
+    )
+    assert train(new) == [FINISHED]
+    assert curve(new) == expected
+    assert unwritten.decode() in (recipe.run.folder / "recipe.toml").read_text()
 
 
 def test_copy_is_equal_to_the_byte_and_its_manifest_was_sent_last(server: ObjectServer, recipe: Recipe) -> None:
@@ -218,6 +243,9 @@ def test_copy_serves_as_weights_and_a_damaged_one_does_not(
     weights = find_weights(place)
     assert weights.is_checkpoint
     assert weights.model == replace(recipe.model, weights="", config="")
+    for inside in ("", "/", "/checkpoints/", "/checkpoints/step-00000002"):
+        data = data_of_run(find_weights(f"{place}{inside}"))
+        assert data is not None and data.sources == recipe.data.sources, inside
     shard = f"{place}/checkpoints/step-00000002/shard-00000-of-00001.safetensors"
     content = bytearray(remote.read(shard) or b"")
     content[-100] ^= 1

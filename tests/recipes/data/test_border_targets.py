@@ -1,5 +1,7 @@
 """The target after an end of document is of another text: what counts of it, and what older runs go on with."""
 
+import tomllib
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from parallel.dist import start, stop
 from parallel.errors import UserError
 from recipes.data.batches import Batches
 from recipes.evaluation.evaluate import evaluate_text
-from recipes.recipe.fields import value_of
+from recipes.recipe.fields import states_all, toml, value_of
 from recipes.recipe.load import load, load_run, to_toml
 from recipes.recipe.rules_ladder import conditions_of
 from recipes.training.same_run import identity_differences, require_resumes
@@ -92,6 +94,23 @@ def test_a_run_of_an_older_version_goes_on_with_its_targets(tmp_path: Path) -> N
     require_resumes(load(MASKED, options), file, where="there")
 
 
+def stated(file: Path) -> list[tuple[str, str, Any]]:
+    """Section, name and value of each field in a file."""
+    tables = {name: own for name, own in tomllib.loads(file.read_text()).items() if isinstance(own, dict)}
+    return [(section, name, value) for section, own in tables.items() for name, value in own.items()]
+
+
+def test_a_run_of_the_first_version_is_known_as_one_and_what_people_write_is_not(tmp_path: Path) -> None:
+    """That wrote 45 fields outside of [model], however many there are now."""
+    options, file = old_run(tmp_path), tmp_path / "old" / "recipe.toml"
+    fields = sorted(stated(file), key=lambda one: one[0] not in ("model", "data"))
+    first = [one for one in fields if one[0] == "model"] + [one for one in fields if one[0] != "model"][:45]
+    file.write_text("\n".join(f"{section}.{name} = {toml(value)}" for section, name, value in first))
+    assert load(file, rules=False).data.border_targets and load(MASKED, options).data.border_targets
+    for path in MASKED.parent.rglob("*.toml"):
+        assert not states_all([f"{section}.{name}" for section, name, _ in stated(path)]), path
+
+
 def test_a_run_of_an_older_version_refuses_other_targets(tmp_path: Path) -> None:
     options, file = old_run(tmp_path), tmp_path / "old" / "recipe.toml"
     asked = load(MASKED, [*options, "--data.border_targets", "false"])
@@ -102,9 +121,22 @@ def test_a_run_of_an_older_version_refuses_other_targets(tmp_path: Path) -> None
 
 def test_a_fork_of_a_run_of_an_older_version_keeps_its_targets(tmp_path: Path) -> None:
     old_run(tmp_path)
-    fork = ["--run.output", str(tmp_path), "--run.name", "fork", "--run.continue_from", f"{tmp_path}/old@10"]
-    assert load(MASKED, fork, rules=False).data.border_targets
-    assert not load(MASKED, [*fork, "--data.border_targets", "false"], rules=False).data.border_targets
+    inside = ("old@10", "old", "old/checkpoints", "old/checkpoints/step-00000010", "me@home/old@10", "me@home/old")
+    (tmp_path / "me@home").symlink_to(tmp_path)
+    for trunk in inside:
+        fork = ["--run.output", str(tmp_path), "--run.name", "fork", "--run.continue_from", f"{tmp_path}/{trunk}"]
+        assert load(MASKED, fork, rules=False).data.border_targets, trunk
+        assert not load(MASKED, [*fork, "--data.border_targets", "false"], rules=False).data.border_targets
+    (tmp_path / "fork" / "checkpoints" / "step-00000012").mkdir(parents=True)  # it has begun, with the new default
+    (tmp_path / "fork" / "recipe.toml").write_text(to_toml(load(MASKED)))
+    assert not load(MASKED, fork, rules=False).data.border_targets
+
+
+@pytest.mark.parametrize("trunk", ["", "gone", "gone@10", "s3://bucket/runs/old", "\0", "~nobody-of-this-name/old"])
+def test_what_holds_no_older_run_leaves_the_new_default(trunk: str, tmp_path: Path) -> None:
+    words = ["--run.output", str(tmp_path), "--run.name", "fork", "--run.continue_from", trunk]
+    with suppress(UserError):  # some are refused
+        assert not load(MASKED, words, rules=False).data.border_targets
 
 
 def test_a_run_that_has_no_checkpoint_begins_with_the_new_default(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from recipes.evaluation.beside import Beside, uncopied, waiting
-from recipes.files.layout import step_folder
+from recipes.evaluation.beside import Beside, copied, uncopied, waiting
+from recipes.files.layout import EVALUATIONS, step_folder
 from recipes.files.lock import FolderLock
+from recipes.files.reading import logged_rows
 from recipes.recipe.schema import Recipe
 from recipes.training.run_folder import claim_run_folder
 from tests.processes import wait_for
@@ -48,7 +49,8 @@ def test_what_has_failed_least_often_waits_first_and_is_given_up_after_two_attem
 def test_results_are_copied_once_in_whatever_order_they_come(folder: Path) -> None:
     write(folder / "evaluations.jsonl", result(4, 2.0), result(2, 3.0))
     write(folder / "metrics.jsonl", {"step": 2, "loss": 1.0}, {"step": 2, "validation_loss": 3.0, "evaluated": "now"})
-    assert uncopied(folder) == [{"step": 4, "tokens": 40, "validation_loss": 2.0, "evaluated": "now"}]
+    rows = logged_rows(folder / EVALUATIONS)
+    assert uncopied(rows, copied(folder)) == [{"step": 4, "tokens": 40, "validation_loss": 2.0, "evaluated": "now"}]
 
 
 def test_results_of_steps_that_a_run_repeats_are_forgotten(small: Recipe, tmp_path: Path) -> None:
@@ -104,8 +106,16 @@ def test_a_job_gets_the_options_of_the_recipe_and_no_variables_of_the_run(folder
     )
     assert " --gres=gpu:2 --comment=a b --wrap=" in call and "--nproc-per-node=${SLURM_GPUS_ON_NODE:-1} " in call
     assert f"evaluate.py {folder} --pending 2" in call and call.endswith(" ///conf")
+    assert " --wait" not in call  # the end of a run waits until the job is accepted
     [said] = started.said
     assert said.startswith("checkpoints of steps 2, 4, 6, 8: their evaluation goes on; by hand: python ")
+
+
+def test_a_job_during_the_run_is_waited_for_and_a_percent_sign_is_none_of_slurm(folder: Path) -> None:
+    started = Started(folder.rename(folder.with_name("50%j")), "slurm --wait-all-nodes=1")
+    started.beside.look()
+    call = started.call()
+    assert f"--output={folder.parent}/50%%j/evaluations.txt " in call and " --wait --wait-all-nodes=1 " in call
 
 
 @pytest.mark.parametrize(("job", "devices", "processes"), [("process", "", 1), ("process 6,7", "6,7", 2)])
@@ -116,8 +126,11 @@ def test_a_process_sees_the_devices_of_the_recipe_alone(folder: Path, job: str, 
     assert call.endswith(f" {devices}///conf")
 
 
-def test_what_cannot_be_started_is_said_and_only_a_new_checkpoint_is_reason_to_try_again(folder: Path) -> None:
-    started = Started(folder, "process", exit_code=3)
+@pytest.mark.parametrize("job", ["process", "slurm"])
+def test_what_cannot_be_started_is_said_and_only_a_new_checkpoint_is_reason_to_try_again(
+    job: str, folder: Path
+) -> None:
+    started = Started(folder, job, exit_code=3)
     started.beside.look()
     child = started.beside._child
     assert child is not None and child.wait() == 3
@@ -130,6 +143,28 @@ def test_what_cannot_be_started_is_said_and_only_a_new_checkpoint_is_reason_to_t
     started.beside._child.wait()
     started.beside.end(finished=False)
     assert started.said[-1].startswith("checkpoints of steps 2, 4, 6, 8, 10: not evaluated yet; by hand: python ")
+
+
+def test_the_end_of_a_run_starts_another_evaluation_only_for_what_is_new(folder: Path) -> None:
+    started = Started(folder, "process")
+    (folder.parent / "nice").write_text(f"#!/bin/sh\necho >>{started.calls}\nread line <{folder.parent}/go\n")
+    os.mkfifo(folder.parent / "go")
+    started.beside.look()
+    children = [started.beside._child]
+    try:
+        started.beside.end(finished=True)
+        assert started.beside._child is children[0]
+        goes_on = "checkpoints of steps 2, 4, 6, 8: their evaluation goes on; by hand: python "
+        assert started.said[-1].startswith(goes_on)
+        step_folder(folder / "checkpoints", 10).mkdir()
+        started.beside.end(finished=True)
+        children.append(started.beside._child)
+        assert children[1] is not children[0]
+        wait_for("both", lambda: started.calls.exists() and len(started.calls.read_text().splitlines()) == 2)
+    finally:
+        for child in filter(None, children):
+            child.kill()
+            child.wait()
 
 
 def test_a_command_that_is_not_there_does_not_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,12 +181,22 @@ def test_a_result_and_a_failure_are_logged_once_but_not_failures_of_earlier_star
     write(folder / "evaluations.jsonl", result(4, 2.5), {"step": 6, "failed": "UserError: it is damaged"})
     for _ in range(2):
         started.beside.look()
-        write(folder / "metrics.jsonl", *started.rows)
     assert started.rows == [{"step": 4, "tokens": 40, "validation_loss": 2.5, "evaluated": "now"}]
     assert started.said == [
         "step      4  beside the run: validation_loss 2.5",
         f"step      6  NOT EVALUATED: UserError: it is damaged; {folder}/evaluations.txt says more",
     ]
+
+
+def test_a_run_that_goes_on_copies_what_it_has_not_and_reads_its_metrics_once(folder: Path) -> None:
+    write(folder / "evaluations.jsonl", result(2, 3.0), result(4, 2.0))
+    write(folder / "metrics.jsonl", {"step": 2, "validation_loss": 3.0, "evaluated": "now"})
+    started = Started(folder, "process")
+    (folder / "metrics.jsonl").unlink()
+    started.beside.look()
+    assert [row["step"] for row in started.rows] == [4]
+    child = started.beside._child
+    assert child is not None and child.wait() == 0
 
 
 def test_a_step_looks_at_the_folder_only_every_few_seconds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ SPARSE: dict[str, Any] = {
     **{"experts": 16, "experts_per_token": 4, "expert_width": 96, "layers": 4, "width": 128, "heads": 4},
     **{"feed_forward_width": 256, "key_value_heads": 2, "head_width": 32, "vocabulary": 512},
 }
+GPT_OSS: dict[str, Any] = {"biases": True, "attention_sinks": True, "activation": "swiglu_clamped"}
 SIZES_OF_QWEN: dict[str, Any] = {
     **{"experts": 128, "experts_per_token": 8, "expert_width": 768, "width": 2048, "heads": 32},
     **{"key_value_heads": 4, "head_width": 128, "vocabulary": 151_936, "layers": 4},
@@ -84,6 +85,8 @@ def told(exchange: Callable[..., Tensor], imbalance: float) -> Callable[..., Ten
             {"shared_experts": 2, "further_dense_layers": (1, 2)},
             1.0,
         ),
+        (MeshDegrees(replicate=1, shard=4, expert=2), [], GPT_OSS, 1.0),
+        (MeshDegrees(replicate=1, shard=2, tensor=2, expert=2), ["--batch.global_batch_size=4"], GPT_OSS, 1.0),
         (MeshDegrees(replicate=1, shard=16, expert=8), [*LONG, mode("full")], SIZES_OF_QWEN, 1.0),
         (
             MeshDegrees(replicate=1, shard=16),
@@ -222,3 +225,16 @@ def test_experts_as_many_as_one_cost_about_what_a_dense_layer_does() -> None:
     times = [time_of(work_of(recipe, MeshDegrees(replicate=1, shard=4)), gpu=H100) for recipe in (dense, sparse)]
     assert 1.0 < times[1].seconds["products"] / times[0].seconds["products"] < 2.5
     assert times[1].seconds["weights"] == pytest.approx(times[0].seconds["weights"], rel=1e-6)
+
+
+def test_sinks_and_biases_of_gpt_oss_are_in_its_time_and_its_state() -> None:
+    recipe = load(CONFIGS / "published" / "gpt_oss_20b.toml", elsewhere=True)
+    degrees = recipe.mesh.fit(128, nodes=16)
+    plain = replace(recipe, model=replace(recipe.model, attention_sinks=False, biases=False))
+    with_both, without = (step_time(one, degrees, gpu=H100).seconds["fused kernels"] for one in (recipe, plain))
+    assert 1.1 < with_both / without < 1.6
+    found = [predict(one, degrees).pieces["parameters of experts"] for one in (recipe, plain)]
+    assert found[0] - found[1] == 4 * 24 * 32 * 3 * 2880 // 128
+    assert work_of(recipe, degrees).kernel == "flash"
+    exact = replace(recipe, fsdp=replace(recipe.fsdp, param_dtype="float32"))
+    assert work_of(exact, degrees).kernel == "math" and "scores of attention" in predict(exact, degrees).not_counted

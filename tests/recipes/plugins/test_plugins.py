@@ -17,7 +17,8 @@ from parallel.errors import UserError
 from recipes.data.text.rows import open_rows
 from recipes.data.text.sources import fingerprint, source_problem
 from recipes.files.added import FORMATS, SOURCES
-from recipes.plugins.loading import activate
+from recipes.metrics.config import COLUMNS
+from recipes.plugins.loading import activate, load_plugins
 from recipes.recipe.fields import field_types, sections
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.schema import Recipe
@@ -137,9 +138,65 @@ def test_schedule_of_a_plugin_decays_after_the_warm_up_and_refuses_nonsense(fold
     (folder / "bad.py").write_text(
         "from recipes.plugins.register import schedule\nschedule('bad', lambda step, steps: -1)\n"
     )
-    wrong = load("mine.toml", ["--plugins.modules", "lion.py", "parts.py", "bad.py", "--schedule.kind", "bad"])
-    with pytest.raises(UserError, match=r"gives -1\.0 after step"):
+    flags = ["--plugins.modules", "lion.py", "parts.py", "bad.py", "--schedule.kind", "bad"]
+    wrong = load("mine.toml", flags, rules=False)
+    with pytest.raises(UserError, match=r"gives -1 after step"):
         stage_of(wrong, 11).learning_rate(11)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("lambda step, steps: float('nan')", "gives nan after step"),
+        ("lambda step, steps: -1", "gives -1 after step"),
+        ("lambda step, steps: '0.5'", "gives '0.5' after step"),
+        ("lambda step, steps: None", "bad.py:6: this schedule fails: TypeError"),
+        ("lambda step, steps: 1 / (steps - 1 - step)", "bad.py:6: this schedule fails: ZeroDivisionError"),
+        ("lambda step, steps: 1 / step", "bad.py:6: this schedule fails: ZeroDivisionError"),
+        ("lambda step, steps: 1 / (step != steps // 2)", "bad.py:6: this schedule fails: ZeroDivisionError"),
+        ("lambda: 1", "bad.py:6: this schedule fails: TypeError"),
+        ("lambda step, steps: __import__('sys').exit(3)", "bad.py:6: this schedule fails: it calls sys.exit(3)"),
+    ],
+)
+def test_schedule_of_a_plugin_is_tried_before_the_run(folder: Path, code: str, said: str) -> None:
+    (folder / "bad.py").write_text(f"from recipes.plugins.register import schedule\n\n\n\n\nschedule('bad', {code})\n")
+    flags = ["--plugins.modules", "lion.py", "parts.py", "bad.py", "--schedule.kind", "bad", "--run.steps", "20"]
+    with pytest.raises(UserError) as raised:
+        load("mine.toml", [*flags, "--schedule.warmup_steps", "4"])
+    assert said in str(raised.value)
+    load("mine.toml", [*flags, "--schedule.warmup_steps", "4", "--schedule.kind", "one_minus_sqrt"])
+
+
+def test_schedule_of_a_plugin_is_not_tried_with_fields_that_are_wrong(folder: Path) -> None:
+    (folder / "power.py").write_text(
+        CLASSES + "from recipes.plugins import register as R\nR.schedule('power', f, fields=D)"
+    )
+    text = (
+        (folder / "power.py").read_text().replace("R.schedule", "f = lambda step, steps, fields: fields.a\nR.schedule")
+    )
+    (folder / "power.py").write_text(text)
+    flags = ["--plugins.modules", "lion.py", "parts.py", "power.py", "--schedule.kind", "power"]
+    with pytest.raises(UserError, match=r"1 problem in .*\n.*power.a"):
+        load("mine.toml", [*flags, "--power.a", "x"])
+    load("mine.toml", flags)
+
+
+@pytest.mark.parametrize("shapes", ["config.widht", "{'w': 5}", "{'w': ('a',)}", "None", "1 / 0"])
+def test_part_whose_tensors_fail_is_named(folder: Path, shapes: str) -> None:
+    text = (folder / "gated_attention.py").read_text()
+    broken = text.replace("    return {**own,", f"    return {shapes}\n    return {{**own,")
+    (folder / "gated_attention.py").write_text(broken)
+    with pytest.raises(
+        UserError, match=r'^model.attention = "gated": its tensors fail: (Attribute|Type|Value|ZeroDivision)Error: '
+    ):
+        load("gated.toml").model.num_params()
+
+
+def test_columns_of_ours_are_those_of_the_page() -> None:
+    table = (ROOT / "docs" / "metrics.md").read_text().partition("| column | meaning |\n")[2].partition("\n\n")[0]
+    cells = [name.strip() for line in table.splitlines()[1:] for name in line.split("|")[1].split(",")]
+    missing = {name for name in cells if re.fullmatch("[a-z_]+", name)} - {*COLUMNS.split()}
+    assert not {name for name in missing if not name.startswith(("ladder", "decoder"))}
 
 
 def test_source_and_format_of_a_plugin_give_rows_that_resume(folder: Path) -> None:
@@ -175,6 +232,19 @@ BROKEN = {
     "range": ("R.metric('x', print, fields=Wrong)\n", "fields=Wrong.a: ValidationError"),
     "type": ("R.metric('x', print, fields=BadType)\n", "fields=BadType.a"),
     "none": ("R.metric('x', print, fields=int)\n", "fields=int"),
+    "spaces": ("R.metric('a b', print, fields=D)\n", "metric 'a b' is ours, or no name"),
+    "comma": ("R.metric('a,b', print)\n", "broken.py:2: metric 'a,b' is ours, or no name"),
+    "column": ("R.metric('loss', print)\n", "broken.py:2: metric 'loss' is ours"),
+    "later column": ("R.metric('time', print)\n", "broken.py:2: metric 'time' is ours"),
+    "nothing": ("R.optimizer\n", "broken.py: plug-in broken: AssertionError: it registers nothing"),
+    "facts": ("R.optimizer('x', print)\n", "broken.py:2: plug-in broken: AttributeError: "),
+    "number": ("R.schedule(3, print)\n", "broken.py:2: schedule 3 is no name"),
+    "end": ("R.file_format(None, print)\n", "broken.py:2: plug-in broken: AttributeError: "),
+    "keyword": ("R.metric('class', print, fields=D)\n", "there is a section [class] already"),
+    "attribute": ("R.metric('added', print, fields=D)\n", "there is a section [added] already"),
+    "method": ("R.tracker('fields_of', print, fields=D)\n", "there is a section [fields_of] already"),
+    "null byte": ("R.metric('a', print)\n\0", "broken.py: plug-in broken: SyntaxError: "),
+    "no tensors": ("R.part('norm', 'x', print)\n", "broken.py:2: plug-in broken: TypeError: part() missing"),
     "suffix": ("R.file_format('.my.jsonl', print)\n", "'.my.jsonl': write the end of names"),
     "scheme": ("R.source('s3://', print)\n", "'s3://': sources of a plug-in"),
 }
@@ -210,7 +280,19 @@ def test_a_broken_plugin_is_one_error_with_its_file_and_line(folder: Path, name:
     (folder / "broken.py").write_text(needs + classes + code)
     with pytest.raises(UserError) as raised:
         load("mine.toml", ["--plugins.modules", "lion.py", "parts.py", "broken.py"])
-    assert said in str(raised.value) and re.search(r"broken\.py:\d+", str(raised.value))
+    assert said in str(raised.value) and re.search(r"broken\.py:", str(raised.value))
+
+
+@pytest.mark.parametrize("module", ["", "sys", "json.nope", "~nobody_of_this_name/x.py", '["lion.py"]'])
+def test_modules_that_are_none_are_one_error(folder: Path, module: str) -> None:
+    with pytest.raises(UserError):
+        load("mine.toml", ["--plugins.modules", module])
+
+
+def test_what_a_plugin_prints_is_not_in_the_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "loud.py").write_text("print('loud')\n" + (folder / "lion.py").read_text())
+    load_plugins(["loud.py"])
+    assert capsys.readouterr() == ("", "loud\n")
 
 
 def test_resuming_without_a_plugin_is_refused_and_with_other_content_is_said(folder: Path) -> None:
@@ -270,7 +352,10 @@ def test_the_page_trains_resumes_and_is_read_again_on_two_processes(folder: Path
     assert [row["step"] for row in rows if "bits" in row] == [*range(1, 13)]
     assert all(row["bits"] == pytest.approx(row["loss"] / 0.6931471805599453) for row in rows if "bits" in row)
     written = (folder / "runs/mine/losses.csv").read_text().splitlines()
-    assert [line.partition(",")[0] for line in written if not line.endswith(",")] == [str(n) for n in range(1, 13)]
+    assert [line.partition(",")[0] for line in written] == [str(n) for n in range(1, 13)]
+    assert all(line.partition(",")[2] for line in written)
+    of_ours = {*rows[-1]} - {"bits"}
+    assert {name for name in of_ours if not name.endswith(("_rank", "_most", "_least"))} <= {*COLUMNS.split()}
     about = json.loads((folder / "runs/mine/checkpoints/step-00000012/model.json").read_text())["plugins"]
     assert about["versions"].keys() == {"lion", "parts"} and not about["build_models"]
     assert json.loads((folder / "runs/mine/environment.json").read_text())["plugins"] == about["versions"]

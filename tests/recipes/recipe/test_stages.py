@@ -237,6 +237,16 @@ def test_stages_that_end_with_wrong_tokens_are_refused(tmp_path: Path, text: str
     assert message in refused(tmp_path, f'[[stages]]\nname = "a"\n{text}\n[[stages]]\nname = "z"\n')
 
 
+def test_the_stage_whose_tokens_are_too_few_is_named_and_not_the_one_after_it(tmp_path: Path) -> None:
+    """Its end counted below 0 then, which stood for an end that nobody knows."""
+    tables = '[[stages]]\nname = "a"\nuntil = 50\n[[stages]]\nname = "b"\n{}[[stages]]\nname = "c"\n{}'
+    last = 'until = "1e9 tokens"\n[[stages]]\nname = "z"\n'
+    said = refused(tmp_path, tables.format('until = "1 tokens"\n', last))
+    assert 'stages.b.until = "1 tokens"' in said and "those before it have" in said and "stages.c" not in said
+    said = refused(tmp_path, tables.format("", last))
+    assert "stages.b.until" in said and "is missing" in said and "stages.c" not in said
+
+
 def test_a_schedule_may_be_longer_than_the_run(tmp_path: Path) -> None:
     file = written(
         tmp_path,

@@ -54,6 +54,12 @@ def test_what_a_recipe_sets_and_does_not_read_is_refused_at_once(file: Path) -> 
     assert refused(*flags, file=DEBUG) == {"pipeline.schedule", "profile.after"}
 
 
+def test_steps_of_a_constant_schedule_are_read_by_a_share_of_warm_up() -> None:
+    flags = ["--schedule.kind=constant", "--schedule.decay_steps=0", "--schedule.steps=400"]
+    assert refused(*flags, "--schedule.warmup_steps=10", file=DEBUG) == {"schedule.steps"}
+    assert load(DEBUG, [*flags, "--schedule.warmup_steps=0.1"]).schedule.phases(400) == (40, 0)
+
+
 def test_what_its_base_sets_is_not(file: Path) -> None:
     above = file.with_name("above.toml")
     above.write_text('base = "own.toml"\n[run]\nsteps = 7\n')

@@ -28,8 +28,13 @@ def run(place: Path, corpus: Path, name: str, *words: str) -> str:
     common = ["--run.steps", "12", "--checkpoint.keep", "1", "--validation.batches", "2", "--metrics.picture", "false"]
     process = run_sh(place, arguments(place, corpus, name, *common, *words), NPROC="2", HF_HOME=str(place / "hf"))
     out, err = process.communicate()
-    assert (process.returncode, err) == (0, ""), out + err
+    assert (process.returncode, ours(err)) == (0, []), out + err
     return out
+
+
+def ours(errors: str) -> list[str]:
+    """The lines but for those of transformers, which warns of texts of tasks that are longer than the model reads."""
+    return [line for line in errors.splitlines() if not line.startswith("[transformers]")]
 
 
 def rows(place: Path, name: str) -> list[dict[str, Any]]:
@@ -97,7 +102,7 @@ def by_hand(place: Path, name: str) -> dict[int, dict[str, float]]:
     """What two processes find that are started by hand, and what one adds to that."""
     evaluate = ["scripts/evaluate.py", place / "runs" / name, "--pending", "--device", "cpu"]
     code, _, error = run_command("scripts/launch.py", "--standalone", "--nproc-per-node=2", *evaluate)
-    assert (code, error) == (0, "")
+    assert (code, ours(error)) == (0, []), error
     found = validated(place, name)
     assert run_command(*evaluate)[0] == 0 and validated(place, name) == found
     assert run_command(*evaluate, "--dtype", "bfloat16")[0] == 2
@@ -124,6 +129,19 @@ def test_tasks_are_evaluated_beside_the_run_and_losses_in_it(place: Path, corpus
     run(place, corpus, "inside with tasks", *tasks)
     run(place, corpus, "with tasks", *tasks, "--validation.job", "slurm --nonsense")
     found, expected = by_hand(place, "with tasks"), validated(place, "inside with tasks")
+    assert found.keys() == expected.keys() and len(expected[4]) == 5
+    for step in STEPS:
+        assert found[step] == pytest.approx(expected[step], rel=1e-5)
+
+
+def test_tasks_are_evaluated_by_a_process_beside_the_run_too(place: Path, corpus: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the lm-evaluation-harness is not installed: pip install -e '.[evaluation]'")
+    tasks = ["--validation.tasks", str(write_tasks(place / "tasks-2")), "--validation.task_limit", "4"]
+    tasks += ["--batch.sequence_length", "64"]
+    run(place, corpus, "all inside", *tasks, "--validation.every", "4")
+    run(place, corpus, "all beside", *tasks, "--validation.every", "0", "--validation.job", "process")
+    wait_for_all(place, "all beside", STEPS)
+    found, expected = validated(place, "all beside"), validated(place, "all inside")
     assert found.keys() == expected.keys() and len(expected[4]) == 5
     for step in STEPS:
         assert found[step] == pytest.approx(expected[step], rel=1e-5)

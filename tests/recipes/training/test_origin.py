@@ -31,6 +31,11 @@ def test_weights_of_a_run_with_stages_were_trained_on_the_data_of_their_stage(tm
         assert data is not None and data.document_mask is masked, step
     exported = data_of_run(cast(Weights, _At(tmp_path / "hf")))
     assert exported is not None and "python-stdlib/unittest" in exported.sources and not exported.document_mask
+    copy = tmp_path / "remote" / "cache" / f"step-{ends[0] + 1:08d}-0123456789abcdef"  # of a checkpoint at a server
+    copy.mkdir(parents=True)
+    (copy / "recipe.toml").write_text(to_toml(recipe))
+    data = data_of_run(cast(Weights, _At(copy)))
+    assert data is not None and data.document_mask
     alone = replace(recipe, stages=())
     (tmp_path / "recipe.toml").write_text(to_toml(alone))
     assert data_of_run(cast(Weights, _At(tmp_path / "checkpoints" / "step-00000001"))) == alone.data

@@ -292,6 +292,18 @@ def test_rest_of_a_broken_compressed_file_counts_as_all_its_rows(tmp_path: Path,
     assert bad.lost == 3 * 100_000 // 4096
 
 
+@pytest.mark.parametrize("count", [10, 20_000])
+def test_zeros_after_a_gz_are_not_damage(count: int, tmp_path: Path) -> None:
+    """Block devices and tapes leave them; gzip ignores them. They do not stand for what is missing."""
+    path = write_json_lines(tmp_path / "a.jsonl.gz", [{"text": f"document {i}"} for i in range(count)])
+    whole, rows = path.read_bytes(), rows_of(path)
+    path.write_bytes(whole + bytes(1000))
+    assert rows_of(path) == rows and len(rows) == count
+    path.write_bytes(whole[: len(whole) // 2] + bytes(1000))
+    found = rows_of(path)
+    assert found[-1].kind == "broken file" and len(found) < 0.75 * count
+
+
 def test_missing_file_is_one_bad_row_that_counts_as_many(tmp_path: Path) -> None:
     for name in ("a.txt", "b.jsonl", "c.jsonl.gz", "d.parquet", "e.txt"):
         (tmp_path / name).write_text(name * (1 if name.endswith("txt") else 10_000))

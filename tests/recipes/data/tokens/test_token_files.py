@@ -8,6 +8,7 @@ nanoGPT    data/openwebtext/prepare.py: uint16, nothing else
 numpy      numpy.lib.format
 """
 
+import os
 import struct
 from collections.abc import Callable
 from itertools import chain
@@ -23,7 +24,7 @@ from recipes.data.open_data import Data, DataSettings, Launch, open_data
 from recipes.data.sequences import Sequences
 from recipes.data.text.sources import is_prepared, source_problem
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
-from recipes.data.tokens.token_files import token_files
+from recipes.data.tokens.token_files import TokenFiles, token_files
 from recipes.files.exit_codes import REFUSED
 from recipes.files.layout import TOKENIZER
 from recipes.training.check import check
@@ -302,6 +303,34 @@ def test_a_file_that_is_not_what_it_says_gives_one_clear_error(
     with pytest.raises(UserError) as error:
         opened(broken(kind, tmp_path), corpus[1])
     assert BROKEN[kind] in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_a_pattern_that_matches_other_files_is_refused(tmp_path: Path) -> None:
+    """The bytes of ASCII text are ids of most vocabularies."""
+    write_plain(tmp_path / "train.bin", [[1, 2, 3, 0]])
+    (tmp_path / "meta.pkl").write_text("no tokens at all")
+    with pytest.raises(UserError, match=r"/\*' takes in .*/meta.pkl and .*/train.bin; write what names"):
+        token_files(f"uint16:{tmp_path}/*")
+    (tmp_path / "other.bin").mkdir()
+    with pytest.raises(UserError, match=r"takes in .*/other.bin(;| and)"):
+        token_files(f"uint16:{tmp_path}/*.bin")
+    (tmp_path / "other.bin").rmdir()
+    os.mkfifo(tmp_path / "pipe.bin")  # opening it would wait for somebody who writes
+    with pytest.raises(UserError, match=r"takes in .*/pipe.bin(;| and)"):
+        token_files(f"uint16:{tmp_path}/*.bin")
+
+
+def test_a_file_that_is_replaced_before_it_is_mapped_is_refused(
+    corpus: tuple[Path, Tokenizer, Documents], tmp_path: Path
+) -> None:
+    _, tokenizer, documents = corpus
+    files = TokenFiles(write_several(tmp_path / "many", documents), tokenizer, maps=1)
+    files.read(0, out := np.empty(8, np.int64))
+    assert out.tolist() == [*chain(*documents)][:8]
+    start = files.files[0].tokens
+    os.utime(files.files[1].path, ns=(0, 0))
+    with pytest.raises(UserError, match=r"00001_shuffled.ds' changed while it was read; start again"):
+        files.read(start, out)
 
 
 def test_tokens_of_a_wider_type_than_stated_are_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from recipes.recipe.schema import Recipe
 from recipes.weights.convert import export_checkpoint
 from tests.commands import run_command
 from tests.object_server import object_server, upload_folder
-from tests.processes import run_processes
+from tests.processes import ROOT, run_processes
 from tests.recipes.checkpoint.operations import Recorder, replay, torn
 from tests.training import change, rows, run_all, take_step, training
 
@@ -148,11 +148,27 @@ def test_runs_of_other_tokenizers_are_refused(run: Recipe, copy: Path) -> None:
     require_nothing_left(copy.parent)
 
 
-@pytest.mark.parametrize("weights", ["1", "1,0", "1,x", "1,2,3", "inf,1", "decay"])
+@pytest.mark.parametrize("weights", ["1", "1,0", "1,x", "1,2,3", "inf,1", "1e308,1e308", "decay"])
 def test_weights_that_do_not_fit_two_runs_are_refused(weights: str, run: Recipe, copy: Path) -> None:
     wanted = [(str(run.run.folder), 4), (str(copy), 2)]
     with pytest.raises(UserError, match=f"--weights {weights}"):
         average(wanted, copy.with_name("out"), weights=weights, log=lambda line: None)
+    require_nothing_left(copy.parent)
+
+
+def test_a_decay_over_steps_that_do_not_ascend_is_refused(copy: Path) -> None:
+    wanted = [(str(copy), 6), (str(copy), 2)]
+    with pytest.raises(UserError, match="--weights decay is for ascending steps of one run"):
+        average(wanted, copy.with_name("out"), weights="decay", log=lambda line: None)
+    require_nothing_left(copy.parent)
+
+
+def test_a_place_at_a_server_is_no_folder_to_write(copy: Path) -> None:
+    out = "s3://bucket/runs/average"
+    code, _, error = run_command(
+        ROOT / "scripts/checkpoint.py", "average", copy, "--steps", "2,4", out, cwd=copy.parent
+    )
+    assert code == 2 and "'s3://bucket/runs/average' is an address; write a path on this disk" in error
     require_nothing_left(copy.parent)
 
 
