@@ -70,7 +70,7 @@ def _serve(options: argparse.Namespace) -> int:
         opened = open_model(weights, dtype=dtype, device=device)
         model = served(weights, opened, data_of_run(weights), template=options.chat_template)
         models[str(weights.path)] = model
-        say(weights.path if not isinstance(model.template, str) else f"{weights.path} cannot chat: {model.template}")
+        say(f"{weights.path}{f' cannot chat: {model.template}' if isinstance(model.template, str) else ''}")
     shown = f"[{address}]" if ":" in address else address
     say(f"http://{shown}:{port}/{token and '#token='}{token}")
     Server(models, token=token, waiting=options.waiting).run(listener)

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import logging
 import secrets
 import socket
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -20,10 +21,8 @@ from recipes.evaluation.completions import Answer, Refusal, ServedModel, prepare
 
 PAGE = Path(__file__).with_suffix(".html")
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
-MOST_BYTES = 4 << 20
-"""Of a request."""
-STALLED = 30
-"""Seconds after which a client that does not read its answer is left."""
+MOST_BYTES = 4 << 20  # of a request
+STALLED = 30  # seconds after which a client that does not read is left
 
 
 class Server:
@@ -37,6 +36,7 @@ class Server:
 
     def run(self, listener: socket.socket) -> None:
         """Answer until SIGINT or SIGTERM."""
+        logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # tracebacks of what is not HTTP
         app = web.Application(middlewares=[self._guard], client_max_size=MOST_BYTES)
         app.router.add_get("/", self._page)
         app.router.add_get("/v1/models", self._list)
@@ -93,7 +93,7 @@ class Server:
         finally:
             self._count -= 1
 
-    async def _parts(self, answer: Answer) -> AsyncIterator[Any]:
+    async def _parts(self, answer: Answer) -> AsyncGenerator[Any, None]:
         """What the answer yields, when its turn has come; no more when this ends, as it does when the client leaves."""
         async with self._turn:
             parts, loop = answer.write(), asyncio.get_running_loop()
