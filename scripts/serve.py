@@ -71,7 +71,7 @@ def _serve(options: argparse.Namespace) -> int:
         model = served(weights, opened, data_of_run(weights), template=options.chat_template)
         models[str(weights.path)] = model
         say(f"{weights.path}{f' cannot chat: {model.template}' if isinstance(model.template, str) else ''}")
-    shown = f"[{address}]" if ":" in address else address
+    shown = socket.gethostname() if address in ("0.0.0.0", "::") else f"[{address}]" if ":" in address else address
     say(f"http://{shown}:{port}/{token and '#token='}{token}")
     Server(models, token=token, waiting=options.waiting).run(listener)
     return 0

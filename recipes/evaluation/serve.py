@@ -20,7 +20,7 @@ from parallel.errors import UserError
 from recipes.evaluation.completions import Answer, Refusal, ServedModel, prepared
 
 PAGE = Path(__file__).with_suffix(".html")
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+POLICY = "default-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 MOST_BYTES = 4 << 20  # of a request
 STALLED = 30  # seconds after which a client that does not read is left
 
