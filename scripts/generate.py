@@ -1,7 +1,6 @@
 """Continue a text: `python scripts/generate.py FOLDER_OR_CHECKPOINT "prompt"`. --help lists the options."""
 
 import argparse
-import datetime
 import os
 import signal
 import sys
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from recipes.data.text.chat import ChatTemplate
     from recipes.evaluation.opened import OpenedModel
     from recipes.evaluation.sampling import Sampling
-    from recipes.weights.locate import Weights
 
 
 def main(arguments: list[str]) -> int:
@@ -114,8 +112,8 @@ def _generate(options: argparse.Namespace) -> int:
     from models.decoder import Decoder
     from recipes.data.text.chat import ends_of_answers
     from recipes.evaluation.by_transformers import check_search, open_exported, write_texts
-    from recipes.evaluation.conversation import converse, read_message
-    from recipes.evaluation.generate import choose_device, continue_text, open_model
+    from recipes.evaluation.conversation import chat_template_of, converse, read_message
+    from recipes.evaluation.generate import choose_device, continue_text, open_model, penalty_of
     from recipes.training.same_run import data_of_run
     from recipes.weights.locate import find_weights
 
@@ -125,14 +123,14 @@ def _generate(options: argparse.Namespace) -> int:
     device, dtype = choose_device(options.device, options.dtype)
     load_plugins(options.plugins)
     weights = find_weights(options.model)
-    sampling = replace(sampling, repetition_penalty=_repetition_penalty(weights))
+    sampling = replace(sampling, repetition_penalty=penalty_of(weights))
     open_as = open_exported if max(search.values()) > 1 else open_model
     opened = open_as(weights, dtype=dtype, device=device)
     if options.temperature is None:
         certain = options.beams > 1 or (opened.encoder_decoder and options.outputs == 1)
         sampling = replace(sampling, temperature=0.0 if certain else 0.8)
     data = data_of_run(weights)
-    template = _template(options, weights, data) if in_chat else None
+    template = chat_template_of(weights, data, file=options.chat_template or "") if in_chat else None
     ends = ends_of_answers(template, weights.tokenizer)[0] if template else ()
     opened = replace(opened, as_pairs=in_chat or bool(data and data.has_pairs), ends=(*opened.ends, *ends))
 
@@ -161,35 +159,12 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _repetition_penalty(weights: "Weights") -> float:
-    """That of generation_config.json, of which it says what else is not obeyed."""
-    from recipes.weights.companions import ignored_settings, repetition_penalty
-
-    companions = weights.description.companions
-    if ignored := [] if weights.model.by_transformers else ignored_settings(companions):
-        say(f"generation_config.json: not obeyed here: {', '.join(ignored)}", to=2)
-    return repetition_penalty(companions, where=weights.path)
-
-
 def _around(options: argparse.Namespace, template: "ChatTemplate | None", data: "DataConfig | None") -> str:
     """The prompt with the texts around it that the run that made the weights was trained with, or those of a chat."""
     if template is not None:
         return template.prompt([{"role": "user", "content": options.prompt}])
     prefix, suffix = (data.prompt_prefix, data.prompt_suffix) if data else ("", "")
     return f"{prefix if options.prefix is None else options.prefix}{options.prompt}{suffix}"
-
-
-def _template(options: argparse.Namespace, weights: "Weights", data: "DataConfig | None") -> "ChatTemplate":
-    from recipes.data.text.chat import chat_settings
-    from recipes.data.text.pair_format import PairFormat, template_of
-
-    date = data.chat_date if data and data.chat_date else datetime.date.today().isoformat()
-    try:
-        found = chat_settings(weights.description.companions, template=options.chat_template or "", date=date)
-    except UserError as error:  # in the words of a recipe
-        problem = str(error).partition(": ")[2].partition(";")[0]
-        raise UserError(f"--chat: {problem}; write --chat-template FILE.jinja") from None
-    return template_of(PairFormat(**found), weights.tokenizer)
 
 
 def _check_length(opened: "OpenedModel", prompt: str, max_tokens: int, *, positions: int) -> None:

@@ -15,6 +15,8 @@ from parallel.errors import UserError
 from parallel.kernels import without_plans
 from recipes.evaluation.opened import OpenedModel, stream_text
 from recipes.evaluation.sampling import Sampling, next_token
+from recipes.files.screen import say
+from recipes.weights.companions import ignored_settings, repetition_penalty
 from recipes.weights.convert import load_weights
 from recipes.weights.locate import Weights, find_weights
 
@@ -40,6 +42,14 @@ def open_model(path: str | Path | Weights, *, dtype: torch.dtype, device: torch.
     model = model.to_empty(device=device)
     load_weights(model, weights)
     return OpenedModel(model, tokenizer, weights.facts_of_text, weights.description.ends(where=weights.path))
+
+
+def penalty_of(weights: Weights) -> float:
+    """The repetition penalty of generation_config.json, of which it says what else is not obeyed."""
+    companions = weights.description.companions
+    if ignored := [] if weights.model.by_transformers else ignored_settings(companions):
+        say(f"generation_config.json: not obeyed here: {', '.join(ignored)}", to=2)
+    return repetition_penalty(companions, where=weights.path)
 
 
 def choose_device(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
