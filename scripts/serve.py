@@ -22,6 +22,7 @@ explain_wrong_interpreter()
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import exit_code  # noqa: E402
 from recipes.files.screen import say  # noqa: E402
+from recipes.plugins.loading import OPTION, WHERE, load_plugins  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--chat-template", default="", help="a Jinja file instead of the models' own templates")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--device", help='such as "cpu" or "cuda:1"; default: a GPU if there is one')
+    parser.add_argument(OPTION, dest="plugins", **WHERE)
     try:
         return _serve(parser.parse_args(arguments))
     except UserError as error:
@@ -65,6 +67,7 @@ def _serve(options: argparse.Namespace) -> int:
     from recipes.weights.locate import find_weights
 
     device, dtype = choose_device(options.device, options.dtype)
+    load_plugins(options.plugins)
     models = {}
     for weights in [find_weights(path) for path in options.models]:  # all are found before one is opened
         opened = open_model(weights, dtype=dtype, device=device)
