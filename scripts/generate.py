@@ -25,8 +25,6 @@ from recipes.files.screen import DIM, say  # noqa: E402
 from recipes.plugins.loading import OPTION, WHERE, load_plugins  # noqa: E402
 
 if TYPE_CHECKING:
-    from recipes.data.config import DataConfig
-    from recipes.data.text.chat import ChatTemplate
     from recipes.evaluation.opened import OpenedModel
     from recipes.evaluation.sampling import Sampling
 
@@ -109,11 +107,9 @@ def _generate(options: argparse.Namespace) -> int:
     in_chat = bool(options.chat or options.chat_template)
     sampling = _sampling(options, in_chat=in_chat)
 
-    from models.decoder import Decoder
-    from recipes.data.text.chat import ends_of_answers
-    from recipes.evaluation.by_transformers import check_search, open_exported, write_texts
-    from recipes.evaluation.conversation import chat_template_of, converse, read_message
-    from recipes.evaluation.generate import choose_device, continue_text, open_model, penalty_of
+    from recipes.evaluation.by_transformers import check_search, open_exported
+    from recipes.evaluation.conversation import converse, read_message
+    from recipes.evaluation.generate import choose_device, continue_text, open_for_prompts, open_model
     from recipes.training.same_run import data_of_run
     from recipes.weights.locate import find_weights
 
@@ -123,16 +119,16 @@ def _generate(options: argparse.Namespace) -> int:
     device, dtype = choose_device(options.device, options.dtype)
     load_plugins(options.plugins)
     weights = find_weights(options.model)
-    sampling = replace(sampling, repetition_penalty=penalty_of(weights))
-    open_as = open_exported if max(search.values()) > 1 else open_model
-    opened = open_as(weights, dtype=dtype, device=device)
+    open_as = partial(open_exported if max(search.values()) > 1 else open_model, dtype=dtype, device=device)
+    template = (options.chat_template or "") if in_chat else None
+    ready = open_for_prompts(weights, data_of_run(weights), template=template, open_as=open_as)
+    if in_chat and ready.template is None:
+        raise UserError(f"--chat: {ready.problem}; write --chat-template FILE.jinja")
+    opened = ready.chat if in_chat else ready.text
+    sampling = replace(sampling, repetition_penalty=ready.penalty)
     if options.temperature is None:
         certain = options.beams > 1 or (opened.encoder_decoder and options.outputs == 1)
         sampling = replace(sampling, temperature=0.0 if certain else 0.8)
-    data = data_of_run(weights)
-    template = chat_template_of(weights, data, file=options.chat_template or "") if in_chat else None
-    ends = ends_of_answers(template, weights.tokenizer)[0] if template else ()
-    opened = replace(opened, as_pairs=in_chat or bool(data and data.has_pairs), ends=(*opened.ends, *ends))
 
     def show(piece: str, *, style: str = "") -> None:
         say(piece, end="", whole=True, style=style)  # the same in a pipe: what reads it may be a terminal, too
@@ -141,30 +137,20 @@ def _generate(options: argparse.Namespace) -> int:
         if not options.answer_only:
             show(prompt, style=DIM)
 
-    write: Callable[..., tuple[int, float]] = (
-        continue_text if isinstance(opened.model, Decoder) else partial(write_texts, **search)
-    )
-
     def answer(prompt: str, log: Callable[[str], object], log_prompt: Callable[[str], object]) -> None:
         _check_length(opened, prompt, options.max_tokens, positions=getattr(weights.model, "positions", 0))
-        tokens, seconds = write(opened, prompt, sampling, log=log, log_prompt=log_prompt)
+        tokens, seconds = continue_text(opened, prompt, sampling, log=log, log_prompt=log_prompt, **search)
         say()
         say(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s", to=2)
 
-    if options.prompt is not None:
-        answer(_around(options, template, data), show, show_prompt)
+    if ready.template is None:
+        before, after = ready.around
+        answer(f"{before if options.prefix is None else options.prefix}{options.prompt}{after}", show, show_prompt)
+    elif options.prompt is not None:
+        answer(ready.template.prompt([{"role": "user", "content": options.prompt}]), show, show_prompt)
     else:
-        assert template is not None
-        converse(template, lambda prompt, log: answer(prompt, log, lambda _: None), read=read_message, show=show)
+        converse(ready.template, lambda prompt, log: answer(prompt, log, lambda _: None), read=read_message, show=show)
     return 0
-
-
-def _around(options: argparse.Namespace, template: "ChatTemplate | None", data: "DataConfig | None") -> str:
-    """The prompt with the texts around it that the run that made the weights was trained with, or those of a chat."""
-    if template is not None:
-        return template.prompt([{"role": "user", "content": options.prompt}])
-    prefix, suffix = (data.prompt_prefix, data.prompt_suffix) if data else ("", "")
-    return f"{prefix if options.prefix is None else options.prefix}{options.prompt}{suffix}"
 
 
 def _check_length(opened: "OpenedModel", prompt: str, max_tokens: int, *, positions: int) -> None:

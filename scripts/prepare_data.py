@@ -97,9 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--part", type=_part, default=(1, 1), metavar="I/N", help="only make part I of N, on one of N machines"
     )
-    parser.add_argument(
-        "--show", type=int, default=0, metavar="N", help="only show the first N rows as they are trained"
-    )
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="only show N rows as they are trained")
     parser.add_argument("--status", action="store_true", help="only say how much of each part is there")
     return parser
 

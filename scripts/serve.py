@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -56,24 +57,21 @@ def _serve(options: argparse.Namespace) -> int:
     except (OSError, OverflowError) as error:
         raise UserError(f"--host {options.host} --port {options.port}: {error}; write another one, or 0") from None
     address, port = listener.getsockname()[:2]
-    token = ""
-    if options.token or not ipaddress.ip_address(address).is_loopback:
-        token = os.environ.get("SERVE_TOKEN") or secrets.token_urlsafe(16)
+    needs_token = options.token or not ipaddress.ip_address(address).is_loopback
+    token = (os.environ.get("SERVE_TOKEN") or secrets.token_urlsafe(16)) if needs_token else ""
 
-    from recipes.evaluation.completions import served
-    from recipes.evaluation.generate import choose_device, open_model
+    from recipes.evaluation.generate import choose_device, open_for_prompts, open_model
     from recipes.evaluation.serve import Server
     from recipes.training.same_run import data_of_run
     from recipes.weights.locate import find_weights
 
     device, dtype = choose_device(options.device, options.dtype)
     load_plugins(options.plugins)
-    models = {}
+    models, open_as = {}, partial(open_model, dtype=dtype, device=device)
     for weights in [find_weights(path) for path in options.models]:  # all are found before one is opened
-        opened = open_model(weights, dtype=dtype, device=device)
-        model = served(weights, opened, data_of_run(weights), template=options.chat_template)
+        model = open_for_prompts(weights, data_of_run(weights), template=options.chat_template, open_as=open_as)
         models[str(weights.path)] = model
-        say(f"{weights.path}{f' cannot chat: {model.template}' if isinstance(model.template, str) else ''}")
+        say(f"{weights.path}{'' if model.template else f' cannot chat: {model.problem}'}")
     shown = socket.gethostname() if address in ("0.0.0.0", "::") else f"[{address}]" if ":" in address else address
     say(f"http://{shown}:{port}/{token and '#token='}{token}")
     Server(models, token=token, waiting=options.waiting).run(listener)

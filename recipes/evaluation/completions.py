@@ -2,22 +2,16 @@
 
 import secrets
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from annotated_types import MaxLen
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 
-from models.decoder import Decoder
 from parallel.errors import UserError, listed
-from recipes.data.config import DataConfig
-from recipes.data.text.chat import ChatTemplate, ends_of_answers
-from recipes.evaluation.by_transformers import texts_of
-from recipes.evaluation.conversation import chat_template_of
-from recipes.evaluation.generate import generate, penalty_of
-from recipes.evaluation.opened import OpenedModel, stream_text
+from recipes.evaluation.generate import ReadyModel, texts_after
+from recipes.evaluation.opened import OpenedModel
 from recipes.evaluation.sampling import Sampling
-from recipes.weights.locate import Weights
 
 NOTHING = {"n": 1, "best_of": 1, "echo": False, "frequency_penalty": 0, "presence_penalty": 0}
 """Fields whose only possible value changes nothing."""
@@ -50,40 +44,10 @@ class Asked(BaseModel, strict=True, extra="forbid"):
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
-    stop: str | list[str] = ""
+    stop: str | Annotated[list[str], MaxLen(16)] = ""
     stream: bool = False
     stream_options: dict[str, bool] = {}
     user: str = ""
-
-
-class ServedModel(NamedTuple):
-    """A model that answers."""
-
-    text: OpenedModel  # as it continues texts
-    chat: OpenedModel  # as it answers messages
-    template: ChatTemplate | str  # of messages, or why there is none
-    around: tuple[str, str]  # texts before and after each prompt, as in its training
-    context: int  # tokens of a prompt and its answer at most
-    penalty: float
-
-
-def served(weights: Weights, opened: OpenedModel, data: DataConfig | None, *, template: str) -> ServedModel:
-    """A model with what its clients see. data: of the run that made it. template: a file; "" = what came with the
-    weights. Raises UserError for a file that cannot be used."""
-    found: ChatTemplate | str
-    ends: tuple[int, ...] = ()
-    try:
-        found = chat_template_of(weights, data, file=template)
-        ends, _ = ends_of_answers(found, weights.tokenizer)
-    except UserError as error:
-        if template:
-            raise
-        found = str(error).removeprefix("--chat: ")
-    text = replace(opened, as_pairs=bool(data and data.has_pairs))
-    chat = replace(opened, as_pairs=True, ends=(*opened.ends, *ends))
-    around = (data.prompt_prefix, data.prompt_suffix) if data else ("", "")
-    context = min(opened.facts.context_length, getattr(weights.model, "positions", 0) or opened.facts.context_length)
-    return ServedModel(text, chat, found, around, context, penalty_of(weights))
 
 
 class Answer(NamedTuple):
@@ -97,18 +61,8 @@ class Answer(NamedTuple):
 
     def write(self) -> Iterator[str | tuple[str, int]]:
         """Yield the text in pieces, then why it ended ("stop" or "length") and the number of its tokens."""
-        opened, ids, made = self.opened, self.prompt_ids, list[int]()
-
-        def tokens() -> Iterator[int]:
-            if isinstance(opened.model, Decoder):
-                found = generate(opened.model, ids, self.sampling, stop_ids=opened.stop_ids())
-            else:
-                found = iter(texts_of(opened, ids, self.sampling, beams=1, outputs=1)[0])
-            for token in found:
-                made.append(token)
-                yield token
-
-        text = stream_text(tokens(), opened.tokenizer.decode, after=() if opened.encoder_decoder else ids)
+        made = list[int]()
+        text = next(texts_after(self.opened, self.prompt_ids, self.sampling, made=made))
         stop = self.asked.stop
         stopped = yield from before_one_of([stop] if isinstance(stop, str) else stop, text)
         yield "stop" if stopped or len(made) < self.sampling.max_tokens else "length", len(made)
@@ -122,7 +76,7 @@ def before_one_of(stops: Sequence[str], pieces: Iterator[str]) -> Generator[str,
         if found := [held.index(stop) for stop in stops if stop and stop in held]:
             yield held[: min(found)]
             return True
-        begun = (n for stop in stops for n in range(len(stop)) if held.endswith(stop[:n]))
+        begun = (n for stop in stops for n in range(min(len(stop), len(held) + 1)) if held.endswith(stop[:n]))
         ready = len(held) - max(begun, default=0)  # the rest may become one of them
         yield held[:ready]
         held = held[ready:]
@@ -130,7 +84,7 @@ def before_one_of(stops: Sequence[str], pieces: Iterator[str]) -> Generator[str,
     return False
 
 
-def prepared(body: bytes, models: Mapping[str, ServedModel], *, chat: bool) -> Answer:
+def prepared(body: bytes, models: Mapping[str, ReadyModel], *, chat: bool) -> Answer:
     """The answer to a request. Raises Refusal."""
     asked = _asked(body, chat=chat)
     name = asked.model or next(iter(models))
@@ -140,8 +94,8 @@ def prepared(body: bytes, models: Mapping[str, ServedModel], *, chat: bool) -> A
     try:
         if not chat:
             prompt = f"{model.around[0]}{asked.prompt}{model.around[1]}"
-        elif isinstance(model.template, str):
-            raise Refusal(f"{name} cannot chat: {model.template}; /v1/completions continues texts", code="no_chat")
+        elif model.template is None:
+            raise Refusal(f"{name} cannot chat: {model.problem}; /v1/completions continues texts", code="no_chat")
         else:
             prompt = model.template.prompt([message.model_dump() for message in asked.messages or ()])
         ids = opened.prompt_ids(prompt)

@@ -1,32 +1,16 @@
 """A conversation with a model on a terminal, or line by line from a pipe."""
 
-import datetime
 import signal
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
 
 from parallel.errors import UserError
-from recipes.data.config import DataConfig
-from recipes.data.text.chat import ChatTemplate, chat_settings
-from recipes.data.text.pair_format import PairFormat, template_of
-from recipes.weights.locate import Weights
+from recipes.data.text.chat import ChatTemplate
 
 END = "/exit"
 Answer = Callable[[str, Callable[[str], object]], object]
 """Given a prompt, passes the text of its answer to a function, piece by piece. Raises UserError if it cannot."""
-
-
-def chat_template_of(weights: Weights, data: DataConfig | None, *, file: str = "") -> ChatTemplate:
-    """The template of this file, or the one that came with the weights. data: of the run that made them. Raises
-    UserError if there is none, or it cannot be compiled."""
-    date = data.chat_date if data and data.chat_date else datetime.date.today().isoformat()
-    try:
-        found = chat_settings(weights.description.companions, template=file, date=date)
-    except UserError as error:  # in the words of a recipe
-        problem = str(error).partition(": ")[2].partition(";")[0]
-        raise UserError(f"--chat: {problem}; write --chat-template FILE.jinja") from None
-    return template_of(PairFormat(**found), weights.tokenizer)
 
 
 def read_message() -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import secrets
 import socket
 import time
@@ -17,18 +18,19 @@ from typing import Any
 from aiohttp import web
 
 from parallel.errors import UserError
-from recipes.evaluation.completions import Answer, Refusal, ServedModel, prepared
+from recipes.evaluation.completions import Answer, Refusal, prepared
+from recipes.evaluation.generate import ReadyModel
 
 PAGE = Path(__file__).with_suffix(".html")
-POLICY = "default-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+POLICY = "default-src data: 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
 MOST_BYTES = 4 << 20  # of a request
-STALLED = 30  # seconds after which a client that does not read is left
+STALLED = 30.0  # seconds that an answer waits in all for a client that does not read; then it is left
 
 
 class Server:
     """Answers requests with these models."""
 
-    def __init__(self, models: Mapping[str, ServedModel], *, token: str, waiting: int) -> None:
+    def __init__(self, models: Mapping[str, ReadyModel], *, token: str, waiting: int) -> None:
         """token: what requests must bring; "" = nothing, but they must call this machine localhost. waiting: how many
         may wait for the one that is answered."""
         self._models, self._token, self._most = models, token, waiting
@@ -48,17 +50,14 @@ class Server:
         try:
             self._require_allowed(request)
             return await handler(request)
-        except web.HTTPException as error:
-            problem, status = _problem(UserError(error.text)), error.status
         except Exception as error:
-            problem, status = _problem(error), getattr(error, "status", 500)
-        return web.json_response(problem, status=status)
+            return web.json_response(_problem(error), status=getattr(error, "status", 500))
 
     def _require_allowed(self, request: Any) -> None:
         """Raises Refusal for what pages of other sites ask for, also by a name that they let lead to this machine (DNS
         rebinding), and for what comes without the token."""
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-        if not self._token and (host.rpartition(":")[0] or host) not in ("localhost", "127.0.0.1", "[::1]"):
+        if not self._token and not re.fullmatch(r"(localhost|127\.0\.0\.1|\[::1])(:\d+)?", host):
             raise Refusal(f"this server answers as localhost, not as {host!r}; start it with --token for that", 403)
         if origin is not None and origin.partition("://")[2] != host:
             raise Refusal(f"pages of {origin!r} may not ask this server", 403)
@@ -72,7 +71,7 @@ class Server:
     async def _list(self, request: Any) -> Any:
         models = [
             {"id": name, "object": "model", "created": 0, "owned_by": "shardwright"}
-            | {"context": model.context, "chat": not isinstance(model.template, str)}
+            | {"context": model.context, "chat": model.template is not None}
             for name, model in self._models.items()
         ]
         return web.json_response({"object": "list", "data": models})
@@ -102,10 +101,14 @@ class Server:
 
     async def _streamed(self, request: Any, parts: AsyncIterator[Any], shaped: Callable[..., Any]) -> Any:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        patience = STALLED
 
         async def send(content: Any) -> None:
-            async with asyncio.timeout(STALLED):
+            nonlocal patience
+            began = time.monotonic()
+            async with asyncio.timeout(patience):
                 await response.write(f"data: {content if content == '[DONE]' else json.dumps(content)}\n\n".encode())
+            patience -= time.monotonic() - began
 
         await response.prepare(request)
         try:
@@ -114,7 +117,8 @@ class Server:
                 await send(shaped(part) if isinstance(part, str) else shaped("", part))
             await send("[DONE]")
         except (TimeoutError, ConnectionError):
-            request.transport.abort()
+            if request.transport:
+                request.transport.abort()
         except Exception as error:  # too late for another status
             await send(_problem(error))
         return response
@@ -139,7 +143,7 @@ def _shaped(
 
 
 def _problem(error: Exception) -> dict[str, Any]:
-    if not isinstance(error, UserError):
+    if not isinstance(error, UserError | web.HTTPException):
         traceback.print_exception(error)
     about = {"type": "invalid_request_error", "param": None, "code": getattr(error, "code", None)}
-    return {"error": {"message": str(error) or repr(error)} | about}
+    return {"error": {"message": getattr(error, "text", "") or str(error) or repr(error)} | about}

@@ -1,5 +1,6 @@
 """scripts/serve.py as a process: its API, its page, and clients that leave, ask for too much or come from elsewhere."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -7,11 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, closing
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -160,7 +162,7 @@ def test_a_stream_is_the_text_of_the_whole_answer_in_pieces(server: Served) -> N
 def test_a_stop_string_ends_the_text_before_it(server: Served) -> None:
     text = server.text(max_tokens=60)["text"]
     stop = text[20:25]
-    for given in (stop, ["not there", stop]):
+    for given in (stop, ["not there" * 100_000, stop]):
         choice = server.text(max_tokens=60, stop=given)
         assert choice["text"] == text[: text.index(stop)] and choice["finish_reason"] == "stop"
 
@@ -180,6 +182,7 @@ def test_a_stop_string_ends_the_text_before_it(server: Served) -> None:
         (b'{"prompt": "a", "temperature": NaN}', 400, "temperature = nan: must be 0 (greedy), or 0.001 or more"),
         ({"temperature": "hot"}, 400, 'temperature = "hot": Input should be a valid number'),
         ({"top_p": 0, "seed": -1}, 400, "top_p = 0.0: must be above 0 and at most 1\nseed = -1: must be 0 or more"),
+        ({"stop": ["a"] * 17}, 400, "at most 16 items"),
         ({"max_tokens": 0}, 400, "max_tokens = 0: must be 1 or more"),
         ({"max_tokens": CONTEXT}, 400, "and at most 50,000 together"),
         ({"prompt": "word " * 200_000}, 400, "and at most 50,000 together"),
@@ -223,6 +226,31 @@ def test_a_client_that_leaves_makes_room_for_the_next(server: Served) -> None:
         waiting = server.begin("/v1/completions", {"prompt": "a", "max_tokens": CONTEXT // 2})
         waiting.close()
     assert server.text(max_tokens=5)["finish_reason"] == "length"
+
+
+def test_a_client_that_reads_too_little_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes.evaluation import serve
+
+    written = list[bytes]()
+
+    class Slow(serve.web.StreamResponse):
+        async def prepare(self, request: Any) -> None:
+            pass
+
+        async def write(self, data: Any) -> None:
+            written.append(data)
+            await asyncio.sleep(0.02)  # each time it reads a little, so that no single wait is long
+
+    async def parts() -> AsyncIterator[str]:
+        for _ in range(1000):
+            yield "text"
+
+    monkeypatch.setattr(serve, "STALLED", 0.2)
+    monkeypatch.setattr(serve.web, "StreamResponse", Slow)
+    request = Mock()
+    asyncio.run(serve.Server({}, token="", waiting=2)._streamed(request, parts(), lambda text, **_: text))
+    request.transport.abort.assert_called_once_with()
+    assert 1 < len(written) <= 11
 
 
 def test_more_requests_than_may_wait_are_refused_at_once(server: Served) -> None:

@@ -22,7 +22,7 @@ from recipes.data.sequences import Sequences, Source
 from recipes.data.text.sources import find_files
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.data.tokens.shards import read_index
-from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_steps
+from recipes.files.layout import CHECKPOINTS, RECIPE, TOKENIZER, checkpoint_steps
 from recipes.files.reading import user_path
 from recipes.files.screen import DIM, GREEN, say
 from recipes.metrics.clock import RunClock
@@ -67,7 +67,7 @@ def answer(arguments: Sequence[str]) -> int:
 
 def stages_with_data(loaded: LoadedRecipe, process: Process) -> Stages:
     """The stages of a run with all that they read, on this process. Raises UserError."""
-    recipe, history, done, tokenizer = loaded.recipe, from_json([]), 0, ""
+    recipe, history, done, trained = loaded.recipe, from_json([]), 0, ""
     own = checkpoint_steps(recipe.run.folder / CHECKPOINTS)
     checkpoint = own_checkpoint(recipe, own[-1]) if own else None
     if recipe.run.continue_from:
@@ -80,10 +80,11 @@ def stages_with_data(loaded: LoadedRecipe, process: Process) -> Stages:
     place = process, build_mesh(MeshDegrees(replicate=1, shard=1), device_type="cpu"), weights_for(loaded, checkpoint)
     for stage in (stage for stage in stages_of(recipe) if stage.last > done):
         validation = replace(stage.recipe.validation, every=0, sample_tokens=0, job="")
-        without = replace(stage.recipe, validation=validation)
+        data = replace(stage.recipe.data, tokenizer=trained or stage.recipe.data.tokenizer)
+        without = replace(stage.recipe, data=data, validation=validation)
         loader = open_loader(without, *place, checkpoint, several=at_several_lengths(recipe))
-        if (tokenizer := tokenizer or loader.tokenizer.fingerprint) != loader.tokenizer.fingerprint:
-            raise UserError(f"stage {stage.name} has the tokenizer of the first checkpoint, which is not there yet")
+        if checkpoint is None and data.tokenizer.startswith("train:"):  # stages to come take it from checkpoints
+            trained = str(loader.training.sequences.sources[0].shards.folder / TOKENIZER)
         if checkpoint is not None:
             require_same_data(checkpoint, loader.data_state)
         for source in loader.training.sequences.sources:
@@ -98,8 +99,8 @@ def stages_with_data(loaded: LoadedRecipe, process: Process) -> Stages:
 
 def show_rows(loaded: LoadedRecipe, stages: Stages, step: int, row: int) -> None:
     """Print a row of a step, or its first ones (0), and what the sources of the step have. Raises UserError."""
-    steps, found = loaded.recipe.run.steps, next((one for one in stages if step in one[1]), None)
-    if found is None:
+    steps = loaded.recipe.run.steps
+    if step > steps or (found := next((one for one in stages if step in one[1]), None)) is None:
         trunk = f" from {loaded.recipe.run.continue_from} on" if loaded.recipe.run.continue_from else ""
         raise UserError(f"--show {step}: not a step of this run, which trains up to step {steps:,}{trunk} (run.steps)")
     stage, _, loader = found

@@ -281,24 +281,27 @@ def record(recipes: list[Recipe], folder: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_are_those_that_two_processes_train_on(small: Recipe, texts: Path, pairs: Path, tmp_path: Path) -> None:
-    text = change(of_texts(small, texts), run={"steps": 4}, checkpoint={"every": 1})
+    raw = {"mixture": {str(texts / "both"): 0.6, str(texts / "c.jsonl"): 0.4}, "tokenizer": "train:400"}
+    text = change(of_texts(small, texts, **raw), run={"steps": 4}, checkpoint={"every": 1})
     text = replace(text, stages=tuple(replace(one, until=2 + 2 * n) for n, one in enumerate(text.stages)))
     packed = change(of_pairs(small, pairs), run={"steps": 3}, checkpoint={"every": 2})
     recipes = [text, packed]
-    run_processes(2, record, recipes, tmp_path)
-    for recipe in recipes:
-        ranks = [torch.load(tmp_path / f"{recipe.run.name}-{rank}.pt") for rank in range(2)]
+
+    def rows_of_steps(recipe: Recipe) -> dict[int, list[tuple[int, str, list[Part]]]]:
         with shown(recipe) as stages:
-            seen: list[int] = []
-            for _, steps, loader in stages:
-                for step in steps:
-                    batches = [one for rank in ranks for one in rank[step]]
-                    rows = [row for inputs, targets in batches for row in zip(inputs, targets, strict=True)]
-                    found = [*rows_of(loader, step, {*range(1, 100)})]
-                    for (_, _, parts), (inputs, targets) in zip(found, rows, strict=True):
-                        require_equal(parts, inputs, targets, packed=recipe is packed)
-                    seen.append(step)
-            assert seen == [*range(1, recipe.run.steps + 1)]
+            return {step: [*rows_of(loader, step, {*range(1, 100)})] for _, steps, loader in stages for step in steps}
+
+    to_come = [rows_of_steps(recipe) for recipe in recipes]
+    run_processes(2, record, recipes, tmp_path)
+    for recipe, early in zip(recipes, to_come, strict=True):
+        ranks = [torch.load(tmp_path / f"{recipe.run.name}-{rank}.pt") for rank in range(2)]
+        for found in (early, rows_of_steps(recipe)):
+            assert [*found] == [*range(1, recipe.run.steps + 1)]
+            for step, shown_rows in found.items():
+                batches = [one for rank in ranks for one in rank[step]]
+                rows = [row for inputs, targets in batches for row in zip(inputs, targets, strict=True)]
+                for (_, _, parts), (inputs, targets) in zip(shown_rows, rows, strict=True):
+                    require_equal(parts, inputs, targets, packed=recipe is packed)
 
 
 def test_pairs_of_an_encoder_decoder_model_are_shown_whole(pairs: Path) -> None:
