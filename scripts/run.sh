@@ -42,7 +42,7 @@ fi
 
 check=
 case " $* " in
-    "  " | *" --help "* | *" -h "* | *" --plan "*) exec "$PYTHON" "$ROOT/train.py" "$@" ;;
+    "  " | *" --help "* | *" -h "* | *" --plan "* | *" --show "*) exec "$PYTHON" "$ROOT/train.py" "$@" ;;
     *" --check "*) check=1 ;;
 esac
 

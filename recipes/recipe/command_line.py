@@ -28,7 +28,7 @@ from recipes.recipe.fields import (
 )
 from recipes.recipe.schema import Recipe
 
-OPTIONS = ("check", "plan", "processes", "nodes", "help")
+OPTIONS = ("check", "plan", "show", "processes", "nodes", "help")
 """Options of train.py itself."""
 OF_PLAN = ("gpu", "tokens", "price", "json", "calibrated_by", "search", "numerics", "write")
 """Options of --plan alone."""

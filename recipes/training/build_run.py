@@ -118,7 +118,7 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
         from recipes.checkpoint.together import wait_for_small_files
 
         wait_for_small_files(checkpoint, world)
-    weights = _weights_for(loaded, checkpoint)
+    weights = weights_for(loaded, checkpoint)
     starts_from = weights if recipe.model.weights and checkpoint is None else None
     built = build(recipe, world, weights=starts_from)
     throughput = _throughput(recipe, process)
@@ -166,7 +166,7 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     return Run(process, stage, built, loader, checkpoints, guard, recorder, observers, tasks)
 
 
-def _weights_for(loaded: LoadedRecipe, checkpoint: Path | None) -> "Weights | None":
+def weights_for(loaded: LoadedRecipe, checkpoint: Path | None) -> "Weights | None":
     """What load() located; looked up again only if that was a checkpoint of this run that has been set aside since, or
     if the run begins as a fork."""
     weights, recipe = loaded.weights, loaded.recipe
