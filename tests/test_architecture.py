@@ -24,7 +24,7 @@ LAYERS = (
     ("train.py", "scripts"),
     (
         *("recipes/lab/average", "recipes/lab/curves", "recipes/lab/ladder"),
-        *("recipes/lab/plan", "recipes/lab/prove", "recipes/lab/sweep"),
+        *("recipes/lab/plan", "recipes/lab/prove", "recipes/lab/show", "recipes/lab/sweep"),
     ),
     ("recipes/training",),
     ("recipes/plan",),
