@@ -133,7 +133,8 @@ resolved=$(checked "$@") || {
 case "${SLURM_JOB_ID:+job} $* " in
     " "*" --run.name"[\ =]"auto "*)
         [ "$NNODES" -eq 1 ] || { echo "--run.name auto: several nodes need a name; write one" >&2 && exit 2; }
-        set -- "$@" --run.name "$(sed -n '/^name = "/{s///;s/"$//p;q}' <<<"$resolved")"
+        name=$(sed -n '/^name = "/{s///;s/"$//p;q}' <<<"$resolved")
+        [ -z "$name" ] || set -- "$@" --run.name "$name" # without one, --prove looks for none
         ;;
 esac
 
