@@ -48,6 +48,8 @@ def main(arguments: list[str]) -> int:
         "--output", type=path_argument, default=Path("runs/ladders"), help="folder of all ladders (%(default)s)"
     )
     parser.add_argument("--dry-run", action="store_true", help="write and list the recipes without training them")
+    parser.add_argument("--gpu", help="of the hours that a dry run predicts, such as H100; default: this machine")
+    parser.add_argument("--price", type=float, default=0.0, help="of one GPU for an hour, for the dry run")
     options, overrides = parser.parse_known_args(arguments)
     options.command = shlex.join(["python", "scripts/ladder.py", *arguments])
     return exit_code_of(lambda: _ladder(options, overrides), interrupted="interrupted; the same command goes on here")

@@ -123,11 +123,20 @@ if [ -n "$check" ]; then
     checked "$@"
     exit
 fi
-checked "$@" >/dev/null || {
+resolved=$(checked "$@") || {
     code=$?
     # After a fault that may pass, the supervisor tries again.
     [ "$code" = 71 ] && [ "${RESTARTS:-0}" != 0 ] || exit "$code"
 }
+
+# The processes, and their restarts, must agree on a name that was free when there was none of them.
+case "${SLURM_JOB_ID:+job} $* " in
+    " "*" --run.name"[\ =]"auto "*)
+        [ "$NNODES" -eq 1 ] || { echo "--run.name auto: several nodes need a name; write one" >&2 && exit 2; }
+        name=$(sed -n '/^name = "/{s///;s/"$//p;q}' <<<"$resolved")
+        [ -z "$name" ] || set -- "$@" --run.name "$name" # without one, --prove looks for none
+        ;;
+esac
 
 nodes=(--standalone) # on the loopback network only, see recipes/cluster/rendezvous.py
 if [ "$NNODES" -gt 1 ]; then

@@ -118,7 +118,7 @@ def test_a_run_prints_every_logged_step_and_validation(whole: str) -> None:
 
 
 def test_a_run_ends_with_a_sample_a_summary_and_its_files(whole: str) -> None:
-    end = whole[whole.index("a held-out text, and how the model goes on:") :]
+    end = whole[whole.rindex("a held-out text, and how the model goes on:") :]
     assert re.search(r"^done: 30 steps, 3,840 tokens in [\d.]+ s, [\d,]+ tokens/s.* validation loss \d", end, re.M)
     files = "checkpoints environment.json log.txt metrics.jsonl recipe.toml report.html report.md"
     assert f"\nwritten to runs/whole: {files}\nnext:\n" in end

@@ -33,18 +33,28 @@ PATIENCE_HERE = 15.0
 PATIENCE_ELSEWHERE = 120.0
 """Seconds to wait for a process on another host: an NFSv4 server keeps a dead host's locks for its lease, often 90."""
 SECONDS_BETWEEN_LOOKS = 0.2
-ANOTHER_NAME = "give this run another name (--run.name OTHER)"
 HELD = (errno.EACCES, errno.EAGAIN)
 """The errors that POSIX allows for a lock that another process holds."""
 
 
+def free_name(folder: Path) -> str:
+    """A name with a number that nothing beside this folder has."""
+    return next(name for n in count(2) if not folder.with_name(name := f"{folder.name}-{n}").exists())
+
+
+def own_name(folder: Path) -> str:
+    """What --run.name auto stands for in the run that would have this folder; scripts/run.sh tells its processes."""
+    if job := os.environ.get("SLURM_JOB_ID"):  # started again, it goes on
+        return f"{folder.name}-{job}"
+    return free_name(folder) if folder.exists() else folder.name
+
+
 def another_name(folder: Path) -> str:
     """What to write where a run has this folder already: the command of this process with a name that is free."""
-    free = next(name for n in count(2) if not folder.with_name(name := f"{folder.name}-{n}").exists())
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--check", "--processes", "--nodes", "--run.name"):
         parser.add_argument(option, action="store_true" if option == "--check" else "store")
-    words = [*parser.parse_known_args(sys.argv[1:])[1], "--run.name", free]
+    words = [*parser.parse_known_args(sys.argv[1:])[1], "--run.name", free_name(folder)]
     train = Path(sys.argv[0])
     command = [os.path.relpath(train.parent / "scripts/run.sh"), *words] if train.name == "train.py" else words[-2:]
     return f"give this run another name: {shlex.join(command)}"
@@ -154,7 +164,7 @@ class FolderLock:
         folder: Path,
         *,
         log: Callable[[str], None],
-        remedy: str = ANOTHER_NAME,
+        remedy: str = "",
         here: float = PATIENCE_HERE,
         elsewhere: float = PATIENCE_ELSEWHERE,
     ) -> bool:
@@ -167,7 +177,7 @@ class FolderLock:
         Args:
             folder: the folder to lock.
             log: receives one line of text per message.
-            remedy: what the user can do instead of ending the other process.
+            remedy: what the user can do instead of ending the other process; "" = give the run another name.
             here: seconds to wait for a process on this host.
             elsewhere: seconds to wait for a process on another host.
 
@@ -197,7 +207,7 @@ class FolderLock:
                 waits = True
             time.sleep(SECONDS_BETWEEN_LOOKS)
         raise UserError(
-            f"{folder} is in use: {holder} has locked it; end that first, or {remedy}."
+            f"{folder} is in use: {holder} has locked it; end that first, or {remedy or another_name(folder)}."
             f" If that host is dead and the file system has not noticed, remove {file}"
         )
 

@@ -17,6 +17,7 @@ from parallel.errors import UserError
 from recipes.files.added import FORMATS, SOURCES
 from recipes.files.exit_codes import FINISHED
 from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_steps
+from recipes.files.lock import own_name
 from recipes.files.reading import SHOWN, fault, read_whole, toml_table, user_path
 from recipes.recipe.fields import (
     BEFORE,
@@ -146,6 +147,8 @@ def _load(
         before = _assemble(run, None)
         overrides, wrong = command_line.parse(flags, before)
         problems += unexpected + wrong + run.put(overrides, COMMAND_LINE)
+        if overrides.get("run.name") == "auto":
+            run.values["run.name"] = own_name(_folder(run.values).with_name(Path(path).stem))
     problems += settle_paths(run)
     _keep_values_of_run(run)
     if kind is not Recipe or run.values.get("plugins.versions"):

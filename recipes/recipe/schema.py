@@ -41,7 +41,7 @@ class RunConfig:
     """Name, output folder and length of the run."""
 
     name: Annotated[str, MinLen(1)] = "unnamed"
-    """Name of the run; its files are written to `output`/`name`."""
+    """Name of the run; its files go to `output`/`name`. --run.name auto: that of the file, with a number if taken."""
     output: Annotated[str, MinLen(1)] = "runs"
     """Folder that holds all runs, relative to the current folder."""
     steps: Annotated[int, Ge(1)] = 100

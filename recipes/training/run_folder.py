@@ -29,7 +29,7 @@ from recipes.files.layout import (
     holds_results,
     step_folder,
 )
-from recipes.files.lock import ANOTHER_NAME, LOCK, FolderLock, another_name, begun_meanwhile
+from recipes.files.lock import LOCK, FolderLock, another_name, begun_meanwhile
 from recipes.files.reading import fault, is_folder, named_faults, names_in
 from recipes.recipe.fields import toml
 from recipes.recipe.load import load, to_toml
@@ -83,7 +83,7 @@ def _require_writable(folder: Path, names: Sequence[str]) -> None:
             os.stat(path)
         raise UserError(
             f"{path} may not be written to by this user. If another one began the run, chmod -R g+rwX {folder} lets"
-            f" the group go on with it (and umask 002 in what starts it); or {ANOTHER_NAME}"
+            f" the group go on with it (and umask 002 in what starts it); or {another_name(folder)}"
         )
 
 

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from models.config import ModelConfig, TextFacts
 from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import CHECKPOINTS, MODEL, RECIPE, TOKENIZER, checkpoint_steps, step_folder
-from recipes.files.reading import is_folder, is_remote, names_in, read_text, toml_table, user_path
+from recipes.files.reading import is_folder, is_remote, names_in, read_text, similar, toml_table, user_path
 from recipes.weights.description import HF_CONFIG, Description, read_description
 
 if TYPE_CHECKING:  # what a run without weights does not need is imported where it is used
@@ -192,10 +191,8 @@ def local_folder(path: str | Path) -> Path:
             raise UserError(f"{folder} is not a folder")
         from recipes.data.text.hub import download_hint
 
-        close = get_close_matches(folder.name, names_in(folder.parent) if folder.parent.is_dir() else [], n=1)
         remedy = "; write the folder of a model (--plan reads its config.json alone) or a run"
-        remedy = f"; did you mean {folder.parent / close[0]}?" if close else download_hint(str(path)) or remedy
-        raise UserError(f"{folder} does not exist{remedy}")
+        raise UserError(f"{folder} does not exist{similar(folder) or download_hint(str(path)) or remedy}")
     return folder
 
 

@@ -9,7 +9,7 @@ from recipes.checkpoint.files import read_manifest
 from recipes.data.history import consumed_tokens, from_json
 from recipes.data.text.hub import silence_library
 from recipes.files.border import reason
-from recipes.files.layout import RECIPE
+from recipes.files.layout import RECIPE, REPORT
 from recipes.files.markdown import markdown_table
 from recipes.files.reading import read_text, toml_table
 from recipes.weights.description import Description
@@ -52,6 +52,8 @@ def with_card(description: Description, checkpoint: Path) -> Description:
     if scores := progress.get(VALIDATION):
         rows = [(key, f"{value:.4f}") for key, value in scores.items()]
         lines += ["", "## Evaluation", "", "Losses are in nats per token.", "", *markdown_table(["on", "value"], rows)]
+    if (report := run / Path(REPORT).with_suffix(".md")).is_file():
+        lines += ["", "".join(read_text(report).partition("## Curve\n")[1:]).rstrip()]
     if recipe:
         lines += ["", "## Recipe", "", "```toml", recipe.rstrip(), "```"]
     return replace(description, companions={**description.companions, CARD: "\n".join(lines) + "\n"})

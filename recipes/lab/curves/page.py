@@ -53,7 +53,8 @@ def write_html(curves: Curves, file: BinaryIO) -> None:
 
 
 def _section(section: Section) -> str:
-    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in section.rows)
+    cells = [[html.escape(cell) for cell in row] for row in section.rows]
+    lines = ("".join(f"<td>{cell}</td>" for cell in (re.sub("[./_]", r"\g<0><wbr>", key), *row)) for key, *row in cells)
     table = "<table>" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "</table>" if section.rows else ""
     text = f"<pre>{html.escape(section.text)}</pre>" if section.text else ""
     return f"<section><h2>{html.escape(section.title)}</h2>{table}{text}</section>"

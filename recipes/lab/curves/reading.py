@@ -16,7 +16,7 @@ import numpy as np
 
 from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, METRICS, ORIGIN, RECIPE
-from recipes.files.reading import fault, json_object, read_whole, toml_table
+from recipes.files.reading import fault, json_object, read_whole, similar, toml_table
 
 VALIDATION, AVERAGE, TASK = "validation_loss", "validation_average_loss", "validation_task/"
 WALL, TOKENS, EPOCHS = "wall_seconds/", "tokens/", "epochs/"
@@ -176,7 +176,8 @@ def read_run(folder: Path) -> LoggedRun:
                 take(run, line)
     except (FileNotFoundError, NotADirectoryError):
         what = f"has no {METRICS}: it has not logged a step yet" if folder.is_dir() else "is not the folder of a run"
-        raise UserError(f"{folder} {what}; write the folders of runs, such as runs/NAME") from None
+        remedy = similar(folder) if not os.path.exists(folder) else ""
+        raise UserError(f"{folder} {what}{remedy or '; write the folders of runs, such as runs/NAME'}") from None
     except OSError as error:
         raise fault(f"{file} cannot be read", error) from None
     if not any(column.last is not None for column in run.columns.values()):

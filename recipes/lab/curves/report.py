@@ -31,6 +31,9 @@ from recipes.training.foresight import foresight
 MOST = 40
 """The newest events, the points of the curve in the Markdown, and the lines of a sample that are shown."""
 SAMPLE = re.compile(r"a held-out (?:text|prompt), and how the model ")
+SAMPLES = 6
+"""Shown, from the first to the newest."""
+STEP = re.compile(r"step +(\d+)")
 LOGGED = re.compile(r"^\d{4}-\d\d-\d\dT\S+ ", re.MULTILINE)
 """What a line of the log begins with, and further lines of one text do not."""
 
@@ -175,25 +178,26 @@ def _after(step: int, known: Numbers, when: Numbers) -> str:
 
 
 def _samples(run: LoggedRun) -> Iterator[Section]:
-    """The texts that the ends of the run have logged: a beginning, and how the model goes on."""
-    log = tail(run.folder / LOG_FILE).decode(errors="replace")
-    starts = [match.end() for match in LOGGED.finditer(log)]
-    for number, at in enumerate(starts):
-        if SAMPLE.match(log, at) and len(starts) > number + 3:
-            ends = [match.start() for match in LOGGED.finditer(log, at)]
-            said = "\n".join(LOGGED.sub("", log[at : ends[2]]).splitlines()[1 : MOST + 1])
-            yield Section(f"Sample of {log[:at].splitlines()[-1][:16].replace('T', ' ')}", text=said)
+    """Texts that the run has logged over time, of each a beginning and how the model went on; the newest last."""
+    messages, step, found = LOGGED.split(tail(run.folder / LOG_FILE).decode(errors="replace")), "0", []
+    for number, message in enumerate(messages):
+        step = match[1] if (match := STEP.match(message)) else step
+        if SAMPLE.match(message) and len(messages) > number + 3:
+            text = "".join(messages[number + 1 : number + 3]).splitlines()[:MOST]
+            found.append(Section(f"Sample after step {int(step):,}", text="\n".join(text)))
+    for place in dict.fromkeys(np.linspace(0, len(found) - 1, SAMPLES).round().astype(int)) if found else ():
+        yield found[place]
 
 
 def _commands(run: LoggedRun) -> Iterator[str]:
     """What to type next."""
     folder, processes = shlex.quote(plain(str(run.folder))), run.environment.get("world_size")
-    words = _command(run)[1:] or [f"{run.folder}/{RECIPE}"]
+    words, messages = _command(run)[1:] or [f"{run.folder}/{RECIPE}"], run.about("data", "messages_field")
     yield f"NPROC={processes or 1} scripts/run.sh {shlex.join(map(plain, words))}"
     yield f"python scripts/plot.py {folder} --watch"
     with suppress(UserError):
         if checkpoint_steps(run.folder / CHECKPOINTS):
-            yield f'python scripts/generate.py {folder} "Once upon a time"'
+            yield f"python scripts/generate.py {folder} " + ("--chat" if messages else '"Once upon a time"')
             yield f"python scripts/convert_hf.py export {folder} {folder}-hf"
 
 

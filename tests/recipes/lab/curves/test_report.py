@@ -98,9 +98,11 @@ def test_on_a_known_gpu_the_plan_stands_beside_what_was_measured(tmp_path: Path)
 
 def test_samples_of_the_log_are_shown_as_they_are_and_escaped(tmp_path: Path) -> None:
     found = run(tmp_path)
-    (found.folder / "log.txt").write_text(LOG)
-    [sample] = [section for section in sections(found) if section.title.startswith("Sample")]
-    assert sample.title == "Sample of 2026-11-29 07:01" and sample.text == "Once <upon>\na time\nthere was"
+    steps = [LOG.replace("  mesh: 1 process", f"step  {10 * step}/150  loss 2") for step in range(1, 10)]
+    (found.folder / "log.txt").write_text("".join(steps))
+    samples = [section for section in sections(found) if section.title.startswith("Sample")]
+    assert samples[0].title == "Sample after step 10" and samples[0].text == "Once <upon>\na time\nthere was"
+    assert len(samples) == 6 and samples[-1].title == "Sample after step 90"
     assert "Once &lt;upon&gt;\na time" in page(found)
 
 
