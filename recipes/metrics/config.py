@@ -21,6 +21,8 @@ class MetricsConfig:
     """Log every this many steps; only at these steps does the loop wait for the device."""
     grad_norms: bool = False
     """Also log the gradient norm of embedding, head, norms, attention, feed-forward and routers, each by itself."""
+    attention_logits: bool = False
+    """Also log attention_logit/LAYER, the largest since the last row; costs a product of queries and keys per step."""
     by_source: bool = True
     """Also log loss/NAME and tokens/NAME of each source of a data.mixture."""
     wandb: bool = False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tomli
 
 from models.config import CUSTOM, FROM_CONFIG, FROM_WEIGHTS, ModelConfig
-from models.registry import FAMILIES, PLACES
+from models.registry import FAMILIES, LATENT, PLACES
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.files.added import FORMATS, SOURCES
@@ -317,8 +317,8 @@ def _size_of(name: str, run: Written, weights: "InitialWeights | None") -> tuple
     problems = [] if path else [Problem(key, f'is missing; name = "{name}" takes its model', "", origin)]
     # In a resolved recipe no field of the shape is missing; older versions did not write some of them.
     shape = {f"model.{field.name}" for field in fields(ModelConfig)}
-    later = ("logit_softcap", "full_attention_layers", "sparse_every", "further_dense_layers", *PLACES)
-    later += ("attention_sinks", "biases", "rope_truncate")
+    later = {"logit_softcap", "full_attention_layers", "sparse_every", "further_dense_layers", "expert_groups_by"}
+    later |= {"attention_sinks", "biases", "rope_truncate", *PLACES, *LATENT}
     shape -= {f"model.{field}" for field in (*NO_SHAPE, "upcycle", *later)}
     if weights is None or shape <= run.values.keys():
         return default, problems
