@@ -350,7 +350,7 @@ def test_the_peak_of_a_large_model_takes_a_few_hundred_calls() -> None:
     peak(recipe, degrees)  # fills caches
     profile = cProfile.Profile()
     profile.runcall(peak, recipe, degrees)
-    assert pstats.Stats(profile).total_calls < 1700, "the search asks for tens of thousands"
+    assert pstats.Stats(profile).total_calls < 1800, "the search asks for tens of thousands"
 
 
 EAGER_ON_GPU = ["--compile.enabled=false", "--model.layers=8"]
