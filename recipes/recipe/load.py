@@ -239,11 +239,8 @@ def to_toml(recipe: Recipe) -> str:
         tables["model"] = {name: tables["model"][name] for name in NO_SHAPE}
     del tables["data"]["source" if recipe.data.mixture else "mixture"]
     del tables["validation"]["source" if recipe.validation.sources else "sources"]
-    last = recipe.stages[-1:]
-    stages = [
-        {"name": stage.name, **({} if stage in last else {"until": stage.until}), **stage.changes}
-        for stage in recipe.stages
-    ]
+    ends = [{} if stage in recipe.stages[-1:] else {"until": stage.until} for stage in recipe.stages]
+    stages = [{"name": one.name, **end, **one.changes} for one, end in zip(recipe.stages, ends, strict=True)]
     return "\n".join(
         "\n".join([head, *(f"{name} = {toml(value)}" for name, value in values.items()), ""])
         for head, values in [(f"[{name}]", values) for name, values in tables.items()]
