@@ -133,8 +133,12 @@ resolved=$(checked "$@") || {
 case "${SLURM_JOB_ID:+job} $* " in
     " "*" --run.name"[\ =]"auto "*)
         [ "$NNODES" -eq 1 ] || { echo "--run.name auto: several nodes need a name; write one" >&2 && exit 2; }
-        name=$(sed -n '/^name = "/{s///;s/"$//p;q}' <<<"$resolved")
-        [ -z "$name" ] || set -- "$@" --run.name "$name" # without one, --prove looks for none
+        name=$(sed -n '/^name = "/{s///;s/"$//p;q}' <<<"$resolved") words=() before=
+        for word; do
+            [ "$before$word" != --run.nameauto ] || word=${name:-auto} # --prove needs no name
+            words+=("${word/#--run.name=auto/--run.name=${name:-auto}}") before=$word
+        done
+        set -- "${words[@]}"
         ;;
 esac
 

@@ -22,6 +22,8 @@ from recipes.lab.curves.style import BLUE, COLOURS, FAINT, GRID, INK, RED, plain
 TEMPLATE = Path(__file__).with_name("page.html")
 # Colours that page.html gives other values where the page is dark.
 VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--grid)", BLUE: "var(--blue)", RED: "var(--red)"}
+BREAK = re.compile("(?<=[./_])(?=[a-z])")
+"""Where a phone may break a key or a path."""
 AGAIN = '<meta http-equiv="refresh" content="60">'
 """Of a run that goes on: the page is rewritten, so it is read again after so many seconds."""
 DIGITS = 5
@@ -53,8 +55,7 @@ def write_html(curves: Curves, file: BinaryIO) -> None:
 
 
 def _section(section: Section) -> str:
-    cells = [[html.escape(cell) for cell in row] for row in section.rows]
-    lines = ("".join(f"<td>{cell}</td>" for cell in (re.sub("[./_]", r"\g<0><wbr>", key), *row)) for key, *row in cells)
+    lines = ("".join(f"<td>{BREAK.sub('<wbr>', html.escape(cell))}</td>" for cell in row) for row in section.rows)
     table = "<table>" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "</table>" if section.rows else ""
     text = f"<pre>{html.escape(section.text)}</pre>" if section.text else ""
     return f"<section><h2>{html.escape(section.title)}</h2>{table}{text}</section>"

@@ -179,14 +179,16 @@ def _after(step: int, known: Numbers, when: Numbers) -> str:
 
 def _samples(run: LoggedRun) -> Iterator[Section]:
     """Texts that the run has logged over time, of each a beginning and how the model went on; the newest last."""
-    messages, step, found = LOGGED.split(tail(run.folder / LOG_FILE).decode(errors="replace")), "0", []
+    messages = LOGGED.split(tail(run.folder / LOG_FILE).decode(errors="replace"))
+    step, found = "0", dict[str, str]()
     for number, message in enumerate(messages):
         step = match[1] if (match := STEP.match(message)) else step
         if SAMPLE.match(message) and len(messages) > number + 3:
             text = "".join(messages[number + 1 : number + 3]).splitlines()[:MOST]
-            found.append(Section(f"Sample after step {int(step):,}", text="\n".join(text)))
+            found[f"Sample after step {int(step):,}"] = "\n".join(text)  # of a repeated step the newest
     for place in dict.fromkeys(np.linspace(0, len(found) - 1, SAMPLES).round().astype(int)) if found else ():
-        yield found[place]
+        title, said = [*found.items()][place]
+        yield Section(title, text=said)
 
 
 def _commands(run: LoggedRun) -> Iterator[str]:

@@ -102,6 +102,7 @@ def test_samples_of_the_log_are_shown_as_they_are_and_escaped(tmp_path: Path) ->
     (found.folder / "log.txt").write_text("".join(steps))
     samples = [section for section in sections(found) if section.title.startswith("Sample")]
     assert samples[0].title == "Sample after step 10" and samples[0].text == "Once <upon>\na time\nthere was"
+    assert "<td>optimizer.<wbr>lr</td><td>0.25</td>" in page(found)
     assert len(samples) == 6 and samples[-1].title == "Sample after step 90"
     assert "Once &lt;upon&gt;\na time" in page(found)
 
