@@ -46,6 +46,8 @@ class Widths:
         normed = (query + key) * (model.qk_norm != "none") + 2 * model.width * (model.norms == "both")
         scales = {"none": 0, "head": model.heads + model.key_value_heads, "all": 2}[model.qk_norm]
         scales += 2 * (model.norms == "both")
+        latents = model.latent_width, model.query_latent_width
+        normed, scales = normed + sum(latents), scales + sum(width > 0 for width in latents)
         costs = [costs for place in PLACES if (costs := model.part(place).costs)]
         own = tuple(sum(one.kept(model, how) for one in costs) for how in ("selective", "eager", "compiled"))
         inner, further = model.feed_forward_width, (normed, scales, model.norms, model.qk_norm == "all")

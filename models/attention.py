@@ -5,11 +5,12 @@ multiple of K), H head width.
 """
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from models.config import ModelConfig
 
@@ -41,11 +42,16 @@ class InnerAttention(nn.Module):
             "scale": scale,
             "flash": torch.backends.cuda.flash_sdp_enabled(),
         }
+        self.largest: Tensor | None = None  # (N,) float32: the largest logit of each head in training, if asked for
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: "Restriction | None" = None, *sinks: Tensor
     ) -> Tensor:
         """query: (B, N, T, H); key, value: (B, K, S, H); sinks: (N,), if any. Returns (B, N, T, H)."""
+        if self.largest is not None and torch.is_grad_enabled():
+            from models.logits import note  # most runs do not ask
+
+            note(self.largest, query, key, documents, self.reach)
         return attend(query, key, value, documents, *sinks, **self.reach)
 
 
@@ -63,17 +69,17 @@ def attend(
     """softmax(Q K^T x scale) V of the last T of S tokens, causal. Returns (B, N, T, H).
 
     Args:
-        query: (B, N, T, H).
-        key: (B, K, S, H).
-        value: (B, K, S, H).
+        query, key, value: (B, N, T, H), (B, K, S, H), and the same, or narrower: the result is as wide as value.
         documents: what keeps attention inside documents; where S is more than T, of_chunk() has made it.
         sinks: (N,), if heads have them.
         window: tokens that a token sees, itself and those before it; 0 = all.
         scale: None = 1 / sqrt(H).
         flash: whether windows may be computed by flash kernels for lengths, where the device has them.
     """
-    new, seen = query.shape[2], key.shape[2]
-    window = 0 if window >= seen else window
+    if narrower := query.shape[-1] - value.shape[-1]:  # few kernels take that: they get zeros beside it
+        padded = partial(attend, query, key, pad(value, (0, narrower)), documents, sinks)
+        return padded(window=window, scale=scale, flash=flash)[..., :-narrower]
+    new, seen, window = query.shape[2], key.shape[2], window if window < key.shape[2] else 0
     mask = None  # (B or 1, 1, T, S), True = attends
     if documents is not None or window or sinks is not None:
         # Most runs have neither. For kernels that take lengths, every row is one document.

@@ -13,7 +13,7 @@ class LayerCache:
     """The keys and values of one attention layer."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
-        """key, value: uninitialized (B, K, max_length, H)."""
+        """key, value: uninitialized (B, K, max_length, H), of values as wide as theirs."""
         self.key, self.value = key, value
         self.length = 0
 
@@ -46,8 +46,10 @@ class KeyValueCache:
             dtype: the type the model computes in.
             device: where the model is.
         """
-        shape = (config.layers, 2, batch, config.key_value_heads, max_length, config.head_width)
-        self.layers = [LayerCache(key, value) for key, value in torch.empty(shape, dtype=dtype, device=device)]
+        # Of latent attention, too, keys and values of all heads: products of latents would be computed again.
+        shape, width = (config.layers, batch, config.key_value_heads, max_length), config.head_width
+        each = (torch.empty(*shape, one, dtype=dtype, device=device) for one in (width, config.value_width or width))
+        self.layers = [LayerCache(key, value) for key, value in zip(*each, strict=True)]
 
     @property
     def length(self) -> int:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
+from models.expert_rules import problems_of_experts
 from models.registry import OURS, PLACES, Part, Place, find, problems_of_parts
 
 AttentionFlops = Literal["causal", "full"]
@@ -29,6 +30,7 @@ LARGEST = {
     "experts": 2**14,
     "expert_width": 2**22,
     "shared_experts": 2**10,
+    **dict.fromkeys(("latent_width", "query_latent_width", "rope_width", "value_width"), 2**16),
 }
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linears of a block, in their order."""
@@ -65,7 +67,7 @@ class ModelConfig:
     key_value_heads: Annotated[int, Ge(1)]
     """Key and value heads per layer; must divide `heads` (grouped-query attention)."""
     head_width: Annotated[int, Ge(2)]
-    """Width of one head; even, because rotary embeddings rotate pairs."""
+    """Width of one head of queries and keys; even, because rotary embeddings rotate pairs."""
     vocabulary: Annotated[int, Ge(2)]
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     tied_embeddings: bool
@@ -160,8 +162,20 @@ class ModelConfig:
     """Groups of neighbouring experts; those with the best two scores are chosen first (DeepSeek-V3)."""
     groups_per_token: Annotated[int, Ge(1)] = 1
     """How many groups a token's experts come from; expert_groups = any."""
+    expert_groups_by: Literal["two", "one"] = "two"
+    """Whether the best "two" scores of a group count, or the best "one" (DeepSeek-V2)."""
     attention: str = OURS
-    """The attention that a module of plugins.modules registers under this name; "default" = ours."""
+    """The attention: "default" = grouped queries, "latent" (DeepSeek-V2), or what plugins.modules register."""
+    latent_width: Annotated[int, Ge(0)] = 0
+    """attention = "latent": width of what keys and values are computed from (kv_lora_rank)."""
+    query_latent_width: Annotated[int, Ge(0)] = 0
+    """attention = "latent": the same of queries (q_lora_rank); 0 = the width of the model."""
+    rope_width: Annotated[int, Ge(0)] = 0
+    """attention = "latent": the part of head_width that is rotated, and of keys the same in all heads."""
+    value_width: Annotated[int, Ge(0)] = 0
+    """attention = "latent": width of one head of values."""
+    rope_mscale: Annotated[float, Ge(0)] = 0.0
+    """attention = "latent": scores are multiplied by (1 + this x ln(rope_factor) / 10)^2 (YaRN's mscale_all_dim)."""
     feed_forward: str = OURS
     """The dense feed-forward, likewise."""
     norm: str = OURS
@@ -221,7 +235,7 @@ class ModelConfig:
         for field in LISTS:
             if beyond := [layer for layer in getattr(self, field) if layer >= self.layers]:
                 found[field] = f"names layers {beyond}, but the last layer is {self.layers - 1}"
-        found |= self._problems_of_experts() if self.experts and "layers" not in found else {}
+        found |= problems_of_experts(self) if self.experts and "layers" not in found else {}
         if self.rope_scaling == "llama3" and self.rope_high_frequency_factor <= low:
             found["rope_high_frequency_factor"] = f"must exceed rope_low_frequency_factor = {low}"
         if self.rope_scaling == "yarn" and self.rope_beta_fast <= self.rope_beta_slow:
@@ -240,11 +254,6 @@ class ModelConfig:
         if self.norm_offset and self.qk_norm == "all":
             found["norm_offset"] = 'is not for qk_norm = "all"; write false, or qk_norm = "head"'
         return list(found.items())
-
-    def _problems_of_experts(self) -> dict[str, str]:
-        from models.expert_rules import problems_of_experts  # most models have none
-
-        return problems_of_experts(self)
 
     def uneven_rows(self, dtype: str) -> list[tuple[str, str, int]]:
         """(field, what is wrong, the next width) of rows that torch's grouped products refuse, on any device."""
@@ -279,6 +288,8 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> "ModelConfig":
         """A config with the rotary fields of this layer."""
+        if self.rope_width:
+            return replace(self, head_width=self.rope_width, rope_width=0)
         if not self.window_of(layer):
             return self
         scaling = self.rope_scaling if self.rope_scaled_layers == "all" else "none"
@@ -358,12 +369,13 @@ class ModelConfig:
         Grouped queries reduce the key and value projections, not these products. With attention restricted to
         documents, S is the mean length of the document that a token is in. A window of W tokens leaves W (1 - W / 2S)
         keys of a causal mask's S / 2, and of "full" attention the same share; with documents this is as if all were S
-        long, which counts a little too much where their lengths differ.
+        long, which counts a little too much where their lengths differ. Narrower values count as narrow as they are.
         """
         if refused := self.uncounted():
             raise ValueError(f"model.{refused} does not say its costs, so its FLOPs are not known")
         share = self.attention_share(sequence_length)
-        full_attention = round(12 * self.layers * self.heads * self.head_width * sequence_length * share)
+        widths = self.heads * (self.head_width + (self.value_width or self.head_width))
+        full_attention = round(6 * self.layers * widths * sequence_length * share)
         if (costs := self.part("attention").costs) and costs.flops:
             full_attention = round(3 * sum(costs.flops(self, layer, sequence_length) for layer in range(self.layers)))
         return 6 * self.matmul_params() + (full_attention if attention == "full" else full_attention // 2)

@@ -254,8 +254,16 @@ class Decoder(nn.Module):
         config, places = self.config, ("attention", "feed_forward")
         parts = {place: config.part(place) for place in ("attention", "feed_forward")}
         tensors = inside_block(config, self.layers[-1])  # a norm that has none needs no place
-        named = [f"{place}.{name}" for place, part in parts.items() for name in part.norms]
-        norms = tuple(name for name in named if any(tensor.startswith(f"{name}.") for tensor in tensors))
+
+        def named(fact: str) -> tuple[str, ...]:
+            return tuple(f"{place}.{name}" for place, part in parts.items() for name in getattr(part, fact) or ())
+
+        norms, whole = (
+            tuple(name for name in named(fact) if any(tensor.startswith(f"{name}.") for tensor in tensors))
+            for fact in ("norms", "whole")
+        )
+        shared_experts = "feed_forward.shared_experts"
+        row = (*named("row"), f"{shared_experts}.down_proj")
         inner, whole_norms = parts["attention"].inner, config.qk_norm == "all"
         return ModelInterface(
             stacks=(tuple(f"blocks.{layer}" for layer in self.layers),),
@@ -265,18 +273,13 @@ class Decoder(nn.Module):
             tied_head=None if self.tied_head is None else "tied_head",
             loss="loss",
             inside_block=BlockInterface(
-                norms=tuple(f"{place}_norm" for place in places if config.norms != "after"),
+                norms=(*(f"{place}_norm" for place in places if config.norms != "after"), *whole),
                 post_norms=tuple(f"{place}_post_norm" for place in places if config.norms != "before"),
-                parts=(*places, "feed_forward.shared_experts"),
+                parts=tuple(dict.fromkeys(name.rpartition(".")[0] for name in row)),
                 inner_attention=inner and f"attention.{inner}",
-                column=(
-                    *(f"{place}.{name}" for place, part in parts.items() for name in part.column or ()),
-                    *("feed_forward.shared_experts.gate_proj", "feed_forward.shared_experts.up_proj"),
-                ),
-                row=(
-                    *(f"{place}.{name}" for place, part in parts.items() for name in part.row),
-                    "feed_forward.shared_experts.down_proj",
-                ),
+                column=(*named("column"), f"{shared_experts}.gate_proj", f"{shared_experts}.up_proj"),
+                row=row,
+                shared=named("shared"),
                 experts="feed_forward.experts",
                 exchange="feed_forward.exchange",
                 inner_norms=() if whole_norms else norms,

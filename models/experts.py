@@ -147,11 +147,12 @@ class SparseFeedForward(nn.Module):
         return y if self.shared_experts is None else y + self.shared_experts(x), routed
 
     def _best(self, scores: Tensor) -> Tensor:
-        """The experts of each token, (N, K), of those groups of experts whose two best scores add up to most."""
+        """The experts of each token, (N, K), of those groups of experts whose best scores, two or one, are most."""
         groups, kept = self.config.expert_groups, self.config.groups_per_token
         if kept < groups:
             by_group = scores.unflatten(1, (groups, -1))  # (N, groups, E / groups)
-            best = by_group.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+            count = 2 if self.config.expert_groups_by == "two" else 1
+            best = by_group.topk(count, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
             outside = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
             scores = by_group.masked_fill(outside[..., None], -torch.inf).flatten(1)
         return scores.topk(self.config.experts_per_token, dim=-1).indices

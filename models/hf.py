@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from models.config import ModelConfig, TextFacts
-from models.hf_families import FAMILIES, KEYS, LLAMA3_KEYS, YARN_KEYS, Family, family_of, unsaid
+from models.hf_families import FAMILIES, KEYS, LATENT_KEYS, LLAMA3_KEYS, YARN_KEYS, Family, family_of, unsaid
 from models.layout import Copy, Layout, Stored
-from models.registry import OURS, PLACES, Place
+from models.registry import LATENTS, OURS, PLACES, Place
 
 OUTSIDE = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -65,7 +65,8 @@ def hf_name(name: str, *, norms: str = "before") -> str:
     if match[1] == "routers":
         inside = OF_ROUTER[match[3]]
     else:
-        inside, _ = IN_BLOCK[match[3]]
+        latent = re.fullmatch(r"attention\.(?:heads\.)?((?:q|kv)_[ab]_\w+|(?<=heads\.)[qo]_proj)\.weight", match[3])
+        inside = f"self_attn.{latent[1]}.weight" if latent else IN_BLOCK[match[3]][0]
         inside = PRE_NORM if match[3] == "feed_forward_norm.weight" and norms != "before" else inside
     return f"model.layers.{match[2]}.{inside}"
 
@@ -153,8 +154,8 @@ def layout_of(model: ModelConfig) -> Layout:
         from models.transformers import stored_layout
 
         return stored_layout(replace(model, name="", weights="", config="", dropout=False))  # remembered by the rest
-    tensors, is_ours = {}, all(getattr(model, place) == OURS for place in PLACES)  # else beyond_hf()
-    family = family_of(model) if is_ours else None
+    tensors, family = {}, family_of(model)
+    is_ours = family is not None or all(getattr(model, place) == OURS for place in PLACES)  # else beyond_hf()
     other = OTHER_NAMES.get(family or "", {})
     for name, shape in parameter_shapes(model):
         stored, each = hf_name(name, norms=model.norms) if is_ours else name, tuple[str, ...]()
@@ -214,6 +215,7 @@ def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32"
         "rms_norm_eps": model.norm_eps,
         "max_position_embeddings": facts.context_length,
         **_rope(model, family),
+        **_of_latents(model),
         **_windows(model, family),
         **_of_experts(model, family),
         "attention_bias": model.biases,
@@ -227,6 +229,16 @@ def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32"
         "eos_token_id": list(ends) if isinstance(ends, tuple) else ends,
         "pad_token_id": facts.pad_token_id,
     }
+
+
+def _of_latents(model: ModelConfig) -> dict[str, Any]:
+    """The keys of DeepSeek-V2 and V3 beside those of their experts, with those that transformers does not read."""
+    if model.attention != LATENTS:
+        return {}
+    keys = {key: getattr(model, field) or None for field, key in LATENT_KEYS.items()}
+    keys |= {"qk_nope_head_dim": model.head_width - model.rope_width, "head_dim": model.rope_width}
+    others = {"topk_method": "noaux_tc", "num_nextn_predict_layers": 0} if model.router == "sigmoid" else {}
+    return {**keys, "rope_interleave": True, "scoring_func": model.router, **others}
 
 
 def _of_gate(model: ModelConfig) -> dict[str, Any]:
@@ -243,11 +255,10 @@ def _of_gate(model: ModelConfig) -> dict[str, Any]:
 
 
 def _of_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """The keys of experts: of the families with softmax, or of dots1, DeepSeek-V3's feed-forwards beside attention like
-    ours."""
+    """The keys of experts."""
     if family.experts is None:
         return {}
-    keys = {family.count: model.experts, "num_experts_per_tok": model.experts_per_token}
+    keys: dict[str, Any] = {family.count: model.experts, "num_experts_per_tok": model.experts_per_token}
     keys[family.expert_width] = model.expert_width
     if "normalize_scores" not in family.experts:
         keys["norm_topk_prob"] = model.normalize_scores
@@ -255,6 +266,8 @@ def _of_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
         return keys | {"decoder_sparse_step": 1, "mlp_only_layers": [*model.dense]}
     if not family.dense:
         return keys
+    if family.experts.get("expert_groups_by") == "one":
+        keys["topk_method"] = "group_limited_greedy" if model.expert_groups > 1 else "greedy"
     return keys | {
         "n_shared_experts": model.shared_experts,
         "first_k_dense_replace": len(model.dense),
@@ -289,6 +302,9 @@ def _rope(model: ModelConfig, family: Family) -> dict[str, Any]:
     if kind == "yarn":
         scaling["attention_factor"] = model.rope_attention_factor or None
         scaling |= {} if model.rope_truncate else {"truncate": False}
+    # Programs that do not read attention_factor divide the factor of mscale by that of mscale_all_dim.
+    same = ("mscale", "mscale_all_dim")[model.rope_attention_factor != 1 :]
+    scaling |= dict.fromkeys(same, model.rope_mscale) if model.rope_mscale else {}
     if kind == "none":  # which a family with a default of its own must be told
         scaling = {"rope_type": "default"} if "rope_parameters" in family.defaults else {}
     keys: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": scaling or None}

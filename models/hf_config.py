@@ -153,7 +153,7 @@ def _unsuitable(whole: Mapping[str, Any], reason: str, *, family: str, nested: l
         yield f"{reason}; mixtures of experts are computed by our own decoder only"
     elif counts:
         key = next((key for key in counts if re.fullmatch(r"(moe_)?(n|num)_.*experts", key)), counts[0])
-        ours = "except by our own decoder (qwen3_moe, mixtral, olmoe, gpt_oss, dots1)"
+        ours = "except by our own decoder (qwen3_moe, mixtral, olmoe, gpt_oss, dots1, deepseek_v2 and v3)"
         yield f"{key} = {experts[key]}: mixtures of experts are not supported, {ours}"
 
 

@@ -33,6 +33,8 @@ KEYS = {
 }
 LLAMA3_KEYS = {"rope_low_frequency_factor": "low_freq_factor", "rope_high_frequency_factor": "high_freq_factor"}
 YARN_KEYS = {"rope_beta_fast": "beta_fast", "rope_beta_slow": "beta_slow", "rope_attention_factor": "attention_factor"}
+LATENT_KEYS = {"latent_width": "kv_lora_rank", "query_latent_width": "q_lora_rank", "rope_width": "qk_rope_head_dim"}
+LATENT_KEYS["value_width"] = "v_head_dim"
 # Key -> its default in transformers.LlamaConfig.
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
@@ -94,6 +96,8 @@ _BY_SOFTMAX = {"router": "softmax", "router_bias": False, "shared_experts": 0, "
 _BY_SOFTMAX |= {"expert_groups": 1, "groups_per_token": 1}
 _YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _YARN |= {"original_max_position_embeddings": 4096}
+_OF_LATENTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+_OF_LATENTS["v_head_dim"] = 128
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", {}, whole_heads=True),
     "smollm3": Family(
@@ -150,7 +154,29 @@ FAMILIES = {
         | {"num_key_value_heads": 32, "moe_intermediate_size": 1408, "norm_topk_prob": False, **_NO_TOKENS}
         | {"routed_scaling_factor": 1.0, "sliding_window": 4096, "max_window_layers": 62},
         {"qk_norm": "head"},
-        experts={"router": "sigmoid", "router_bias": True},
+        experts={"router": "sigmoid", "router_bias": True, "expert_groups_by": "two"},
+        count="n_routed_experts",
+        dense="first",
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        {"vocab_size": 102400, "num_experts_per_tok": None, "moe_intermediate_size": 1407, "n_routed_experts": 64}
+        | {"n_shared_experts": 2, "routed_scaling_factor": 1.0, "topk_method": "greedy", **_OF_LATENTS},
+        {"attention": "latent"},
+        experts={"router": "softmax", "router_bias": False, "normalize_scores": False, "expert_groups_by": "one"},
+        count="n_routed_experts",
+        dense="first",
+        whole_heads=True,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61}
+        | {"num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 4096}
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1}
+        | {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "first_k_dense_replace": 3, **_OF_LATENTS}
+        | {"n_group": 8, "topk_group": 4, "bos_token_id": 0, "eos_token_id": 1},
+        {"attention": "latent"},
+        experts={"router": "sigmoid", "router_bias": True, "expert_groups_by": "two"},
         count="n_routed_experts",
         dense="first",
     ),
@@ -203,7 +229,9 @@ def unsaid(model: ModelConfig, name: str) -> Iterator[str]:
     if (family.experts is None) != (model.experts == 0):
         yield "experts"
     elif family.experts is not None:
-        yield from (one for one, value in family.experts.items() if getattr(model, one) != value)
+        grouped = {} if model.expert_groups > 1 else {"expert_groups_by": model.expert_groups_by}
+        fixed = {**family.experts, **grouped}
+        yield from (one for one, value in fixed.items() if getattr(model, one) != value)
         dense = model.dense
         if dense and family.dense != "any" and not (family.dense == "first" and dense[-1] == len(dense) - 1):
             yield next(field for field in reversed(PATTERNS["is_sparse"]) if getattr(model, field))

@@ -3,12 +3,14 @@
 The classes of transformers are the reference for what its keys mean. Imports no torch.
 """
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from models.config import ModelConfig, TextFacts
-from models.hf_families import DEFAULTS, FAMILIES, KEYS, LLAMA3_KEYS, YARN_KEYS, Family
+from models.hf_families import DEFAULTS, FAMILIES, KEYS, LATENT_KEYS, LLAMA3_KEYS, YARN_KEYS, Family
+from models.registry import LATENTS
 
 
 class Unsupported(ValueError):
@@ -31,6 +33,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "swiglu_alpha": ((1.702, None), "another slope of the clamped SwiGLU"),
     "mlp_bias": ((False, None), "biases in the feed-forward"),
     "attention_dropout": ((0, None), "dropout on the attention weights"),
+    "rope_interleave": ((True,), "rotary embeddings of halves"),
     "rope_interleaved": ((False, None), "rotary embeddings of neighbouring elements"),
     "is_causal": ((True, None), LATER),
     "router_jitter_noise": ((0, None), "noise of routers"),
@@ -43,9 +46,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 KINDS = "full_attention", "sliding_attention"
 # Our field -> its key, where they differ.
-SPELLED = KEYS | {
-    "norm_eps": "rms_norm_eps",
-    "init_std": "initializer_range",
+SPELLED = {
+    **{**KEYS, **LATENT_KEYS, "norm_eps": "rms_norm_eps", "init_std": "initializer_range"},
     "experts_per_token": "num_experts_per_tok",
     "dense_layers": "first_k_dense_replace",
     "expert_groups": "n_group",
@@ -82,6 +84,10 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         **_windows(given, family, layers),
         **(_no_rope(given, layers) if "no_rope_every" in family.says else {}),
     }
+    if family.fields["attention"] == LATENTS:
+        nulls = {"q_lora_rank"} if given.values["q_lora_rank"] is None else {}
+        values |= {field: given.integer(key) for field, key in LATENT_KEYS.items() if key not in nulls}
+        values["head_width"] = given.integer("qk_nope_head_dim") + values["rope_width"]
     values |= _ropes_of_kinds(given, values) if family.windows == "kinds" else _rope(given)
     if "attention_scale_width" in family.says:
         scale = given.integer("query_pre_attn_scalar")
@@ -308,9 +314,15 @@ def _scaling(given: Reader, inside: Reader) -> dict[str, Any]:
         values["rope_original_length"] = inside.integer(original)
     if kind == "llama3":
         values |= {field: inside.number(key) for field, key in LLAMA3_KEYS.items()}
+    has_latents = "kv_lora_rank" in given.values
+    if has_latents and parameters.get("mscale_all_dim"):
+        values["rope_mscale"], longer = inside.number("mscale_all_dim"), math.log(max(1.0, values["rope_factor"])) / 10
+        if kind == "yarn" and parameters.get("mscale"):  # of the rotated parts alone
+            parts = inside.number("mscale")
+            values["rope_attention_factor"] = (1 + parts * longer) / (1 + values["rope_mscale"] * longer)
     if kind == "yarn":
         for key in ("mscale", "mscale_all_dim"):
-            if parameters.get(key):
+            if parameters.get(key) and not has_latents:
                 inside.decline(key, "only attention_factor is supported")
         values |= {"rope_truncate": False} if parameters.get("truncate") is False else {}
         values |= {field: inside.number(key) for field, key in YARN_KEYS.items() if parameters.get(key) is not None}
@@ -362,10 +374,16 @@ def _experts(given: Reader, family: Family, layers: int) -> dict[str, Any]:
         given.refuse("first_k_dense_replace", "must be an integer >= 0")
     if given.values.get("layer_types") is None and window is not None and layers > given.integer("max_window_layers"):
         given.decline("max_window_layers", "layers with a window are not supported")
+    is_v2 = fixed.get("expert_groups_by") == "one"
+    if is_v2 and given.values["topk_method"] not in ("group_limited_greedy", "greedy"):
+        given.decline("topk_method", "only 'greedy' and 'group_limited_greedy' are supported")
+    if is_v2 and given.values.get("norm_topk_prob"):
+        given.decline("norm_topk_prob", "transformers ignores it for this model_type")
+    groups = {} if is_v2 and given.values["topk_method"] == "greedy" else {"expert_groups": "n_group"}
+    groups |= {"groups_per_token": "topk_group"} if groups else {}
     return values | {
         "dense_layers": first,
         "shared_experts": given.integer("n_shared_experts") if given.values.get("n_shared_experts") != 0 else 0,
         "router_scale": given.number("routed_scaling_factor"),
-        "expert_groups": given.integer("n_group", null=1),
-        "groups_per_token": given.integer("topk_group", null=1),
+        **{field: given.integer(key, null=1) for field, key in groups.items()},
     }

@@ -19,7 +19,7 @@ class BlockInterface:
     """
 
     norms: tuple[str, ...]
-    """Norms of the residual stream: each token by itself."""
+    """Norms of the residual stream, and what else each process has whole and computes its own tokens with."""
     parts: tuple[str, ...]
     """What reads a norm's output and adds to the residual stream: attention and feed-forward."""
     inner_attention: str | None
@@ -41,6 +41,8 @@ class BlockInterface:
     feature_norms: tuple[str, ...] = ()
     """Norms inside parts over all features that a column linear produces, by whose mean square they divide, and other
     modules whose weight is cut as these features are: sinks of heads."""
+    shared: tuple[str, ...] = ()
+    """Modules without parameters, inside parts, that pass on what all heads read."""
     whole_rows: bool = False
     """Whether what is between the embedding and the first block must see all tokens of a row."""
 

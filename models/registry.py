@@ -17,15 +17,17 @@ Place = Literal["attention", "feed_forward", "norm"]
 """The fields of [model] that name a part, and the names of the modules in a block."""
 PLACES: tuple[Place, ...] = get_args(Place)
 Tensors = Mapping[str, tuple[int, ...]]
-OURS = "default"
-"""The name of the part that is ours."""
+OURS, LATENTS = "default", "latent"
+"""The names of the parts that are ours; only attention has the second one."""
+LATENT = ("latent_width", "query_latent_width", "rope_width", "value_width", "rope_mscale")
+"""Fields of READ that ours do not read: attention = "latent" does (models/latent.py)."""
 READ: Mapping[Place, Mapping[str, Any]] = {
     "attention": {"qk_norm": "none", "window": 0, "attention_scale_width": 0, "no_rope_every": 0, "no_rope_layers": ()}
-    | {"attention_sinks": False, "biases": False},
+    | {"attention_sinks": False, "biases": False, **dict.fromkeys(LATENT, 0)},
     "feed_forward": {"activation": "silu", "experts": 0},
     "norm": {"norm_offset": False},
 }
-"""Fields of [model] that ours reads, with the values that ask for nothing; another part says which it reads, too."""
+"""Fields of [model] that some parts read, with the values that ask for nothing; another part says which it reads."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ class Part:
     """Linears that sum over what those produce, and whose output the part returns."""
     norms: tuple[str, ...] = ()
     """Norms inside, of each head by itself."""
+    whole: tuple[str, ...] = ()
+    """Linears and norms before the column linears, of each token by itself, which every process has whole."""
+    shared: tuple[str, ...] = ()
+    """Modules without parameters, between them, that pass on what all heads read."""
     inner: str | None = None
     """Attention: the only module in which tokens see each other, called as models.attention.InnerAttention is, which
     context parallelism replaces; None = it cannot."""
@@ -65,6 +71,8 @@ class Part:
     """Attention: whether it appends keys and values of ours' shapes to a cache, and attends to it."""
     reads: tuple[str, ...] = ()
     """Fields of READ that it reads."""
+    problems: Callable[[Any], Mapping[str, str]] | None = None
+    """config -> field -> what is wrong with its shape, and what to write instead."""
     initial: Mapping[str, float] = field(default_factory=dict)
     """Name -> initial value of tensors that begin with neither normal numbers, as matrices, nor ones, as other
     weights, nor zeros, as biases."""
@@ -94,7 +102,7 @@ class Part:
         return sum(prod(shape) for shape in self.tensors(config, number).values() if (len(shape) > 1) == matrices)
 
 
-_parts: dict[tuple[str, str], Part] = {
+_parts: dict[tuple[str, str], Any] = {
     ("attention", OURS): Part(
         "models.decoder:Attention",
         column=("q_proj", "k_proj", "v_proj"),
@@ -105,11 +113,13 @@ _parts: dict[tuple[str, str], Part] = {
         cache=True,
         costs=Costs(),
     ),
+    ("attention", LATENTS): "models.latent",
     ("feed_forward", OURS): Part(
         "models.decoder:FeedForward", column=("gate_proj", "up_proj"), row=("down_proj",), costs=Costs()
     ),
     ("norm", OURS): Part("models.decoder:rms_norm_of", column=(), costs=Costs()),
 }
+"""(place, name) -> its Part, or the module whose PART it is, which most models do not need."""
 FAMILIES: dict[str, Any] = {}
 """Value of model.name -> the ModelConfig that a plug-in has registered for it."""
 
@@ -122,7 +132,7 @@ def checked(place: Place, name: str, builder: str | Callable[..., Any], **facts:
     new = Part(builder, **facts)
     wrong = {
         f"there is no such place; write one of {', '.join(PLACES)}": place not in PLACES,
-        "it is ours; choose another name": name == OURS,
+        "it is ours; choose another name": name in (OURS, LATENTS),
         "it says no tensors; write tensors = (config, layer) -> shapes": new.tensors is None,
         f"it can read {', '.join(READ.get(place, ()))} alone": {*new.reads} - {*READ.get(place, ())},
         "it says a half of how it is cut; write both column and row": bool(new.column) != bool(new.row),
@@ -147,7 +157,10 @@ def find(place: Place, name: str) -> Part:
     """The part of this name. Raises ValueError if nothing has registered it."""
     if (found := _parts.get((place, name))) is None:
         raise ValueError(f'model.{place} = "{name}" {unregistered(place, name)}')
-    return found
+    if isinstance(found, str):
+        found = _parts[place, name] = import_module(found).PART
+    part: Part = found
+    return part
 
 
 def unregistered(place: str, name: str) -> str | None:
@@ -162,19 +175,23 @@ def unregistered(place: str, name: str) -> str | None:
 
 def parts_not_ours(config: Any) -> dict[Place, str]:
     """Place -> name of the parts without which, of all that plug-ins register, a model cannot be built."""
-    return {place: name for place in PLACES if (name := getattr(config, place)) != OURS}
+    return {place: name for place in PLACES if (name := getattr(config, place)) not in (OURS, LATENTS)}
 
 
 def problems_of_parts(config: Any) -> dict[str, str]:
     """Field -> what is wrong with the parts that a model names, and what to write instead."""
     found: dict[str, str] = {}
-    for place, name in parts_not_ours(config).items():
+    for place in PLACES:
+        name = getattr(config, place)
         if unknown := unregistered(place, name):
             found[place] = unknown
-        else:
-            for read, plain in READ[place].items():
-                if read not in _parts[place, name].reads and getattr(config, read) != plain:
-                    found[read] = f'is not read by {place} = "{name}"; write {plain!r}'
+            continue
+        part = find(place, name)
+        unread = {*READ[place]} & {*LATENT} if name == OURS else {*READ[place]} - {*part.reads}
+        for read, plain in READ[place].items():
+            if read in unread and getattr(config, read) != plain:
+                found[read] = f'is not read by {place} = "{name}"; write {plain!r}'
+        found |= part.problems(config) if part.problems else {}
     if config.qk_norm == "all" and config.norm != OURS:
         found["norm"] = f'has no norm of all heads; write "{OURS}", or qk_norm = "head"'
     return found

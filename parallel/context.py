@@ -108,11 +108,12 @@ class ByHeads(nn.Module):
         # One exchange for all three: heads side by side, in the order of the processes they go to. Tokens come before
         # heads, as in the memory of linears and kernels: with one row, what is received and sent back is not copied.
         parts = [x.transpose(1, 2).unflatten(2, (self.degree, -1)).movedim(2, 0) for x in (query, key, value)]
-        sizes = [part.shape[3] for part in parts]
-        sent = torch.cat(parts, dim=3).contiguous()  # (R, B, P, heads / R, H)
-        got = _exchange(sent, self.group).movedim(0, 1).flatten(1, 2)  # (B, R P = T, heads / R, H)
+        sent = torch.cat([part.flatten(3) for part in parts], dim=3).contiguous()  # (R, B, P, heads / R x H)
+        got = _exchange(sent, self.group).movedim(0, 1).flatten(1, 2)  # (B, R P = T, heads / R x H)
+        each = got.split([part.shape[3] * part.shape[4] for part in parts], dim=-1)
+        heads = [x.unflatten(2, (-1, part.shape[4])).transpose(1, 2) for x, part in zip(each, parts, strict=True)]
         own = [one.unflatten(0, (self.degree, -1))[self.group.rank()] for one in sinks]  # (N / R,)
-        out = self.inner(*got.transpose(1, 2).split(sizes, dim=1), documents, *own)  # (B, N / R, T, H)
+        out = self.inner(*heads, documents, *own)  # (B, N / R, T, H)
         back = out.transpose(1, 2).unflatten(1, (self.degree, -1)).movedim(1, 0).contiguous()  # (R, B, P, N / R, H)
         return _exchange(back, self.group).movedim(0, 2).flatten(2, 3).transpose(1, 2)  # (B, N, P, H)
 
@@ -136,8 +137,9 @@ class ByGathering(nn.Module):
     ) -> Tensor:
         """query: (B, N, P, H); key, value: (B, K, P, H); documents: of whole rows; sinks: (N,), if any. Returns
         (B, N, P, H)."""
-        part = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))  # (2, B, P, K, H)
-        key, value = _Gather.apply(part, self.group).transpose(2, 3)  # (B, K, T, H) each
+        part = torch.cat((key, value), dim=-1).transpose(1, 2)  # (B, P, K, 2 H)
+        widths = key.shape[-1], value.shape[-1]
+        key, value = _Gather.apply(part, self.group).transpose(1, 2).split(widths, dim=-1)  # (B, K, T, H) each
         length = key.shape[2]
         # Otherwise attention needs a mask (C, T).
         if documents is None and self.flash and has_kernel_for_lengths(query):
@@ -155,16 +157,16 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
-        """part: (2, B, P, K, H). Returns (2, B, T, K, H)."""
+        """part: (B, P, K, 2 H). Returns (B, T, K, 2 H)."""
         ctx.group = group
-        parts = funcol.wait_tensor(_all_gather(part, 0, group))  # (R 2, B, P, K, H)
-        chunks = parts.unflatten(2, (2, -1)).unflatten(0, (-1, 2)).movedim(0, 2)  # (2, B, R, 2, C, K, H)
-        first, last = chunks.unbind(3)
-        return torch.cat((first, last.flip(2)), dim=2).flatten(2, 3)
+        parts = funcol.wait_tensor(_all_gather(part.contiguous(), 0, group))  # (R B, P, K, 2 H)
+        chunks = parts.unflatten(1, (2, -1)).unflatten(0, (-1, len(part))).movedim(0, 1)  # (B, R, 2, C, K, 2 H)
+        first, last = chunks.unbind(2)
+        return torch.cat((first, last.flip(1)), dim=1).flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """gradient: (2, B, T, K, H). Returns (2, B, P, K, H)."""
-        first, last = gradient.unflatten(2, (2 * ctx.group.size(), -1)).chunk(2, dim=2)  # (2, B, R, C, K, H) each
-        parts = torch.stack((first, last.flip(2)), dim=3).movedim(2, 0).flatten(3, 4).flatten(0, 1).contiguous()
+        """gradient: (B, T, K, 2 H). Returns (B, P, K, 2 H)."""
+        first, last = gradient.unflatten(1, (2 * ctx.group.size(), -1)).chunk(2, dim=1)  # (B, R, C, K, 2 H) each
+        parts = torch.stack((first, last.flip(1)), dim=2).movedim(1, 0).flatten(2, 3).flatten(0, 1).contiguous()
         return funcol.wait_tensor(_reduce_scatter(parts, "sum", 0, ctx.group)), None

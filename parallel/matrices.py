@@ -152,7 +152,7 @@ def parts_of(matrix: DTensor, processes: int) -> list[Part]:
     found = []
     for rank in range(processes):
         by_fsdp, by_tensor = divmod(rank, tensor)
-        rows, columns = slice(0, matrix.shape[0]), slice(0, matrix.shape[1])
+        rows, columns = slice(0, matrix.shape[0]), slice(0, matrix.shape[-1])
         if cut == 0:
             rows = _chunk(rows, by_tensor, tensor)
         elif cut == 1:

@@ -8,6 +8,7 @@ B batch, T tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -86,6 +87,10 @@ def _cut_block(
         # Heads are an axis in the middle. Which one it is makes no difference to the weight's gradient, a sum over all.
         plan |= dict.fromkeys(norms, _InnerNorm(features if features.is_replicate() else Shard(1)))
     parallelize_module(block, axis, plan)
+    for name in filter(partial(has_part, block), inside.shared):  # the gradient of a process is that of its own heads
+        block.get_submodule(name).register_forward_hook(
+            lambda module, arguments, output: output.to_local(grad_placements=(Partial(),))
+        )
     if inside.experts and has_part(block, inside.experts):  # each process brings its own tokens to experts
         _before(block.get_submodule(inside.experts.rpartition(".")[0]), _local)
     for linear in map(block.get_submodule, inside.row):
@@ -179,12 +184,12 @@ def _keep_whole(routers: nn.Module, axis: DeviceMesh) -> None:
 
 
 def _before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Change the argument that has tokens, the first one, before the module sees it."""
+    """Change the argument that has tokens, the first one, or all in it, before the module sees it."""
 
     def changed(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if arguments:
             first, *others = arguments
-            return (change(first), *others), options
+            return (tuple(map(change, first)) if isinstance(first, tuple) else change(first), *others), options
         return (), options | {"hidden_states": change(options["hidden_states"])}
 
     module.register_forward_pre_hook(changed, with_kwargs=True)

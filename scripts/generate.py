@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "--prefix", help="text before the prompt, such as 'summarize: '; default: data.prompt_prefix of the run"
     )
     parser.add_argument("--chat", action="store_true", help="the prompt is a message, in the model's chat template")
-    parser.add_argument("--chat-template", help="the prompt is a message, in the Jinja template of this file")
+    parser.add_argument("--chat-template", help="the prompt is a message, in this Jinja template: a file, chatml, ...")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
     parser.add_argument(
         "--answer-only", action="store_true", help="print the continuation and a newline, without the prompt"
@@ -104,21 +104,21 @@ def _sampling(options: argparse.Namespace, *, in_chat: bool) -> "Sampling":
 
 
 def _generate(options: argparse.Namespace) -> int:
-    in_chat = bool(options.chat or options.chat_template)
+    from recipes.weights.locate import find_weights
+
+    load_plugins(options.plugins)
+    weights, in_chat = find_weights(options.model), bool(options.chat or options.chat_template)
     sampling = _sampling(options, in_chat=in_chat)
 
     from recipes.evaluation.by_transformers import check_search, open_exported
     from recipes.evaluation.conversation import converse, read_message
     from recipes.evaluation.generate import choose_device, continue_text, open_for_prompts, open_model
     from recipes.training.same_run import data_of_run
-    from recipes.weights.locate import find_weights
 
     search = {"beams": options.beams, "outputs": options.outputs}
     check_search(**search, temperature=options.temperature)
     signal.signal(signal.SIGINT, _leave)
     device, dtype = choose_device(options.device, options.dtype)
-    load_plugins(options.plugins)
-    weights = find_weights(options.model)
     open_as = partial(open_exported if max(search.values()) > 1 else open_model, dtype=dtype, device=device)
     template = (options.chat_template or "") if in_chat else None
     ready = open_for_prompts(weights, data_of_run(weights), template=template, open_as=open_as)

@@ -48,7 +48,7 @@ optimizer.betas: (0.9,0.95) (0.8,0.99) (0.9,0.999) | optimizer.eps: 1e-08 1e-05 
 optimizer.z_loss: 0.0 0.0001 0.01 | optimizer.grad_clip: 0.0 1.0 | experts.loss_weight: 0.001 0.05
 experts.bias_rate: 0.001 0.01 | experts.z_loss: 0.0 0.001 0.01 | schedule.warmup_steps: 0 10 0.1
 schedule.decay_steps: 0 20 0.2 | schedule.min_lr_ratio: 0.0 0.1 | run.loss_spike_z: 0.0 6.0 | run.seed: 0 1 77
-optimizer.lr: 0.0001 0.003
+optimizer.lr: 0.0001 0.003 | optimizer.qk_clip: 0.0 100.0
 """
 """Values of fields that are neither true or false nor one of several words."""
 TOGETHER = """

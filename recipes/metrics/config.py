@@ -21,6 +21,8 @@ class MetricsConfig:
     """Log every this many steps; only at these steps does the loop wait for the device."""
     grad_norms: bool = False
     """Also log the gradient norm of embedding, head, norms, attention, feed-forward and routers, each by itself."""
+    attention_logits: bool = False
+    """Also log attention_logit/LAYER, the largest since the last row; costs a product of queries and keys per step."""
     by_source: bool = True
     """Also log loss/NAME and tokens/NAME of each source of a data.mixture."""
     wandb: bool = False
@@ -32,7 +34,7 @@ class MetricsConfig:
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Where rows also go, by name: those of plug-ins, and the two above, which need no name here."""
     picture: bool = True
-    """Draw curves.png, as scripts/plot.py does, when the run ends."""
+    """Write report.html and report.md, as scripts/plot.py does, at validations and when the run ends."""
     calibrated_by: str = ""
     """File, as of --plan --calibrated-by, for the plan that a finished run is compared with; a CPU has none."""
 

@@ -89,6 +89,8 @@ class OptimizerConfig:
     """Add this x log(Z)^2 of every token to the loss that is trained on (PaLM: 1e-4); 0 = off."""
     grad_clip: Annotated[float, Ge(0)] = 1.0
     """Clip gradients to this global norm; 0 = off."""
+    qk_clip: Annotated[float, Ge(0)] = 0.0
+    """After a step, scale down queries and keys of heads whose largest logit exceeds this (Kimi K2: 100); 0 = off."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage precision of all moments; "bfloat16" halves their memory, with updates still computed in float32."""
 

@@ -87,7 +87,7 @@ def _saved(size: Sizes, layers: int, *, norm: bool = False, rotations: bool = Tr
     saved = size.saved_before(layers)
     if norm:
         saved += norm_per_token(size.widths, size.kept[0])
-    tables = 4 * size.positions * size.recipe.model.head_width if rotations else 0
+    tables = 4 * size.positions * size.recipe.model.rope_of(0).head_width if rotations else 0
     batch = 16 * size.degrees.context + (8 if size.degrees.context > 1 else 0)  # whole rows, and the tokens of its part
     return {"activations": round(size.tokens * (saved + batch)) + tables}
 

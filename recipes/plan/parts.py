@@ -21,6 +21,6 @@ def of_parts(model: ModelConfig, float8: Float8Config, *, inner: int) -> dict[st
     return {
         "parts": tuple(matrices.items()),
         "plain_linears": frozenset(one for one in matrices if whole or {*one.split(".")} & {*float8.exclude}),
-        "rows": frozenset(name for part in parts for name in part.row),
+        "rows": frozenset(name.rpartition(".")[2] for part in parts for name in part.row),
         "moved": sum(part.costs.moved(model) for part in parts if part.costs),
     }

@@ -77,7 +77,7 @@ class Part(Sizes):
         copied = kept.mode == "none" and not kept.compiled and not kept.fused_norms and kept.element == 2
         streams = (runs - int(self.ends)) - (0 if copied else runs - int(self.begins))  # returned, and read
         saved = (self.tokens * self.saved_before(self.recipe.model.layers) + streams * self.stream) / runs
-        return saved + 4 * self.positions * self.recipe.model.head_width
+        return saved + 4 * self.positions * self.recipe.model.rope_of(0).head_width
 
     @cached_property
     def returned(self) -> float:

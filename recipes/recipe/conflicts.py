@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from models.config import FROM_CONFIG
-from models.registry import PLACES
+from models.registry import PLACES, parts_not_ours
 from recipes.data.config import HELD_OUT
 from recipes.recipe.fields import Violation
 from recipes.recipe.schema import Recipe
@@ -31,6 +31,10 @@ def _packs_pairs(r: Recipe) -> bool:
 
 def _has_masks(r: Recipe) -> bool:
     return _packs_pairs(r) or r.data.document_mask
+
+
+def _hides_logits(r: Recipe) -> bool:
+    return r.model.by_transformers or "attention" in parts_not_ours(r.model)
 
 
 def _computes_in_16_bits(r: Recipe) -> bool:
@@ -94,6 +98,12 @@ CONFLICTS: tuple[Conflict, ...] = (
      'cuts attention that says where tokens see each other, but "{model.attention}" does not; write 1'),
     ("model.attention", lambda r: _has_masks(r) and not r.model.part("attention").documents,
      '"{model.attention}" lets tokens see other documents; write data.document_mask = false, and no pairs, or another'),
+    ("float8.gather_activations", lambda r: r.float8.gather_activations and r.model.part("attention").whole,
+     'cannot gather what attention = "{model.attention}" shares in the types of its readers; write false'),
+    ("metrics.attention_logits", lambda r: r.metrics.attention_logits and _hides_logits(r),
+     'is for our decoder with attention = "default" or "latent"; write false'),
+    ("optimizer.qk_clip", lambda r: r.optimizer.qk_clip and (_hides_logits(r) or r.model.qk_norm != "none"),
+     'scales queries and keys of our decoder with qk_norm = "none" and attention = "default" or "latent"; write 0'),
     # Kernels of attention: parallel/kernels.py chooses among them.
     ("attention.backend", lambda r: r.attention.backend not in ("auto", "flash3") and _packs_pairs(r),
      'has no effect on pairs, which use their own kernels; write "auto", or "flash3" for GPUs that have it'),

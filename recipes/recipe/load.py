@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 import tomli
 
 from models.config import CUSTOM, FROM_CONFIG, FROM_WEIGHTS, ModelConfig
-from models.registry import FAMILIES, PLACES
+from models.registry import FAMILIES, LATENT, PLACES
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.files.added import FORMATS, SOURCES
 from recipes.files.exit_codes import FINISHED
 from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_steps
+from recipes.files.lock import own_name
 from recipes.files.reading import SHOWN, fault, read_whole, toml_table, user_path
 from recipes.recipe.fields import (
     BEFORE,
     COMMAND_LINE,
+    GONE,
     Problem,
     Written,
     default_recipe,
@@ -145,6 +147,8 @@ def _load(
         before = _assemble(run, None)
         overrides, wrong = command_line.parse(flags, before)
         problems += unexpected + wrong + run.put(overrides, COMMAND_LINE)
+        if overrides.get("run.name") == "auto":
+            run.values["run.name"] = own_name(_folder(run.values).with_name(Path(path).stem))
     problems += settle_paths(run)
     _keep_values_of_run(run)
     if kind is not Recipe or run.values.get("plugins.versions"):
@@ -261,6 +265,8 @@ def _read(tables: dict[str, Any], origin: str, run: Written) -> list[Problem]:
             problems.append(Problem(section, message, toml(table), origin))
         else:
             values |= {f"{section}.{name}": value for name, value in table.items()}
+    if states_all(values):  # the recipe.toml of a run
+        values = {key: value for key, value in values.items() if key not in GONE}
     return problems + run.read(values, origin, lambda key: None if key in field_types() else unknown_key(key))
 
 
@@ -311,8 +317,8 @@ def _size_of(name: str, run: Written, weights: "InitialWeights | None") -> tuple
     problems = [] if path else [Problem(key, f'is missing; name = "{name}" takes its model', "", origin)]
     # In a resolved recipe no field of the shape is missing; older versions did not write some of them.
     shape = {f"model.{field.name}" for field in fields(ModelConfig)}
-    later = ("logit_softcap", "full_attention_layers", "sparse_every", "further_dense_layers", *PLACES)
-    later += ("attention_sinks", "biases", "rope_truncate")
+    later = {"logit_softcap", "full_attention_layers", "sparse_every", "further_dense_layers", "expert_groups_by"}
+    later |= {"attention_sinks", "biases", "rope_truncate", *PLACES, *LATENT}
     shape -= {f"model.{field}" for field in (*NO_SHAPE, "upcycle", *later)}
     if weights is None or shape <= run.values.keys():
         return default, problems

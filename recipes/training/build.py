@@ -27,6 +27,7 @@ from recipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from parallel.stages import Stages
+    from recipes.optimization.attention_logits import AttentionLogits
     from recipes.optimization.balance import Balance
     from recipes.weights.locate import Weights
 
@@ -48,6 +49,8 @@ class Built:
     """Whether logged steps note the loss of each row, for those of sources."""
     balance: "Balance | None"
     """Keeps the loads of experts equal; None for a model without experts."""
+    logits: "AttentionLogits | None"
+    """Knows the largest logits of attention, and lowers them; None unless the recipe asks."""
     attention: str
     """The kernel of the decoder's attention: as in the recipe, or what torch chooses."""
     # The next two are as in the recipe.
@@ -77,8 +80,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
     cut = f"pipeline parallelism: {recipe.pipeline.schedule}, {stages}; the counts below are rank 0's"
     report += [cut] if stages else []
     attention, lines = _kernels(recipe, world.device)
-    report += lines
-    report += advice(recipe.mesh, float8=recipe.float8, degrees=mesh.degrees)
+    report += [*lines, *advice(recipe.mesh, float8=recipe.float8, degrees=mesh.degrees)]
     report += parallelize(
         model,
         mesh,
@@ -112,6 +114,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         roles=_roles(model, recipe.model if stages else None) if recipe.metrics.grad_norms else {},
         notes_rows=recipe.metrics.by_source and len(recipe.data.sources) > 1,
         balance=_balance(recipe, model, mesh),
+        logits=_logits(recipe, model, mesh),
         attention=attention,
         grad_clip=recipe.optimizer.grad_clip,
         float8_all_gather=recipe.float8.all_gather,
@@ -156,6 +159,14 @@ def _balance(recipe: Recipe, model: nn.Module, mesh: Mesh) -> "Balance | None":
     from recipes.optimization.balance import Balance  # also for a stage without experts: all stages add up loads
 
     return Balance(model, mesh, recipe.experts, whole=recipe.model)
+
+
+def _logits(recipe: Recipe, model: nn.Module, mesh: Mesh) -> "AttentionLogits | None":
+    if recipe.metrics.attention_logits or recipe.optimizer.qk_clip:
+        from recipes.optimization.attention_logits import AttentionLogits  # most runs do not ask
+
+        return AttentionLogits(model, mesh, whole=recipe.model, limit=recipe.optimizer.qk_clip)
+    return None
 
 
 def _kernels(recipe: Recipe, device: torch.device) -> tuple[str, list[str]]:

@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     from recipes.evaluation.beside import Beside
     from recipes.metrics.float8_samples import CastSampler
     from recipes.metrics.profile import StepProfiler
-    from recipes.training.kept_code import KeptCode
     from recipes.weights.description import Description
     from recipes.weights.locate import Weights
 
-    Observer = Beside | KeptCode | StepProfiler | CastSampler
+    Observer = Beside | StepProfiler | CastSampler
 
 
 @dataclass(frozen=True)
@@ -306,10 +305,6 @@ def validation_tasks(
 def observers_of(recipe: Recipe, process: Process, built: Built) -> "tuple[Observer, ...]":
     """What the recipe asks to watch steps with, the outermost first."""
     observers: list[Observer] = []
-    if recipe.compile.enabled and recipe.compile.cache:
-        from recipes.training.kept_code import KeptCode
-
-        observers.append(KeptCode(recipe, process, built.mesh))
     if recipe.profile.trace_steps and process.profiler:
         observers.append(process.profiler)
     if recipe.float8.sample_every:

@@ -74,6 +74,8 @@ def train_step(
     optimizer.zero_grad()
     if built.balance is not None:
         columns |= built.balance.move(skip, is_logged=is_logged)
+    if built.logits is not None:
+        columns |= built.logits.after_step(skip, is_logged=is_logged)
     if built.float8_all_gather:
         from parallel.float8 import precompute_scales
 

@@ -124,6 +124,7 @@ def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, 
         del patterns["is_sparse"]
         skipped |= {one.name for one in fields(ModelConfig) if one.name.startswith(OF_EXPERTS)}
         skipped -= set() if model.upcycle else {"experts"}
+    skipped |= {"expert_groups_by"} if model.expert_groups == stored.expert_groups == 1 else set()
     if model.rope_scaling == "none" or stored.rope_scaling == "none":
         skipped |= {*LLAMA3_ROPE, *YARN}
     for name in (one.name for one in fields(ModelConfig)):

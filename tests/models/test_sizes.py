@@ -31,6 +31,7 @@ PUBLISHED = {
     "llama3_405b": 405_853_388_800,
     "mixtral_8x7b": 46_702_792_704,
     "olmoe_1b_7b": 6_919_161_856,
+    "deepseek_v2_lite": 15_706_484_224,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_0.6b": 596_049_920,
@@ -151,6 +152,8 @@ def test_no_token_of_our_decoder_sees_a_later_one_or_another_document(name: str)
     )
     small = {"layers": max(2, *every), "width": 32, "feed_forward_width": 32, "window": min(size.window, 3)}
     small |= {"vocabulary": 40, "heads": 4, "key_value_heads": 2, "head_width": 8, "expert_width": 8}
+    if size.latent_width:
+        small |= {"key_value_heads": 4, "latent_width": 8, "rope_width": 4, "value_width": 6}
     model, tokens = build_model(replace(size, **small)), 1 + torch.arange(12)[None]
     torch.manual_seed(0)
     for parameter in model.parameters():

@@ -45,6 +45,12 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         **{"biases": True, "activation": "swiglu_clamped", "rope_scaling": "yarn", "rope_truncate": False},
     },
+    "latent": {
+        **{"no_rope_every": 0, "attention": "latent", "key_value_heads": 4, "latent_width": 32, "rope_width": 8},
+        **{"value_width": 16, "head_width": 24, "query_latent_width": 40},
+        **{"rope_scaling": "yarn", "rope_mscale": 1.0, "rope_attention_factor": 1.0},
+    },
+    "no_query_latent": {"query_latent_width": 0},
 }
 """Option -> fields of the model. RoPE in all layers makes one graph of both blocks, which halves what is compiled."""
 EXPERTS_MODEL = {"experts": 8, "experts_per_token": 2}
@@ -71,8 +77,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "Llama 3 (untied, scaled RoPE in all layers)": ("llama3",),
     "Gemma 3 (windows, norms of heads and around parts)": ("gemma",),
     "OLMo 3 (windows, norms of all heads together and after parts)": ("olmo",),
+    "latent attention (DeepSeek-V3; without latents of queries, V2-Lite)": ("latent",),
     "z-loss": ("z",),
     "Muon": ("muon",),
+    "QK-clip": ("clip",),
     "bfloat16": ("bf16",),
     "gradients reduced in bfloat16": ("bf16", "reduce16"),
     "float8 tensorwise": ("tensorwise",),
@@ -110,6 +118,10 @@ _CASES = """
 1.1.1.2  compile,rope,selective,documents compile,rope,full,half,untied compile,rope,tensorwise
 1.1.1.2  gemma,documents gemma,compile,selective gemma,tensorwise,gather_activations,full
 1.1.1.2  olmo,full olmo,compile,documents olmo,rowwise,documents olmo,bf16,chunks
+1.1.1.2  latent,documents latent,no_query_latent,full latent,bf16,selective latent,tensorwise latent,compile,clip
+1.1.2.1  latent,documents latent,gather,no_query_latent,documents
+1.2.2.2  latent,gather,clip
+1.1.2.2  latent,untied latent,no_query_latent,muon,clip
 1.1.2.1  gemma gemma,gather,documents gemma,compile,gather,full olmo,documents olmo,gather,selective
 1.1.2.1  plain untied,documents,chunks zero2,offload full,half selective,documents llama3,documents bf16
 1.1.2.1  tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp rowwise,documents
@@ -143,6 +155,7 @@ _PIPELINES = """
 2.1.1.1.1  interleaved,three,six,selective,half split,untied,prefetch muon,untied
 2.1.1.1.1  bf16,documents bf16,reduce16,interleaved bf16,untied,zbv,zero2 bf16,untied,interleaved_zero_bubble,zero2
 2.1.1.1.1  tensorwise,documents rowwise,interleaved,documents tensorwise,zbv,zero2
+2.1.1.1.1  latent,no_query_latent,interleaved,clip
 2.1.1.1.1  gemma,documents olmo,interleaved,full
 2.1.1.1.1  compile,rope,documents compile,rope,interleaved,selective
 4.1.1.1.1  plain gpipe,documents,untied interleaved,eight_blocks,documents,untied zbv,zero2,eight_blocks bf16
@@ -202,7 +215,7 @@ _EXPERTS = """
 1.1.8.1.1.8  sigmoid
 1.1.8.1.1.2  balance
 1.2.2.1.2.4  balance,sigmoid
-1.1.2.2.2.8  documents,balance
+1.1.2.2.2.8  documents,balance latent,sigmoid,groups,clip
 2.1.2.1.2.4  documents,balance
 2.2.2.1.1.2  sigmoid,interleaved
 """
@@ -304,6 +317,7 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
             "matrix_lr": 1e-3 if "matrix_lr" in options else 0.0,
             "state_dtype": "bfloat16" if "moments16" in options else "float32",
             "z_loss": 1e-2 if "z" in options else 0.0,
+            "qk_clip": 100.0 if "clip" in options else 0.0,
         },
         "run": {"loss_spike_z": 6.0 if "spikes" in options else 0.0},
         "validation": {"average": 2 if "averages" in options else 0},

@@ -105,6 +105,8 @@ def require_scalable(recipe: Recipe, path: Path) -> None:
         problem = "is a model of transformers, whose shape is not ours to scale; name a size of models/sizes.py"
     elif part := recipe.model.uncounted():
         problem = f"has model.{part}, which does not say its costs, so the FLOPs of rungs are not known"
+    elif recipe.model.attention == "latent":
+        problem = 'has model.attention = "latent", whose latents no rule of ours makes smaller'
     elif recipe.model.weights or recipe.run.continue_from:
         problem = 'continues from trained weights, but rungs start at random; write model.weights = ""'
     elif recipe.stages:

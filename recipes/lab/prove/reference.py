@@ -20,12 +20,14 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW, Optimizer
 
+from models.attention import InnerAttention
 from models.experts import Routed, SparseFeedForward
 from models.interface import blocks_of, interface_of
 from models.loss import IGNORED
 from recipes.data.batches import MicroBatch
 from recipes.lab.prove.text import FEW, OTHER, TEXT
 from recipes.lab.prove.twin import SAVED, Twin
+from recipes.optimization.attention_logits import rows_of
 from recipes.optimization.config import OptimizerConfig
 from recipes.training.build import plain_model
 
@@ -86,6 +88,8 @@ class Alone:
         for layer in self._model.modules():
             if isinstance(layer, SparseFeedForward):
                 self._look_for_ties(layer)
+            if isinstance(layer, InnerAttention) and twin.recipe.optimizer.qk_clip:
+                layer.largest = torch.full((twin.recipe.model.heads,), -torch.inf, device=device)
 
     def _keep_routing(self) -> None:
         routed = self._routed
@@ -128,6 +132,8 @@ class Alone:
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group.get("lr_share", 1.0)
         self._optimizer.step()
+        if config.qk_clip:
+            self._clip_heads(config.qk_clip)
         self._optimizer.zero_grad()
         for state in self._optimizer.state.values():
             for name, moment in state.items():
@@ -139,6 +145,15 @@ class Alone:
                 self._routers.bias_of(layer).add_((loads.mean() - loads).sign() * self._recipe.experts.bias_rate)
         if number in (SAVED, self._recipe.run.steps):
             record.state[number] = self._state()
+
+    @torch.no_grad()
+    def _clip_heads(self, limit: float) -> None:
+        for block in blocks_of(self._model):
+            largest = cast(Tensor, next(one for one in block.modules() if isinstance(one, InnerAttention)).largest)
+            for name, rows in rows_of(self._recipe.model, (limit / largest).where(largest > limit, 1.0)):
+                for one in block.get_submodule(name).parameters():
+                    one.mul_(rows.view(-1, *[1] * (one.dim() - 1)))
+            largest.fill_(-torch.inf)
 
     def skip(self, number: int, *, rate: float) -> None:
         """Record a step that changes nothing."""

@@ -208,9 +208,9 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         "float8.sample_every": 0,
         "activation_checkpointing.blocks": blocks,
         "compile.autotune": False,
-        "compile.cache": "",
         "optimizer.lr": RATE,
         "optimizer.matrix_lr": RATE * min(optimizer.matrix_share, 4.0) if optimizer.matrix_lr else 0.0,
+        "optimizer.qk_clip": min(optimizer.qk_clip, 0.5),  # which its logits exceed
         "optimizer.eps": max(optimizer.eps, 1e-5),  # else the smallest gradients become updates of full size
         "schedule.warmup_steps": 6 if kind == "constant" else 2,  # the rate changes after a resume
         "schedule.decay_steps": (6 if longer else 3) if kind == "wsd" else 0,
@@ -272,7 +272,10 @@ def _decoder(recipe: Recipe, degrees: MeshDegrees, _: Path) -> ModelConfig:
     keys = context * (1 + (keys_there > mesh.context)) if keys_there % mesh.context == 0 else min(keys_there, 2)
     ratio = next(n for n in range(min(ratio, 2), 2 * context + 2) if keys * n % context == 0)
     has_scale = model.attention_scale_width not in (0, model.head_width)
-    experts = _experts(recipe, degrees) if model.experts else {}
+    further = _experts(recipe, degrees) if model.experts else {}
+    if model.attention == "latent":
+        further |= {"head_width": 3 * unit, "latent_width": 4 * unit, "rope_width": unit, "value_width": 2 * unit}
+        further["query_latent_width"] = 5 * unit if model.query_latent_width else 0
     small = replace(
         model,
         name=CUSTOM,
@@ -283,13 +286,12 @@ def _decoder(recipe: Recipe, degrees: MeshDegrees, _: Path) -> ModelConfig:
         feed_forward_width=_up_to(INNER, unit * tensor),
         heads=ratio * keys * tensor,
         key_value_heads=keys * tensor,
-        head_width=unit,
         vocabulary=_up_to(WORDS + 1, unit * tensor),
         rope_original_length=16,
         window=7 if model.window else 0,
         attention_scale_width=2 * unit if has_scale else 0,
         init_std=0.1,  # attention looks somewhere
-        **experts,
+        **{"head_width": unit, **further},
     )
     stages, asked = (of.pipeline * (recipe.pipeline.runs if of.pipeline > 1 else 1) for of in (degrees, mesh))
     return _layers(model, small, least=min(stages * (2 if model.layers > asked else 1), model.layers))

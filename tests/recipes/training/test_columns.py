@@ -32,6 +32,8 @@ pytestmark = pytest.mark.slow
 
 MESHES = {1: ("1.1.1.1",), 2: ("1.2.1.1", "2.1.1.1", "1.1.2.1", "1.1.1.2", "2.1.1.1.1")}
 """Processes -> degrees of replicate, shard, context and tensor, or of pipeline and these."""
+LIMIT = 0.5
+"""Of logits, after the first of two steps."""
 ROLES = ["embedding", "norms", "attention", "mlp", "head"]
 
 
@@ -63,8 +65,8 @@ def measured(recipe: Recipe, meshes: list[str]) -> dict[str, dict[str, Any]]:
     asking = change(
         recipe,
         model=SMALL_MODEL | {"vocabulary": 512, "tied_embeddings": False, "logit_softcap": 5.0, "init_std": 0.3},
-        optimizer={"z_loss": 0.01},
-        metrics={"grad_norms": True},
+        optimizer={"z_loss": 0.01, "qk_clip": LIMIT},
+        metrics={"grad_norms": True, "attention_logits": True},
         batch={"loss_chunks": 3},
     )
     found = {mesh: two_steps(asking, world, mesh) for mesh in meshes}
@@ -87,6 +89,7 @@ def found(small: Recipe) -> dict[str, list[dict[str, Any]]]:
 def test_the_columns_are_those_of_one_process_on_every_mesh(found: dict[str, list[dict[str, Any]]]) -> None:
     [alone] = found["1.1.1.1"]
     assert list(alone)[: len(ROLES) + 1] == [*(f"grad_norm/{role}" for role in ROLES), "z_loss"]
+    assert min(alone["attention_logit/0"], alone["attention_logit/1"]) > LIMIT  # so a layer's queries were scaled
     for mesh in MESHES[2]:
         for answer in found[mesh]:
             for name, number in alone.items():
