@@ -60,15 +60,18 @@ def _serve(options: argparse.Namespace) -> int:
     needs_token = options.token or not ipaddress.ip_address(address).is_loopback
     token = (os.environ.get("SERVE_TOKEN") or secrets.token_urlsafe(16)) if needs_token else ""
 
+    from recipes.weights.locate import find_weights
+
+    load_plugins(options.plugins)
+    every = [find_weights(path) for path in options.models]  # all are found before torch is imported
+
     from recipes.evaluation.generate import choose_device, open_for_prompts, open_model
     from recipes.evaluation.serve import Server
     from recipes.training.same_run import data_of_run
-    from recipes.weights.locate import find_weights
 
     device, dtype = choose_device(options.device, options.dtype)
-    load_plugins(options.plugins)
     models, open_as = {}, partial(open_model, dtype=dtype, device=device)
-    for weights in [find_weights(path) for path in options.models]:  # all are found before one is opened
+    for weights in every:
         model = open_for_prompts(weights, data_of_run(weights), template=options.chat_template, open_as=open_as)
         models[str(weights.path)] = model
         say(f"{weights.path}{'' if model.template else f' cannot chat: {model.problem}'}")
