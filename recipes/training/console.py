@@ -186,6 +186,7 @@ def last_lines(folder: Path, model: ModelConfig, data: DataConfig) -> list[str]:
             "next:",
             f"  {python}/generate.py {run} " + ("--chat" if data.messages_field else '"Once upon a time"'),
             f"  {python}/checkpoint.py list {run}",
+            *([f"  {python}/serve.py {run}"] if data.messages_field else []),
             *([] if there else [f"  {python}/convert_hf.py export {run} {run}-hf"]),
         ]
     return lines
