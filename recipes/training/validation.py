@@ -8,6 +8,9 @@ from recipes.files.layout import EXPORT
 from recipes.training.build_run import Run
 from recipes.training.run_folder import own_checkpoint
 
+SAMPLES = 6
+"""Of a run, about: each token of one is a forward pass, and a run may validate a thousand times."""
+
 
 def validate(run: Run) -> dict[str, float]:
     """Record the losses of this step, also of its average with the checkpoints before if its stage has enough.
@@ -27,7 +30,8 @@ def validate(run: Run) -> dict[str, float]:
                 run.process.console.log(f"step {step:>6}  NOT AVERAGED: {problem}")
             else:
                 _losses(run, averaged=[*others, step])
-    if step < recipe.run.steps:
+    before, steps = step - recipe.validation.every, recipe.run.steps
+    if step < steps and SAMPLES * step // steps > SAMPLES * before // steps:
         _sample(run)
     return losses
 

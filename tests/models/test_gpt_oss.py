@@ -100,7 +100,7 @@ def test_logits_and_gradients_are_those_of_transformers(folder: Path) -> None:
         gradient = gradients[how.name] if how.lane is None else gradients[how.name][..., how.lane :: 2]
         gradient = gradient.mT if how.transposed else gradient
         assert gradient.norm() > 0, name
-        assert (parameter.grad - gradient).norm() < 1e-5 * gradient.norm(), name
+        assert (parameter.grad - gradient).norm() < 5e-5 * gradient.norm(), name  # 1.3e-5 on one kind of CPU
         seen.add(how.name)
     assert seen == gradients.keys()
 
