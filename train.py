@@ -21,10 +21,10 @@ from recipes.files.exit_codes import exit_code, leave_after  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
 USAGE = """\
-usage: train.py RECIPE [--section.field value ...]    (recipes are in configs/)
-  train.py RECIPE                       train; scripts/run.sh uses all devices
+usage: train.py RECIPE [--section.field value ...]    train; scripts/run.sh uses all devices (recipes: configs/)
   train.py RECIPE --check [--processes N [--nodes M]]   print it resolved
   train.py RECIPE --prove [--json]      compare these processes with one
+  train.py RECIPE --show [STEP[:ROW]]   show what a step reads; FILE:ROW: when
   train.py RECIPE --plan [--help]       predict memory, time and cost on GPUs
   train.py [RECIPE] --help [SECTION]    all fields, or a section's; --version"""
 
@@ -41,13 +41,13 @@ def main(arguments: list[str]) -> int:
     try:
         if "--plan" in arguments:
             from recipes.lab.plan.command import answer
-
-            return answer(arguments)
-        if "--prove" in arguments:
-            from recipes.lab.prove.prove import answer as prove
-
-            return prove(arguments)
-        return run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))
+        elif "--prove" in arguments:
+            from recipes.lab.prove.prove import answer
+        elif "--show" in arguments:
+            from recipes.lab.show.show import answer
+        else:
+            return run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))
+        return answer(arguments)
     except UserError as error:
         tell(str(error))
         return exit_code(error)

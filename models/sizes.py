@@ -129,7 +129,7 @@ _DEEPSEEK2 = _sizes(  # https://huggingface.co/deepseek-ai/DeepSeek-V2-Lite
     **{"tied_embeddings": False, "norm_eps": 1e-6, "rope_theta": 10_000.0},
     **{"attention": "latent", "latent_width": 512, "rope_width": 64, "value_width": 128},
     **{"experts": 64, "experts_per_token": 6, "expert_width": 1408, "shared_experts": 2, "dense_layers": 1},
-    normalize_scores=False,
+    **{"normalize_scores": False, "expert_groups_by": "one"},
 )
 
 _ALL = _SMOLLM2 | _SMOLLM3 | _LLAMA2 | _LLAMA3 | _MIXTRAL | _OLMOE | _GPT_OSS | _DEEPSEEK2

@@ -306,8 +306,6 @@ class CompileConfig:
     """Compile every block and the loss in place with fullgraph=True."""
     autotune: bool = False
     """Time several kernels for each matmul and fused loop in the first step; minutes for a large model. GPUs only."""
-    cache: str = "~/.cache/shardwright/code"
-    """Folder of compiled code for later starts, to be trusted like the code itself; "" = none is kept."""
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,6 @@ def main(arguments: list[str]) -> int:
     if options.direction != "upload" and options.private:
         parser.error("--private needs upload")
 
-    import torch
-
-    from recipes.weights.convert import export_checkpoint, import_folder
-    from recipes.weights.publish import upload_folder
-
     interrupts: list[int] = []
 
     def interrupt(number: int, frame: object) -> None:
@@ -58,7 +53,15 @@ def main(arguments: list[str]) -> int:
 
     signal.signal(signal.SIGINT, interrupt)
     try:
+        from recipes.weights.locate import local_folder
+
+        local_folder(options.source)  # before torch is imported
         load_plugins(options.plugins)
+        import torch
+
+        from recipes.weights.convert import export_checkpoint, import_folder
+        from recipes.weights.publish import upload_folder
+
         if options.direction == "import":
             import_folder(options.source, options.target)
         elif options.direction == "upload":

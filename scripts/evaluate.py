@@ -263,7 +263,10 @@ def _show(line: "ProgressLine", tokens: int, documents: int, *, limit: int) -> N
 def _require_possible(options: argparse.Namespace) -> None:
     """Raises UserError for an option out of its range, and for a source that cannot be read."""
     from recipes.data.text.sources import source_problem
+    from recipes.weights.locate import local_folder
 
+    if options.pending is not None:
+        local_folder(options.model)
     if [options.source, options.tasks, options.pending].count(None) != 2:
         raise UserError("write either a text to evaluate the model on, or --tasks, or --pending")
     if options.pending is not None and (options.limit or options.sequence_length or options.dtype != "float32"):

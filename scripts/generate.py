@@ -1,7 +1,6 @@
 """Continue a text: `python scripts/generate.py FOLDER_OR_CHECKPOINT "prompt"`. --help lists the options."""
 
 import argparse
-import datetime
 import os
 import signal
 import sys
@@ -22,15 +21,12 @@ explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import ended_by, exit_code  # noqa: E402
-from recipes.files.screen import say  # noqa: E402
+from recipes.files.screen import DIM, say  # noqa: E402
 from recipes.plugins.loading import OPTION, WHERE, load_plugins  # noqa: E402
 
 if TYPE_CHECKING:
-    from recipes.data.config import DataConfig
-    from recipes.data.text.chat import ChatTemplate
     from recipes.evaluation.opened import OpenedModel
     from recipes.evaluation.sampling import Sampling
-    from recipes.weights.locate import Weights
 
 
 def main(arguments: list[str]) -> int:
@@ -72,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "--prefix", help="text before the prompt, such as 'summarize: '; default: data.prompt_prefix of the run"
     )
     parser.add_argument("--chat", action="store_true", help="the prompt is a message, in the model's chat template")
-    parser.add_argument("--chat-template", help="the prompt is a message, in the Jinja template of this file")
+    parser.add_argument("--chat-template", help="the prompt is a message, in this Jinja template: a file, chatml, ...")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
     parser.add_argument(
         "--answer-only", action="store_true", help="print the continuation and a newline, without the prompt"
@@ -108,88 +104,53 @@ def _sampling(options: argparse.Namespace, *, in_chat: bool) -> "Sampling":
 
 
 def _generate(options: argparse.Namespace) -> int:
-    in_chat = bool(options.chat or options.chat_template)
+    from recipes.weights.locate import find_weights
+
+    load_plugins(options.plugins)
+    weights, in_chat = find_weights(options.model), bool(options.chat or options.chat_template)
     sampling = _sampling(options, in_chat=in_chat)
 
-    from models.decoder import Decoder
-    from recipes.data.text.chat import ends_of_answers
-    from recipes.evaluation.by_transformers import check_search, open_exported, write_texts
+    from recipes.evaluation.by_transformers import check_search, open_exported
     from recipes.evaluation.conversation import converse, read_message
-    from recipes.evaluation.generate import choose_device, continue_text, open_model
+    from recipes.evaluation.generate import choose_device, continue_text, open_for_prompts, open_model
     from recipes.training.same_run import data_of_run
-    from recipes.weights.locate import find_weights
 
     search = {"beams": options.beams, "outputs": options.outputs}
     check_search(**search, temperature=options.temperature)
     signal.signal(signal.SIGINT, _leave)
     device, dtype = choose_device(options.device, options.dtype)
-    load_plugins(options.plugins)
-    weights = find_weights(options.model)
-    sampling = replace(sampling, repetition_penalty=_repetition_penalty(weights))
-    open_as = open_exported if max(search.values()) > 1 else open_model
-    opened = open_as(weights, dtype=dtype, device=device)
+    open_as = partial(open_exported if max(search.values()) > 1 else open_model, dtype=dtype, device=device)
+    template = (options.chat_template or "") if in_chat else None
+    ready = open_for_prompts(weights, data_of_run(weights), template=template, open_as=open_as)
+    if in_chat and ready.template is None:
+        raise UserError(f"--chat: {ready.problem}; write --chat-template FILE.jinja")
+    opened = ready.chat if in_chat else ready.text
+    sampling = replace(sampling, repetition_penalty=ready.penalty)
     if options.temperature is None:
         certain = options.beams > 1 or (opened.encoder_decoder and options.outputs == 1)
         sampling = replace(sampling, temperature=0.0 if certain else 0.8)
-    data = data_of_run(weights)
-    template = _template(options, weights, data) if in_chat else None
-    ends = ends_of_answers(template, weights.tokenizer)[0] if template else ()
-    opened = replace(opened, as_pairs=in_chat or bool(data and data.has_pairs), ends=(*opened.ends, *ends))
 
-    def show(piece: str, *, dim: bool = False) -> None:
-        say(piece, end="", whole=True, dim=dim)  # the same in a pipe: what reads it may be a terminal, too
+    def show(piece: str, *, style: str = "") -> None:
+        say(piece, end="", whole=True, style=style)  # the same in a pipe: what reads it may be a terminal, too
 
     def show_prompt(prompt: str) -> None:
         if not options.answer_only:
-            show(prompt, dim=True)
-
-    write: Callable[..., tuple[int, float]] = (
-        continue_text if isinstance(opened.model, Decoder) else partial(write_texts, **search)
-    )
+            show(prompt, style=DIM)
 
     def answer(prompt: str, log: Callable[[str], object], log_prompt: Callable[[str], object]) -> None:
         _check_length(opened, prompt, options.max_tokens, positions=getattr(weights.model, "positions", 0))
-        tokens, seconds = write(opened, prompt, sampling, log=log, log_prompt=log_prompt)
+        tokens, seconds = continue_text(opened, prompt, sampling, log=log, log_prompt=log_prompt, **search)
         say()
         say(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s", to=2)
 
-    if options.prompt is not None:
-        answer(_around(options, template, data), show, show_prompt)
+    if ready.template is None:
+        before, after = ready.around
+        answer(f"{before if options.prefix is None else options.prefix}{options.prompt}{after}", show, show_prompt)
+    elif options.prompt is not None:
+        answer(ready.template.prompt([{"role": "user", "content": options.prompt}]), show, show_prompt)
     else:
-        assert template is not None
-        converse(template, lambda prompt, log: answer(prompt, log, lambda _: None), read=read_message, show=show)
+        converse(ready.template, lambda prompt, log: answer(prompt, log, lambda _: None), read=read_message, show=show)
     return 0
-
-
-def _repetition_penalty(weights: "Weights") -> float:
-    """That of generation_config.json, of which it says what else is not obeyed."""
-    from recipes.weights.companions import ignored_settings, repetition_penalty
-
-    companions = weights.description.companions
-    if ignored := [] if weights.model.by_transformers else ignored_settings(companions):
-        say(f"generation_config.json: not obeyed here: {', '.join(ignored)}", to=2)
-    return repetition_penalty(companions, where=weights.path)
-
-
-def _around(options: argparse.Namespace, template: "ChatTemplate | None", data: "DataConfig | None") -> str:
-    """The prompt with the texts around it that the run that made the weights was trained with, or those of a chat."""
-    if template is not None:
-        return template.prompt([{"role": "user", "content": options.prompt}])
-    prefix, suffix = (data.prompt_prefix, data.prompt_suffix) if data else ("", "")
-    return f"{prefix if options.prefix is None else options.prefix}{options.prompt}{suffix}"
-
-
-def _template(options: argparse.Namespace, weights: "Weights", data: "DataConfig | None") -> "ChatTemplate":
-    from recipes.data.text.chat import chat_settings
-    from recipes.data.text.pair_format import PairFormat, template_of
-
-    date = data.chat_date if data and data.chat_date else datetime.date.today().isoformat()
-    try:
-        found = chat_settings(weights.description.companions, template=options.chat_template or "", date=date)
-    except UserError as error:  # in the words of a recipe
-        problem = str(error).partition(": ")[2].partition(";")[0]
-        raise UserError(f"--chat: {problem}; write --chat-template FILE.jinja") from None
-    return template_of(PairFormat(**found), weights.tokenizer)
 
 
 def _check_length(opened: "OpenedModel", prompt: str, max_tokens: int, *, positions: int) -> None:

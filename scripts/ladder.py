@@ -20,7 +20,7 @@ from recipes.lab.sweep.runner import exit_code_of, say  # noqa: E402
 EPILOG = """\
 The runs are ordinary recipes in OUTPUT/NAME/recipes, trained one after another on this machine (NPROC processes). The
 same command goes on after an interruption, and answers once all runs that can end have ended:
-OUTPUT/NAME/ladder.md, ladder.png, and ladder.json for `train.py RECIPE --plan --ladder FILE` and validation.ladder.
+OUTPUT/NAME/ladder.md, and ladder.json for `train.py RECIPE --plan --ladder FILE` and validation.ladder.
 On SLURM, task 0 of an array tries the rates, each rung and seed is one of the others (--dry-run prints them), then the
 command itself answers:
   sbatch --array=0 --nodes=1 --wait --wrap "python scripts/ladder.py RECIPE"
@@ -48,6 +48,8 @@ def main(arguments: list[str]) -> int:
         "--output", type=path_argument, default=Path("runs/ladders"), help="folder of all ladders (%(default)s)"
     )
     parser.add_argument("--dry-run", action="store_true", help="write and list the recipes without training them")
+    parser.add_argument("--gpu", help="of the hours that a dry run predicts, such as H100; default: this machine")
+    parser.add_argument("--price", type=float, default=0.0, help="of one GPU for an hour, for the dry run")
     options, overrides = parser.parse_known_args(arguments)
     options.command = shlex.join(["python", "scripts/ladder.py", *arguments])
     return exit_code_of(lambda: _ladder(options, overrides), interrupted="interrupted; the same command goes on here")

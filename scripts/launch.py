@@ -40,7 +40,7 @@ def main() -> int:
         return 0
     try:
         recipe = trained()
-        workers = Workers(recipe.run.folder if recipe else None)
+        workers = Workers(recipe.run.folder, node_timeout=recipe.run.node_timeout) if recipe else Workers()
         handle_stop_signals(workers.stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/restarts.py blocks them until this line
         if recipe is None or not recipe.run.prove_first:

@@ -1,4 +1,4 @@
-"""Draw and compare what runs have logged, `python scripts/plot.py runs/A runs/B`, or list runs; see --help."""
+"""Report and compare what runs have logged, `python scripts/plot.py runs/A runs/B`, or list runs; see --help."""
 
 import argparse
 import signal
@@ -15,22 +15,24 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.files.atomic import replace  # noqa: E402
-from recipes.files.exit_codes import exit_code  # noqa: E402
-from recipes.files.layout import CURVES  # noqa: E402
-from recipes.files.reading import fault, path_argument  # noqa: E402
+from recipes.files.exit_codes import ended_by, exit_code  # noqa: E402
+from recipes.files.reading import path_argument  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 2 for what the user can fix, 71 for a fault that may pass."""
+    """Returns the exit code: 0, 2 for what the user can fix, 71 for a fault that may pass, 130 after Ctrl-C."""
     open_missing()
     options = _parser().parse_args(arguments)
     try:
-        _plot(options)
+        from recipes.lab.curves.command import plot
+
+        plot(options.runs, out=options.out, axis=options.x, watch=options.watch)
     except UserError as error:
         tell(str(error))
         return exit_code(error)
+    except KeyboardInterrupt:
+        return ended_by(signal.SIGINT)
     return 0
 
 
@@ -52,44 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         type=path_argument,
-        help="a .png, or a .html with values below the pointer; default: curves.png in the folder of a single run, and"
-        " curves.png here for several",
+        help="a .html; default: report.html in the folder of a single run, with report.md, and here for several",
     )
     parser.add_argument("--x", choices=("steps", "tokens", "hours"), help="below the curves (steps)", default="steps")
+    parser.add_argument("--watch", action="store_true", help="rewrite the page while one of the runs goes on")
     return parser
-
-
-def _plot(options: argparse.Namespace) -> None:
-    from recipes.lab.curves.comparison import aligned, comparison
-    from recipes.lab.curves.listing import listing
-    from recipes.lab.curves.panels import curves
-    from recipes.lab.curves.reading import folder_of, read_runs
-
-    places = [folder_of(run) for run in options.runs or [Path("runs")]]
-    alone = places[0] if len(places) == 1 else Path()
-    if len(places) == 1 and not options.out and (rows := listing(alone)) and rows[1][0] != ".":
-        tell(aligned(rows), to=1)
-        return
-    if not options.runs:
-        raise UserError("no run is in runs/; write the folders of runs, or one with runs in it")
-    out: Path = options.out or alone / CURVES
-    if out.suffix not in (".png", ".html"):
-        raise UserError(f"--out {out}: write a name that ends with .png or .html")
-    found = curves(read_runs(places), options.x)
-    for run in found.runs:
-        if run.unreadable:
-            tell(f"{run.folder}: {run.unreadable} lines are not rows and were left out")
-    if len(found.runs) > 1:
-        tell(aligned(comparison(found.runs)), to=1)
-    if out.suffix == ".png":
-        from recipes.lab.curves.picture import write_png as write
-    else:
-        from recipes.lab.curves.page import write_html as write
-    try:
-        replace(out, lambda file: write(found, file), sync=False)
-    except OSError as error:
-        raise fault(f"--out {out} cannot be written", error, "; write another file") from None
-    tell(str(out), to=1)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--part", type=_part, default=(1, 1), metavar="I/N", help="only make part I of N, on one of N machines"
     )
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="only show N rows as they are trained")
     parser.add_argument("--status", action="store_true", help="only say how much of each part is there")
     return parser
 
@@ -139,6 +141,9 @@ def prepare(options: argparse.Namespace) -> None:
         tokenizer = with_beginning(tokenizer)
     _say_ends(fields, tokenizer)
     work = preparation(source, **reading, tokenizer=tokenizer, validation_fraction=options.validation_fraction)
+    if options.show:
+        _show(work, reading, options.show)
+        return
     new = not folder.exists()
     started = time.perf_counter()
     try:
@@ -217,6 +222,25 @@ def _say_ends(fields: "PairFields", tokenizer: "Tokenizer") -> None:
 
         if note := ends_of_answers(template_of(fields, tokenizer), tokenizer)[1]:
             say(f"--messages-field: {note}")
+
+
+def _show(work: "Preparation", reading: dict[str, Any], count: int) -> None:
+    """Print the first rows of a source, and which of their tokens are learned."""
+    from recipes.data.text.pair_format import ID, LEARNED
+    from recipes.data.text.rows import open_rows
+    from recipes.data.tokens.prepare import encoder
+    from recipes.lab.show.show import say_tokens
+
+    rows = open_rows(work.source, **reading)
+    found, documents = encoder(work, where=rows.where)([*islice(rows, count)])
+    of_rows, pairs = iter(documents), not isinstance(work.text_field, str)
+    for row in found:
+        say(f"-- {rows.where(row)}{f': a bad row: {row.problem}' if row.problem else ''}")
+        if row.has_text:
+            tokens = next(of_rows)
+            learned = tokens >= LEARNED if pairs else tokens >= 0
+            learned[0] = False  # nothing predicts it
+            say_tokens(work.tokenizer, (tokens & ID if pairs else tokens).tolist(), learned, names_ends=pairs)
 
 
 def _keep_template(folder: Path, fields: "PairFields") -> None:

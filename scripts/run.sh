@@ -21,7 +21,8 @@ on a GPU configs/smollm3_debug_gpu.toml. Environment variables:
   MASTER_PORT      a free port on node 0 (default 29500)
                    In a PyTorchJob, these and NPROC default to the pod's PET_ variables.
   RESTARTS         how many times to restart from the newest checkpoint after a crash or a hang (default 0); on all nodes
-With NPROC or several nodes, --check checks the recipe for that many processes. Under SLURM, use scripts/slurm.sbatch.
+--check checks the recipe for these processes; without NPROC, one that names its hardware for any number of them. Under
+SLURM, use scripts/slurm.sbatch.
 END
 }
 
@@ -41,7 +42,7 @@ fi
 
 check=
 case " $* " in
-    "  " | *" --help "* | *" -h "* | *" --plan "*) exec "$PYTHON" "$ROOT/train.py" "$@" ;;
+    "  " | *" --help "* | *" -h "* | *" --plan "* | *" --show "*) exec "$PYTHON" "$ROOT/train.py" "$@" ;;
     *" --check "*) check=1 ;;
 esac
 
@@ -84,10 +85,6 @@ if ! [ "$NNODES" -gt 0 ] 2>/dev/null; then
     echo "NNODES=$NNODES: must be a number of nodes, 1 or more (where NNODES is not set, PET_NNODES says it)" >&2
     exit 2
 fi
-if [ -n "$check" ] && [ "$NNODES" -eq 1 ] && [ -z "${NPROC:-}" ]; then
-    exec "$PYTHON" "$ROOT/train.py" "$@"
-fi
-
 gpus() {
     case ${CUDA_VISIBLE_DEVICES-unset} in
         unset) nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true ;;
@@ -98,6 +95,9 @@ gpus() {
 if [ -z "${NPROC:-}" ]; then
     NPROC=$(gpus)
     [ "$NPROC" -gt 0 ] || NPROC=2
+    if [ -n "$check" ] && [ "$NNODES" -eq 1 ]; then
+        PROCESSES_HERE=$NPROC exec "$PYTHON" "$ROOT/train.py" "$@"
+    fi
 fi
 if ! [ "$NPROC" -gt 0 ] 2>/dev/null; then
     echo "NPROC=$NPROC: must be a number of processes, 1 or more" >&2
@@ -123,11 +123,24 @@ if [ -n "$check" ]; then
     checked "$@"
     exit
 fi
-checked "$@" >/dev/null || {
+resolved=$(checked "$@") || {
     code=$?
     # After a fault that may pass, the supervisor tries again.
     [ "$code" = 71 ] && [ "${RESTARTS:-0}" != 0 ] || exit "$code"
 }
+
+# The processes, and their restarts, must agree on a name that was free when there was none of them.
+case "${SLURM_JOB_ID:+job} $* " in
+    " "*" --run.name"[\ =]"auto "*)
+        [ "$NNODES" -eq 1 ] || { echo "--run.name auto: several nodes need a name; write one" >&2 && exit 2; }
+        name=$(sed -n '/^name = "/{s///;s/"$//p;q}' <<<"$resolved") words=() before=
+        for word; do
+            [ "$before$word" != --run.nameauto ] || word=${name:-auto} # --prove needs no name
+            words+=("${word/#--run.name=auto/--run.name=${name:-auto}}") before=$word
+        done
+        set -- "${words[@]}"
+        ;;
+esac
 
 nodes=(--standalone) # on the loopback network only, see recipes/cluster/rendezvous.py
 if [ "$NNODES" -gt 1 ]; then

@@ -18,7 +18,7 @@ from recipes.lab.sweep.runner import exit_code_of, say  # noqa: E402
 EPILOG = """\
 Every row is a separate run, started as scripts/run.sh starts one. A row that runs out of memory, crashes, is refused or
 times out is also a result. The same command continues an interrupted sweep; a row whose recipe has changed runs again.
-Results go to OUTPUT/NAME: results.jsonl, table.md, bars.png, loss.png, and the folder of every run.
+Results go to OUTPUT/NAME: results.jsonl, table.md, report.html, and the folder of every run.
 Sweeps are in configs/sweeps/, their CPU variants, for any machine, in configs/sweeps/cpu/."""
 
 

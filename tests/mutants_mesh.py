@@ -697,8 +697,8 @@ CONTEXTS = (
         "documents do not keep attention apart where heads are exchanged",
         "trl #6843",
         CONTEXT,
-        "split(sizes, dim=1), documents, *own)  # (B, N / R, T, H)",
-        "split(sizes, dim=1), None, *own)",
+        "self.inner(*heads, documents, *own)",
+        "self.inner(*heads, None, *own)",
         "1.1.2.1:documents",
         "loss, step 1 is",
     ),
@@ -797,8 +797,8 @@ CONTEXTS = (
         "the later chunks of gathered keys are in reverse order",
         "TransformerEngine #1106",
         CONTEXT,
-        "return torch.cat((first, last.flip(2)), dim=2).flatten(2, 3)",
-        "return torch.cat((first, last), dim=2).flatten(2, 3)",
+        "return torch.cat((first, last.flip(1)), dim=1).flatten(1, 2)",
+        "return torch.cat((first, last), dim=1).flatten(1, 2)",
         "1.1.2.1:gather",
         "loss, step 1 is",
     ),
@@ -806,8 +806,8 @@ CONTEXTS = (
         "gradients of gathered keys go to the wrong chunks",
         "openxla/xla #42481",
         CONTEXT,
-        "parts = torch.stack((first, last.flip(2)), dim=3)",
-        "parts = torch.stack((first, last), dim=3)",
+        "parts = torch.stack((first, last.flip(1)), dim=2)",
+        "parts = torch.stack((first, last), dim=2)",
         "1.1.2.1:gather",
         "gradient of .*, step 1 is",
     ),
@@ -833,12 +833,12 @@ CONTEXTS = (
         "keys are gathered without a gradient for the other processes' tokens",
         "ms-swift #9947",
         CONTEXT,
-        "        key, value = _Gather.apply(part, self.group).transpose(2, 3)",
-        "        parts = [p.detach() for p in _Gather.apply(part, self.group).chunk(2 * self.group.size(), 2)]\n"
-        "        for index, one in zip(range(2), part.transpose(2, 3).chunk(2, 3)):\n"
+        "        key, value = _Gather.apply(part, self.group).transpose(1, 2)",
+        "        parts = [p.detach() for p in _Gather.apply(part, self.group).chunk(2 * self.group.size(), 1)]\n"
+        "        for index, one in zip(range(2), part.chunk(2, 1)):\n"
         "            at = (self.group.rank(), 2 * self.group.size() - 1 - self.group.rank())[index]\n"
-        "            parts[at] = one.transpose(2, 3)\n"
-        "        key, value = torch.cat(parts, 2).transpose(2, 3)",
+        "            parts[at] = one\n"
+        "        key, value = torch.cat(parts, 1).transpose(1, 2)",
         "1.1.2.1:gather",
         "gradient of .*, step 1 is",
     ),

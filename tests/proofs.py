@@ -35,7 +35,6 @@ def recipe_of(case: str, folder: Path) -> Recipe:
             if "mixture" in options_of(case)
             else {}
         ),
-        compile={"cache": ""},
         schedule={"kind": "linear", "warmup_steps": 2, "decay_steps": 0},
         metrics={"grad_norms": True},
     )

@@ -23,8 +23,8 @@ TOP = (*PACKAGES, "scripts")
 LAYERS = (
     ("train.py", "scripts"),
     (
-        *("recipes/lab/average", "recipes/lab/bench", "recipes/lab/curves", "recipes/lab/ladder"),
-        *("recipes/lab/plan", "recipes/lab/prove", "recipes/lab/sweep"),
+        *("recipes/lab/average", "recipes/lab/curves", "recipes/lab/ladder"),
+        *("recipes/lab/plan", "recipes/lab/prove", "recipes/lab/show", "recipes/lab/sweep"),
     ),
     ("recipes/training",),
     ("recipes/plan",),
@@ -178,10 +178,10 @@ def test_model_and_its_parallelization_meet_in_one_file_of_training() -> None:
 
 
 def test_decoder_is_built_only_by_training_and_evaluation() -> None:
-    """And by benchmarks, and where a plan takes a step on tensors without values."""
+    """And where a plan takes a step on tensors without values."""
     users = [file for file in FILES if "models.decoder" in imports(file)]
     builders = {place(file) for file in users if name(file) != "recipes/plan/tracked.py"}
-    assert builders <= {"models", "recipes/training", "recipes/evaluation", "recipes/lab/bench", "scripts"}
+    assert builders <= {"models", "recipes/training", "recipes/evaluation", "scripts"}
 
 
 @pytest.mark.parametrize(("library", "importer"), ONLY_IMPORTER.items())
@@ -308,7 +308,7 @@ def test_no_file_is_longer_than_400_lines() -> None:
     assert not long, long
 
 
-@pytest.mark.parametrize(("room", "limit"), [("core", 40_410), ("recipes/lab", 8_100), ("scripts", 1_690)])
+@pytest.mark.parametrize(("room", "limit"), [("core", 40_560), ("recipes/lab", 7_630), ("scripts", 1_440)])
 def test_a_room_is_no_longer_than_its_limit(room: str, limit: int) -> None:
     """A new capability raises a limit in the same change, here and in docs/architecture.md. core: what trains."""
     lines = {file: count for file, count in lines_outside_tests().items() if file.endswith(".py")}
@@ -316,9 +316,9 @@ def test_a_room_is_no_longer_than_its_limit(room: str, limit: int) -> None:
     assert sum(count for file, count in lines.items() if rooms[file] == room) <= limit
 
 
-def test_the_pages_have_at_most_44700_words() -> None:
+def test_the_pages_have_at_most_44880_words() -> None:
     words = {name(page): len(page.read_text(encoding="utf-8").split()) for page in PAGES}
-    assert sum(words.values()) <= 44_700, words
+    assert sum(words.values()) <= 44_880, words
 
 
 def test_entry_has_fewer_than_80_lines() -> None:

@@ -118,12 +118,10 @@ def test_a_run_prints_every_logged_step_and_validation(whole: str) -> None:
 
 
 def test_a_run_ends_with_a_sample_a_summary_and_its_files(whole: str) -> None:
-    end = whole[whole.index("a held-out text, and how the model goes on:") :]
+    end = whole[whole.rindex("a held-out text, and how the model goes on:") :]
     assert re.search(r"^done: 30 steps, 3,840 tokens in [\d.]+ s, [\d,]+ tokens/s.* validation loss \d", end, re.M)
-    assert (
-        "\nwritten to runs/whole: checkpoints curves.png environment.json log.txt metrics.jsonl recipe.toml\nnext:\n"
-        in end
-    )
+    files = "checkpoints environment.json log.txt metrics.jsonl recipe.toml report.html report.md"
+    assert f"\nwritten to runs/whole: {files}\nnext:\n" in end
 
 
 def test_commands_that_a_run_ends_with_can_be_typed(whole: str, folder: Path) -> None:
@@ -141,6 +139,7 @@ def test_export_has_a_model_card_with_the_data_the_steps_the_losses_and_the_reci
     card = ModelCard.load(folder / "card/README.md")
     about = card.data.to_dict()
     assert (about["library_name"], about["pipeline_tag"]) == ("transformers", "text-generation")
+    assert about["license"] == "unknown" and "## Usage\n" in card.text
     assert "# whole\n" in card.text and "for 30 steps on 3,840 tokens." in card.text and "3,840 |" in card.text
     [loss] = re.findall(r"\| validation_loss \| ([\d.]+) \|", card.text)
     assert f"validation loss {loss}\n" in whole
@@ -193,7 +192,7 @@ def test_repeating_a_finished_run_changes_no_result(whole: str, folder: Path, co
     after = contents(folder / "runs/whole")
     assert after.keys() == before.keys()
     changed = {name for name in after if after[name] != before[name]}
-    assert changed <= {"log.txt", "environment.json"}
+    assert changed <= {"log.txt", "environment.json", "report.html", "report.md"}
 
 
 @pytest.mark.parametrize("module", ["torch", "pydantic"], ids=["of the trainer", "of the recipe"])
@@ -242,4 +241,6 @@ def test_a_folder_of_another_recipe_is_refused_with_the_fields_that_differ(
     message = refused(folder, command(corpus, "--optimizer.lr", "1e-4"))
     assert "runs/whole belongs to a different recipe:\n" in message
     assert "  optimizer.lr: 0.003 in the folder's recipe.toml, 0.0001 now\n" in message
-    assert "--run.name OTHER" in message
+    offer = message.partition("give this run another name: ")[2].partition(", or put these keys back")[0]
+    assert "--optimizer.lr" in offer and shlex.split(offer)[-2:] == ["--run.name", "whole-2"]
+    assert offer.count("--run.name") == 1 and Path(folder, shlex.split(offer)[0]).samefile(ROOT / "scripts/run.sh")

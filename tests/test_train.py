@@ -144,7 +144,7 @@ def test_a_shorter_trial_of_the_debug_recipe_is_accepted(folder: Path, steps: st
     assert train(folder, DEBUG, "--check", "--run.steps", steps)[0] == 0
 
 
-@pytest.mark.parametrize("script", ["train.py", "scripts/launch.py", "scripts/sweep.py", "scripts/write_docs.py"])
+@pytest.mark.parametrize("script", ["train.py", "scripts/launch.py", "scripts/sweep.py"])
 def test_a_python_without_packages_gets_one_line_that_names_the_right_one(script: str, folder: Path) -> None:
     command = [sys.executable, "-S", "-E", ROOT / script, DEBUG]  # -S: without site-packages
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)

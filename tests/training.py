@@ -39,7 +39,6 @@ def small_recipe(corpus: Path, folder: Path, *, steps: int = 8) -> Recipe:
         data={"source": str(corpus), "tokenizer": "train:512", "cache": str(corpus.parent / "cache")},
         batch={"sequence_length": 32, "global_batch_size": 8, "micro_batch_size": 1},
         schedule={"kind": "constant", "warmup_steps": 2, "decay_steps": 0},
-        compile={"cache": ""},
         fsdp={"param_dtype": "float32"},
         checkpoint={"every": 2, "keep": 2},
         metrics={"every": 1, "picture": False},

@@ -62,7 +62,7 @@ def disk_space(folder: Path, *, checkpoint_bytes: int, keep: int) -> str:
     with named_faults(place):
         if (free := free_bytes(place)) is None:
             return f"checkpoints: {size(checkpoint_bytes)} each; the disk does not say how much space it has"
-        free += sum(map(_taken, left_overs(folder)))
+        free += sum(map(taken_by, left_overs(folder)))
     fit = free // checkpoint_bytes
     if not fit:
         raise UserError(
@@ -74,7 +74,7 @@ def disk_space(folder: Path, *, checkpoint_bytes: int, keep: int) -> str:
     return f"checkpoints: {size(checkpoint_bytes)} each, the disk has space for {fit:,}{tight}"
 
 
-def _taken(folder: Path) -> int:
+def taken_by(folder: Path) -> int:
     """How many bytes of the disk deleting this folder would free."""
     taken = 0
     for place, _, names in os.walk(folder) if not folder.is_symlink() else ():

@@ -10,14 +10,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from parallel.errors import TemporaryError, UserError
-from recipes.checkpoint.best import best_among
+from recipes.checkpoint.best import BestOf, best_among
+from recipes.checkpoint.config import CheckpointConfig
 from recipes.checkpoint.files import AtHand, check_files, read_manifest, verify
-from recipes.checkpoint.folder import ASIDE, left_overs
+from recipes.checkpoint.folder import ASIDE, delete, dispensable, left_overs, taken_by
 from recipes.checkpoint.manifest import MANIFEST, Damage
 from recipes.files.atomic import utc_of
 from recipes.files.exit_codes import FAILED, FINISHED, TEMPORARY
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps, step_folder
-from recipes.files.reading import is_folder, is_remote, names_in
+from recipes.files.lock import FolderLock
+from recipes.files.reading import is_folder, is_remote, named_faults, names_in, similar
+from recipes.files.screen import say
 from recipes.files.units import size
 
 
@@ -27,7 +30,7 @@ def find(path: Path) -> list[Path]:
     A checkpoint without its manifest counts, as a damaged one. Raises UserError if there are none.
     """
     if not is_folder(path):
-        raise UserError(f"{path} {'is not a folder' if path.exists() else 'does not exist'}")
+        raise UserError(f"{path} {'is not a folder' if path.exists() else f'does not exist{similar(path)}'}")
     names = names_in(path)
     if MANIFEST in names:
         return [path]
@@ -94,6 +97,27 @@ def table(paths: Sequence[Path], *, thorough: bool, at_hand: AtHand = nullcontex
                 f"  {len(manifest.tensors):>7}  {sound}",
                 FINISHED,
             )
+
+
+def prune(run: Path, config: CheckpointConfig, *, really: bool) -> Iterator[str]:
+    """Say which checkpoints of a run its config would not keep, and delete them if `really`. Raises UserError."""
+    folder, lock = run / CHECKPOINTS, FolderLock()
+    steps = checkpoint_steps(folder)
+    if not steps:
+        raise UserError(f"{folder} holds no checkpoint{'' if run.exists() else similar(run)}")
+    if really:
+        lock.take(run, log=say, remedy="let it delete them (checkpoint.keep)", here=0, elsewhere=0)
+    best = BestOf(config.keep_best, lambda step: read_manifest(step_folder(folder, step))).kept(steps)
+    if config.keep_best and not best:
+        raise UserError(f"--keep-best {config.keep_best}: no checkpoint has this value; write a column of validation")
+    doomed, freed = dispensable(steps, config, best=best), 0
+    for step in doomed:
+        freed += (taken := taken_by(step_folder(folder, step)))
+        with named_faults(folder):
+            if really:
+                delete(folder, step)
+        yield f"step {step}: {size(taken)} {'deleted' if really else 'to delete'}"
+    yield f"{len(doomed)} of {len(steps)} checkpoints, {size(freed)}{'' if really else '; --yes deletes them'}"
 
 
 def aside(folder: Path) -> list[str]:

@@ -74,9 +74,9 @@ class Workers:
     torch 2.13 always), and abandons them on a second signal. So torchrun handles no signals here.
     """
 
-    def __init__(self, run_folder: Path | None = None) -> None:
-        """run_folder: of the run that they train, if they do."""
-        self._run_folder = run_folder
+    def __init__(self, run_folder: Path | None = None, *, node_timeout: float = 10.0) -> None:
+        """run_folder: of the run that they train, if they do. node_timeout: that of its recipe."""
+        self._run_folder, self.node_timeout = run_folder, node_timeout
         self.starting = False
         self.signal = 0  # the first signal, 0 = none yet
         self.ended_first: set[int] | None = None  # processes that ended by themselves, before torchrun ended the others
@@ -134,10 +134,10 @@ class Workers:
     def kill(self) -> None:
         """Kill the workers and the processes they have started."""
         if self._context and all(handler.proc.poll() == 0 for handler in self._context.subprocess_handlers.values()):
-            os._exit(0)  # this node is done; torchrun would wait for the other launchers for 5 minutes
+            self._exit(0)  # this node is done; torchrun would wait for the other launchers for 5 minutes
         if not self.starting and self.others and self.others.cause:  # torchrun still waits for the other nodes
             log(self.others.cause.message)
-            os._exit(self.others.cause.code)
+            self._exit(self.others.cause.code)
         self.killed = True
         self._send(signal.SIGKILL, group=True)
 
@@ -169,7 +169,16 @@ class Workers:
     def _leave(self, number: int) -> NoReturn:
         if self.others:  # their workers do not notice, and would wait for the ones here
             self.others.announce_end(ended_by(number), crashed=False)
-        os._exit(ended_by(number))
+        self._exit(ended_by(number))
+
+    def _exit(self, code: int) -> NoReturn:
+        self.take_leave()
+        os._exit(code)
+
+    def take_leave(self) -> None:
+        """Before this launcher ends: other nodes are told that it is no loss."""
+        if self.others:
+            self.others.leave()
 
     def _send(self, number: int, *, group: bool = False) -> None:
         if number not in (*SIGNALS, signal.SIGKILL):
@@ -260,6 +269,8 @@ def launch(arguments: list[str], workers: Workers, proof: "Proof | None" = None)
     except (DistError, RendezvousError) as error:
         log(f"the processes could not find each other: {error}")
         return NOT_MET
+    finally:
+        workers.take_leave()
     return _train(workers, None if args.node_rank else proof) if option else 0
 
 
@@ -332,7 +343,8 @@ def _join_nodes(args: Namespace, workers: Workers) -> "Served | None":
 
     count = int(args.nnodes.rpartition(":")[2])
     args.master_addr, args.master_port = args.master_addr.strip("[]"), args.master_port or 29500
-    nodes = Launchers((args.master_addr, args.master_port), node=args.node_rank, nodes=count, log=log)
+    address = args.master_addr, args.master_port
+    nodes = Launchers(address, node=args.node_rank, nodes=count, log=log, timeout=workers.node_timeout)
     workers.others = nodes
     workers.exit_on_early_signals()
     served = serve(args.master_addr, args.master_port, remote=True) if args.node_rank == 0 else None

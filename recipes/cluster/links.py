@@ -104,14 +104,6 @@ def forget_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def measure_exchanges(world: World) -> list[dict[int, float]]:
-    """Every rank's exchanges on rank 0, nothing elsewhere; keeps memory statistics and cache. All must call it, on idle
-    devices."""
-    length = BUFFER[world.device.type] // 4
-    mine = _exchange(world, torch.zeros(length, device=world.device), rounds(world.nodes))
-    return world.messages.to_main(mine) or []
-
-
 def slow_processes(
     best: Mapping[int, float], nodes: Sequence[Node], *, share: float
 ) -> Iterator[tuple[int, str, float, float]]:

@@ -9,14 +9,16 @@ import errno
 import json
 import os
 import platform
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -27,10 +29,14 @@ from parallel.heartbeats import ENDED as ENDED_SUBJECT
 from parallel.nodes import abbreviated
 from recipes.files.end import words_of
 
+if TYPE_CHECKING:
+    from recipes.cluster.neighbours import Neighbours, Place
+
 ENDED = PREFIX + ENDED_SUBJECT
 CAME = PREFIX + "came"
 """The nodes that have started, as in "2,1,": one list, so that a waiting launcher reads one key, not one per node."""
 AGREED = PREFIX + "agreed"
+SECRET = PREFIX + "secret"
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 15.0
 WAIT_SECONDS = 600.0
@@ -101,11 +107,23 @@ class Cause(NamedTuple):
 class Launchers:
     """The launchers of all nodes, as this one sees them."""
 
-    def __init__(self, address: tuple[str, int], *, node: int, nodes: int, log: Callable[[str], None]) -> None:
-        """Connect nothing yet. address: that of node 0's store. node: this one's index. log: receives lines of text."""
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        node: int,
+        nodes: int,
+        log: Callable[[str], None],
+        timeout: float = 10.0,
+    ) -> None:
+        """Connect nothing yet. address: that of node 0's store. node: this one's index. log: receives lines of text.
+        timeout: run.node_timeout.
+        """
         self._address, self._node, self._nodes, self._log = address, node, nodes, log
+        self._timeout, self._own_address, self._ends = timeout, "", False
         self._store: TCPStore | None = None
-        self._counted = node == 0  # the store is its own
+        self._neighbours: Neighbours | None = None
+        self._connecting = threading.Lock()
         self._cause_known = threading.Event()
         self.cause: Cause | None = None
 
@@ -116,18 +134,19 @@ class Launchers:
         If that launcher still runs, it is another node with this number, or a second start: raises UserError.
         """
         logged = False
-        while not self._counted and (address := self.answers()):  # if it is not up, its store will be a new one
+        while self._node and (address := self.answers()):  # if it is not up, its store will be a new one
             with suppress(RuntimeError):  # the store has just gone
                 store = self._connect(address)
                 if self._counted_first(store):
                     self._store = store
                     return
-                if self._still_beats(store):
+                if self._lives(store):
                     host = store.get(self._key("host")).decode()
                     raise UserError(
                         f"NODE_RANK={self._node} was started on {host} already, which goes on; this is"
                         f" {platform.node()}: give every node its own number, 0 to {self._nodes - 1}"
                     )
+                time.sleep(3 * LOOK_SECONDS)  # node 0 may be ending, too
                 _announce(store, Cause(f"node {self._node} was started again", 1, crashed=True))
             if not logged:
                 self._log("node 0 is still in the run that this node was in before: waiting for that to end")
@@ -169,10 +188,12 @@ class Launchers:
         """
 
         def look() -> None:
-            while self.cause is None:
-                time.sleep(LOOK_SECONDS)
-                self.cause = self._look()
-            self._cause_known.set()
+            while not self._cause_known.wait(LOOK_SECONDS):
+                if cause := self._look():
+                    self._tell(cause)
+            assert self.cause is not None
+            if not (self._neighbours and self._neighbours.above):  # for those that are not connected
+                self._published(self.cause)
             time.sleep(0 if self.cause.crashed else grace)
             end()
 
@@ -200,43 +221,61 @@ class Launchers:
         why = f": rank {worker[0]} on {worker[2]} {words_of(worker[1])}" if worker else ""
         cause = Cause(f"node {self._node} ended with exit code {code}{why}", code, crashed, worker)
 
-        def send() -> None:
-            with suppress(RuntimeError):
-                if (store := self._connected()) is not None:
-                    _announce(store, cause)
-
-        sender = threading.Thread(target=send, daemon=True)
-        sender.start()
-        sender.join(timeout=LOOK_SECONDS)  # if node 0 lost power, the store blocks for a long time
+        self._ends = True
+        self._tell(self._published(cause))
         if self._node == 0:
             time.sleep(3 * LOOK_SECONDS)  # the store ends with this process
 
-    def _key(self, what: str) -> str:
-        return f"{PREFIX}{what} {self._node}"
+    def leave(self) -> None:
+        """Tell the other launchers that the end of this one is no loss."""
+        if self._neighbours:
+            self._neighbours.leave()
 
-    def _still_beats(self, store: TCPStore) -> bool:
-        """Whether the launcher that was counted under this number is still there after SILENT_SECONDS."""
-        end, beats = time.monotonic() + SILENT_SECONDS, -1
-        while beats != (beats := store.add(self._key("beat"), 0)):
+    def _key(self, what: str, node: int | None = None) -> str:
+        return f"{PREFIX}{what} {self._node if node is None else node}"
+
+    def _lives(self, store: TCPStore) -> bool:
+        """Whether the launcher that was counted under this number lives."""
+        from recipes.cluster.neighbours import lives
+
+        end = time.monotonic() + SILENT_SECONDS
+        while not (place := self._places(store, [self._node])):
             if time.monotonic() > end:
-                return True
-            time.sleep(3 * LOOK_SECONDS)
-        return False
+                return False
+            time.sleep(LOOK_SECONDS)
+        return lives(place[self._node], _secret(store))
+
+    def _places(self, store: TCPStore, nodes: Sequence[int]) -> "dict[int, Place]":
+        """Where those of these launchers that have come listen."""
+        came = set(store.get(CAME).decode().split(",")) if store.check([CAME]) else set()
+        there = [node for node in nodes if str(node) in came]
+        found = store.multi_get([self._key("place", node) for node in there]) if there else []
+        return {node: tuple(json.loads(place)) for node, place in zip(there, found, strict=True)}
 
     def _look(self) -> Cause | None:
+        """The cause in the store. All read it until they are connected to the launcher above them."""
         try:
-            if (store := self._connected()) is None:
+            if (store := self._connected()) is None or (self._neighbours and self._neighbours.above):
                 return None
-            if not self._counted:
-                self._counted_first(store)
-                self._counted = True
-            store.add(self._key("beat"), 1)
             if store.check([ENDED]):
                 return Cause(*json.loads(store.get(ENDED)))
         except RuntimeError:
             if self._store is not None:
                 return Cause("the launcher of node 0 is gone", 1)
         return None
+
+    def _tell(self, cause: Cause) -> None:
+        line = json.dumps(cause)
+        if self._neighbours:
+            self._neighbours.tell(line)
+        else:
+            self._hear(line)
+
+    def _hear(self, line: str) -> None:
+        """Take the cause that all launchers get, unless this one has given it."""
+        if not self._ends:
+            self.cause = Cause(*json.loads(line))
+            self._cause_known.set()
 
     def _absent(self) -> str:
         node_0 = "node 0 at {}:{}".format(*self._address)
@@ -251,17 +290,31 @@ class Launchers:
 
     def _counted_first(self, store: TCPStore) -> bool:
         """Let the store count this node. Whether it did so for the first time."""
-        first = store.add(self._key("node"), 1) == 1
-        if first:
+        from recipes.cluster.neighbours import Neighbours
+
+        if store.add(self._key("node"), 1) > 1:
+            return False
+        self._neighbours = Neighbours(
+            _secret(store),
+            node=self._node,
+            nodes=self._nodes,
+            timeout=self._timeout,
+            loss=lambda words: json.dumps(Cause(words, 1, crashed=True)),
+            heard=self._hear,
+            log=self._log,
+        )
+        if self._node:
+            store.set(self._key("place"), json.dumps(self._neighbours.listen(self._own_address)))
             store.set(self._key("host"), platform.node())
             store.append(CAME, f"{self._node},")  # type: ignore[attr-defined]  # torch's stubs lack it
-        self._counted = first
-        return first
+        self._neighbours.start(partial(self._places, store))
+        return True
 
     def answers(self) -> str | None:
         """The address at which node 0's launcher is up, if it is. torch's own attempts would print errors."""
         try:
             with socket.create_connection(self._address, timeout=5) as connection:
+                self._own_address = str(connection.getsockname()[0])
                 return str(connection.getpeername()[0])
         except OSError:
             return None
@@ -271,11 +324,34 @@ class Launchers:
 
     def _connected(self) -> TCPStore | None:
         """The store, or None if node 0's launcher is not up yet."""
-        if self._store is None and (address := self.answers()):
-            self._store = self._connect(address)
+        with self._connecting:
+            if self._store is None and (address := self.answers()):
+                store = self._connect(address)
+                self._counted_first(store)
+                self._store = store
         return self._store
 
+    def _published(self, cause: Cause) -> Cause:
+        """Give a cause to those that read the store. Returns the first that was given there, also by workers, if the
+        store answers soon: if node 0 lost power, it blocks for a long time."""
+        first = [cause]
 
-def _announce(store: TCPStore, cause: Cause) -> None:
-    """Give a cause to all launchers, unless one has been given: the first says most."""
-    store.compare_set(ENDED, "", json.dumps(cause))
+        def send() -> None:
+            with suppress(RuntimeError):
+                if (store := self._connected()) is not None:
+                    first.append(_announce(store, cause))
+
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        sender.join(timeout=LOOK_SECONDS)
+        return first[-1]
+
+
+def _secret(store: TCPStore) -> str:
+    """What the launchers of a run, and nobody outside its network, know."""
+    return str(store.compare_set(SECRET, "", secrets.token_hex(16)).decode())
+
+
+def _announce(store: TCPStore, cause: Cause) -> Cause:
+    """Give a cause to all launchers, unless one has been given: the first says most. Returns that."""
+    return Cause(*json.loads(store.compare_set(ENDED, "", json.dumps(cause))))

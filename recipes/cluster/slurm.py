@@ -1,18 +1,15 @@
 """A recipe on all nodes of a SLURM job, started again where that helps. Imports no torch."""
 
 import os
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import FrameType
 
 from parallel.errors import UserError
-from recipes.cluster.pack import Pack
 from recipes.cluster.restarts import (
     End,
     History,
@@ -28,78 +25,14 @@ from recipes.files.end import read_end
 from recipes.files.exit_codes import PREEMPTED, SIGNALS, TEMPORARY
 from recipes.files.screen import Output, put, tell
 
-STARTED, STOPPING, READY, PACKED = "started", "stopping", "ready", "packed"
-STATES = {
-    STARTED: "lost: killed, or the node failed",
-    STOPPING: "killed while stopping",
-    READY: "lost, or killed while it unpacked",
-    PACKED: "not started",
-}
-FOLDER = "shardwright-job-"
-"""Begins the name of the folder on a node's own disk, as in scripts/unpack.sh; the job's number follows."""
+STARTED, STOPPING = "started", "stopping"
+STATES = {STARTED: "lost: killed, or the node failed", STOPPING: "killed while stopping"}
 STATE = "slurm-state:"
 """Begins a line from a node to the batch script, through srun's standard error: no disk can be full on that way."""
 
 
 def log(text: str) -> None:
     tell(f"{utc_now()} slurm: {text}", to=1)
-
-
-REFUSAL = "slurm-refusal:"
-"""Begins such a line that many nodes may send alike."""
-UNPACKING = ["--kill-on-bad-exit=0", "--time=30"]
-"""Every node tells what is wrong with it, and a disk that hangs ends the attempt (minutes)."""
-
-
-class Local:
-    """What the nodes of a job run from: a folder on each node's own disk, into which it unpacks a pack."""
-
-    def __init__(self, pack: Pack, *, above: Path, script: Path, job: int, start: str) -> None:
-        """above: the value of PACK. script: scripts/unpack.sh. start: tells this start of the job from others."""
-        self.folder = above / f"{FOLDER}{job}"
-        self.files, self._bytes, self._script = (pack.environment, pack.checkout), pack.bytes, script.read_text("utf-8")
-        self._key = f"{pack.key}_{start}"
-        self.python, self.checkout = self.folder / pack.python, self.folder / "checkout"
-        self.send = shutil.which("sbcast") is not None
-        if not self.send:
-            log("sbcast is not installed: each node reads the pack once from the shared file system")
-
-    def command(self, action: str) -> list[str]:
-        """What a node executes. The text of the script travels with the command: no node reads a shared file for it."""
-        run = ["bash", "-c", self._script, "pack", action, str(self.folder)]
-        if action == "prepare":
-            squeue = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=,%A,"]
-            jobs = subprocess.run(squeue, capture_output=True, text=True).stdout
-            return [*run, self._key, str(self._bytes * (2 if self.send else 1)), jobs.replace("\n", "")]
-        files = [self._sent(file) if self.send else file for file in self.files]
-        return [*run, self._key, *map(str, files)] if action == "unpack" else run
-
-    def _sent(self, file: Path) -> Path:
-        return self.folder / file.name
-
-    def sent(self) -> bool:
-        """Send the files to all nodes; False and a line if a node did not take them."""
-        for file in self.files:
-            done = subprocess.run(["sbcast", "--force", file, self._sent(file)], stderr=subprocess.PIPE, text=True)
-            if done.returncode:
-                log(f"{file} did not reach all nodes: {' '.join(done.stderr.split())}")
-                return False
-        return True
-
-    def compare(self, file: Path) -> None:
-        """Say if this job has started from another pack before. The file keeps the last one."""
-        with suppress(OSError):  # as every file there, it is not needed
-            last = file.read_text(encoding="utf-8").split() if file.exists() else []
-            now = [path.stem for path in self.files]
-            for kind, before, after in zip(("environment", "checkout"), last, now, strict=False):
-                if before != after:
-                    log(f"the {kind} has changed since this job last started; all nodes start from the new one")
-            file.write_text("\n".join(now), encoding="utf-8")
-
-    def environment(self) -> dict[str, str]:
-        """Variables of the processes that start from the folder, as in its env.sh."""
-        libraries = [str(self.folder / "library"), os.environ.get("LD_LIBRARY_PATH", "")]
-        return {"PYTHON": str(self.python), "LD_LIBRARY_PATH": ":".join(filter(None, libraries))}
 
 
 class Job:
@@ -120,14 +53,6 @@ class Job:
         self.environment = {**environment, "NNODES": str(self.nodes), "RESTARTS": "0"}
         self.requeues = int(environment.get("SLURM_RESTART_COUNT", "0"))
         self.ended_by_slurm = False
-        self._states: dict[str, str | None] = {}
-        self.local: Local | None = None
-        """None: all nodes run from the shared file system."""
-
-    def run_from(self, local: Local, *, run: Sequence[str]) -> None:
-        """Let all nodes train with this command, from their own disks."""
-        self.local, self._run_command = local, [*run]
-        self._on_node = [str(local.python), str(local.checkout / "scripts" / "slurm.py"), "--node"]
 
     def checked_recipe(self) -> tuple[int, str]:
         """(exit code of the check, the resolved recipe as TOML). The check has printed what is wrong with the recipe.
@@ -148,17 +73,9 @@ class Job:
     def supervise(self, folder: Path) -> int:
         """Start all nodes until the run is done or another start would not help. Returns the exit code."""
         try:
-            return self._supervise(folder)
-        finally:
-            self._remove()
-
-    def _supervise(self, folder: Path) -> int:
-        try:
             self.logs.mkdir(exist_ok=True)
         except OSError as error:
             log(f"{self.logs} cannot be made: {error.strerror}; the job goes on without it")
-        if self.local is not None:
-            self.local.compare(self.logs / "pack.txt")
         history = History(self.logs / "attempts.json", log=log)
         code = 1
         while True:
@@ -214,42 +131,17 @@ class Job:
         # The batch script gets SIGTERM only when SLURM ends the job; srun and the nodes get it too.
         before = signal.signal(signal.SIGTERM, record)
         try:
-            if self.local is not None:
-                self._states = self._unpack(self.local, names)
-                if set(self._states.values()) != {PACKED}:
-                    return self._states
-                variables |= self.local.environment()
-            command = [*self._on_node, str(self.logs), *self._run_command]
-            # A node that fails ends the others, which might wait for it for hours.
-            self._states = self._step(command, names, srun=["--kill-on-bad-exit=1"], **variables)
-            return self._states
+            return self._step([*self._on_node, str(self.logs), *self._run_command], names, variables)
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def _unpack(self, local: Local, names: Sequence[str]) -> dict[str, str | None]:
-        """Let all nodes unpack what they run from, where they have not done so. Returns their states."""
-        states = self._step(local.command("prepare"), names, srun=UNPACKING)
-        if set(states.values()) <= {READY, PACKED} and READY in states.values():
-            started = time.monotonic()
-            if local.send and not local.sent():
-                return self._step(local.command("alone"), names, srun=UNPACKING)
-            sent = time.monotonic()
-            states = self._step(local.command("unpack"), names, srun=UNPACKING)
-            if set(states.values()) == {PACKED}:
-                log(f"sent in {sent - started:.0f} s, unpacked in {time.monotonic() - sent:.0f} s: {local.folder}")
-        ends = {int(state) for state in states.values() if state and state.isdecimal()}
-        if ends and end_of([*ends])[0] == End.PREEMPTED:  # nothing has started, so nothing is lost
-            states = {name: str(max(ends)) if state == PACKED else state for name, state in states.items()}
-        return states
-
     def _step(
-        self, command: Sequence[str], names: Sequence[str], *, srun: Sequence[str], **variables: str
+        self, command: Sequence[str], names: Sequence[str], variables: Mapping[str, str]
     ) -> dict[str, str | None]:
         """Run a command on all nodes. Returns the last state of each; what else they print is shown."""
         states: dict[str, str | None] = dict.fromkeys(names)
-        refusals: dict[str, list[str]] = {}
-        # One task per node, with all of its CPUs.
-        srun = ["srun", f"--ntasks={self.nodes}", "--ntasks-per-node=1", "--cpu-bind=none", *srun]
+        # One task per node, with all of its CPUs. A node that fails ends the others, which might wait for it for hours.
+        srun = ["srun", f"--ntasks={self.nodes}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
         with subprocess.Popen([*srun, *command], env=self.environment | variables, stderr=subprocess.PIPE) as process:
             assert process.stderr
             for line in process.stderr:
@@ -257,12 +149,8 @@ class Job:
                 match text.split(maxsplit=2):
                     case [prefix, name, state] if prefix == STATE and name in states:
                         states[name] = state
-                    case [prefix, name, refusal] if prefix == REFUSAL and name in states:
-                        refusals.setdefault(refusal, []).append(name)
                     case _:
                         tell(text)
-        for text, on in refusals.items():
-            log(f"{some(sorted(on, key=names.index))}: {text}")
         return states
 
     def _log_causes(self, states: Mapping[str, str | None]) -> None:
@@ -275,18 +163,7 @@ class Job:
             for line in last_launcher_lines(self.logs / f"{names[0]}.log"):
                 log(f"    {names[0]}: {line}")
 
-    def _remove(self) -> None:
-        """Delete what the nodes have unpacked. Where SLURM ends the job, each node does it: no step starts any more."""
-        there, self._states = [name for name, state in self._states.items() if state is not None], {}
-        if self.local is None or not there or self.ended_by_slurm:
-            return
-        srun = ["srun", f"--nodelist={','.join(there)}", f"--nodes={len(there)}", f"--ntasks={len(there)}"]
-        command = [*srun, "--ntasks-per-node=1", "--cpu-bind=none", "--immediate=60", *self.local.command("remove")]
-        if subprocess.run(command).returncode:
-            log(f"{self.local.folder} is left on some nodes; the next job with PACK there deletes it")
-
     def _requeue(self) -> int:
-        self._remove()
         done = subprocess.run(["scontrol", "requeue", str(self.id)], capture_output=True, text=True)
         if done.returncode != 0:
             log(f"not requeued ({done.stderr.strip()}); the same sbatch command resumes from the checkpoint")
@@ -315,10 +192,7 @@ def run_node(logs: Path, command: list[str]) -> int:
         stderr=subprocess.STDOUT,
     )
 
-    signals = set[int]()
-
     def relay(number: int, frame: FrameType | None) -> None:
-        signals.add(number)
         report(STOPPING)
         child.send_signal(number)
 
@@ -335,21 +209,12 @@ def run_node(logs: Path, command: list[str]) -> int:
     code = child.wait()
     code = code if code >= 0 else 128 - code
     report(str(code))
-    folder, job = Path(__file__).resolve().parents[3], os.environ["SLURM_JOB_ID"]
-    if folder.name == f"{FOLDER}{job}" and signal.SIGTERM in signals and not is_running(job):
-        subprocess.run(["rm", "-rf", str(folder)])
     return 0 if end_of([code])[0] == End.PREEMPTED else code
 
 
 def some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"{' '.join(names[:4])}{more}"
-
-
-def is_running(job: str) -> bool:
-    """Whether SLURM lets the job go on: it may have ended only this step, since another node failed."""
-    done = subprocess.run(["squeue", "--noheader", f"--jobs={job}", "--format=%T"], capture_output=True, text=True)
-    return done.stdout.strip() == "RUNNING"
 
 
 def open_log(path: Path) -> int | None:

@@ -1,12 +1,11 @@
 """Straggler detection: names the process that the others wait for.
 
 All processes take a step together, so their steps last equally long. What differs is the time each spends on its own,
-reading data and computing. The rest is collectives, where the fastest process waits longest, so it identifies none. But
-when even the shortest wait is longer than it used to be, the links between nodes are measured, and those do.
+reading data and computing. The rest is collectives, where the fastest process waits longest, so it identifies none.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -15,9 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from parallel.dist import World
-from parallel.nodes import Node
-from recipes.cluster.links import measure_exchanges, slow_processes
-from recipes.files.units import size
 from recipes.metrics.clock import RunClock
 
 WINDOW = 15
@@ -30,17 +26,11 @@ SLOWER_ON_CPUS = 2.0
 """The same on CPUs, whose cores other programs use, too: sharing one makes a process about a third slower."""
 MATTERS = 0.05
 """Share of the step: shorter waits for data are not reported."""
-NOTICEABLE = 0.1
-"""Share of the step: communication that has become slower by less is ignored."""
-EXCHANGES = 2
-"""Times that links are measured; the fastest counts, since noise only adds time."""
-PROBES = 10
-"""Most times that links are measured in a run."""
 MOST_NAMED = 16
 """Most processes that are named for each phase, the slowest ones."""
 PRODUCT = 4096
 """Width of the matrices that a process of a pipeline multiplies on CUDA; that takes a fraction of a millisecond."""
-DATA, COMPUTE, COMMUNICATION = "data", "compute", "communication"
+DATA, COMPUTE = "data", "compute"
 
 
 @dataclass(frozen=True)
@@ -51,20 +41,16 @@ class Straggler:
     node: str
     phase: str
     value: float
-    """Seconds per step (on CUDA, of the part that ComputeTime measures); for COMMUNICATION, bytes per second in each
-    direction between it and the faster of its neighbours on other nodes."""
+    """Seconds per step; on CUDA, of the part that ComputeTime measures."""
     median: float
 
     def row(self) -> dict[str, Any]:
         """What metrics.jsonl says of it."""
-        unit = "bytes_per_second" if self.phase == COMMUNICATION else "seconds"
-        return {"rank": self.rank, "node": self.node, "phase": self.phase, unit: self.value, "median": self.median}
+        facts = {"rank": self.rank, "node": self.node, "phase": self.phase}
+        return facts | {"seconds": self.value, "median": self.median}
 
     def __str__(self) -> str:
         who = f"STRAGGLER: rank {self.rank} on {self.node}"
-        if self.phase == COMMUNICATION:
-            slow, usual = (f"{size(int(speed))}/s" for speed in (self.value, self.median))
-            return f"{who} reaches {slow} in {self.phase}, the median process {usual}"
         return f"{who} takes {self.value:.4f} s for {self.phase}, the median process {self.median:.4f} s"
 
 
@@ -121,39 +107,6 @@ class Comparison:
             slow = [(int(rank), seconds, usual) for rank, seconds, usual in named if seconds >= 0]
             stragglers += [Straggler(rank, self._node_of(rank), phase, seconds, usual) for rank, seconds, usual in slow]
         return stragglers, counts
-
-
-class Communication:
-    """Whether communication takes longer than it used to in this run.
-
-    Communication is what remains of a step after data and compute, for the process with the smallest remainder: the
-    one that the others wait for. On CUDA, compute covers only a part of the computing, so the remainder holds more than
-    communication. There only its growth counts, which a GPU that computes more slowly adds to.
-    """
-
-    def __init__(self, *, is_all: bool) -> None:
-        """is_all: the remainder holds nothing but communication, as on a CPU."""
-        self._slower = SLOWER if is_all else 1.0
-        self._left, self._steps = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
-        self._usual, self._in_a_row = float("inf"), 0
-
-    def add(self, step: float, left: float) -> float | None:
-        """Take in the seconds of a logged step and those of its communication. Returns how many more this takes now, if
-        that is slow."""
-        self._left.append(left)
-        self._steps.append(step)
-        if len(self._left) < WINDOW:
-            return None
-        self._usual = min(self._usual, median(self._left))
-        recent = lower_quartile(self._left)
-        more = recent - self._usual
-        slow = recent > self._slower * self._usual and more > NOTICEABLE * median(self._steps)
-        self._in_a_row = self._in_a_row + 1 if slow else 0
-        return more if self._in_a_row >= IN_A_ROW else None
-
-    def accept_as_usual(self) -> None:
-        """Compare with the present time from now on, until it falls."""
-        self._usual, self._in_a_row = median(self._left), 0
 
 
 def lower_quartile(values: Collection[float]) -> float:
@@ -213,102 +166,47 @@ class Stragglers:
     """Compares all processes at logged steps, from numbers that travel in the same message as the loss.
 
     Each process sends what it needs of its own window; of all of them, only a summary of constant size reaches a host.
-    All see the same summary, so they start to measure links together without any further agreement.
     """
 
     def __init__(self, world: World, clock: RunClock, *, stages: int = 1) -> None:
         """stages: processes of a pipeline group, each of which computes something else; on CUDA all time the same."""
-        self._world, self._clock = world, clock
-        self._is_cpu = world.device.type == "cpu"
-        self._slower = SLOWER_ON_CPUS if self._is_cpu else SLOWER
+        is_cpu = world.device.type == "cpu"
         self._window = deque[tuple[float, float, float]](maxlen=WINDOW)
-        stages = stages if self._is_cpu else 1
-        self._comparison = Comparison(world.node_of, slower=self._slower, stages=stages)
-        self._communication = Communication(is_all=self._is_cpu)
+        slower, stages = (SLOWER_ON_CPUS, stages) if is_cpu else (SLOWER, 1)
+        self._comparison = Comparison(world.node_of, slower=slower, stages=stages)
         self._is_warm = False
-        self._slow_links, self._probes = list[Straggler](), 0
         self._named: set[tuple[int, str]] = set()
         self._counts = dict[str, int]()
 
     def counts(self, step: float, data: float, compute: float) -> list[float]:
-        """What this process tells the others about a logged step: its seconds per step, and those of its window."""
+        """What this process tells the others about a logged step: its wait for data, and the times of its window."""
         if self._is_warm:  # the first step compiles, on whichever process comes first
             self._window.append((step, data, compute))
-        return [step, data, step - data - compute, *typical(self._window)]
+        return [data, *typical(self._window)]
 
     def summary(self, rows: Tensor) -> Tensor:
         """What the host needs of the counts of all processes, (processes, numbers), however many they are.
 
-        The median step, the longest wait for data, the least time beside data and compute, and Comparison.summary(). On
-        the device that the counts are on, which is not waited for.
+        The longest wait for data, and Comparison.summary(). On the device that the counts are on, which is not waited
+        for.
         """
-        of_step = torch.stack([rows[:, 0].median(), rows[:, 1].amax(), rows[:, 2].amin()])
-        return torch.cat([of_step, self._comparison.summary(rows[:, 3:])]) if len(self._window) == WINDOW else of_step
+        longest = rows[:, :1].amax(0)
+        return torch.cat([longest, self._comparison.summary(rows[:, 1:])]) if len(self._window) == WINDOW else longest
 
     def compare(self, numbers: Sequence[float]) -> tuple[dict[str, Any], list[str]]:
         """Take in the summary of a logged step, on all ranks: the columns for metrics.jsonl, if any, and lines."""
-        step, _, left, *slow = numbers
+        _, *slow = numbers
         stragglers: list[Straggler] = []
-        lines: list[str] = []
         before, named = self._counts, self._named
         if slow:
             stragglers, self._counts = self._comparison.read(slow)
-        if self._is_warm:
-            lines += self._check_links(step, left)
-            stragglers += self._slow_links
         self._is_warm = True
         self._named = {(straggler.rank, straggler.phase) for straggler in stragglers}
         many = {phase for phase, count in self._counts.items() if count > MOST_NAMED}
         known = {phase for phase in many if before.get(phase, 0) > MOST_NAMED}  # whose slowest may change every time
-        lines += [str(it) for it in stragglers if (it.rank, it.phase) not in named and it.phase not in known]
+        lines = [str(it) for it in stragglers if (it.rank, it.phase) not in named and it.phase not in known]
         lines += [
             f"STRAGGLERS: {self._counts[phase]} processes are slow in {phase}; the {MOST_NAMED} slowest are named"
             for phase in sorted(many - known)
         ]
         return {"stragglers": [straggler.row() for straggler in stragglers]} if stragglers else {}, lines
-
-    def _check_links(self, step: float, left: float) -> list[str]:
-        """Find the process with the slow link when communication has become slow; a line if none can be named.
-
-        Processes on CPUs share their cores with others and may wait for those, so only a name is logged there.
-        """
-        world = self._world
-        if world.size == 1 or (self._is_cpu and len(world.nodes) < 3):
-            return []
-        more = self._communication.add(step, left)
-        if more is None:
-            self._slow_links = []
-        if more is None or self._slow_links or self._probes == PROBES:
-            return []
-        self._probes += 1
-        best = self._best_exchanges() if len(world.nodes) > 1 else {}
-        slow = [
-            Straggler(rank, node, COMMUNICATION, speed, usual)
-            for rank, node, speed, usual in slow_processes(best, world.nodes, share=1 / self._slower)
-        ]
-        self._slow_links = world.messages.from_main(slow)
-        if self._slow_links:
-            return []
-        self._communication.accept_as_usual()
-        return [] if self._is_cpu or not world.is_main else [no_culprit_line(more, best, world.nodes)]
-
-    def _best_exchanges(self) -> dict[int, float]:
-        """Rank -> bytes per second with the faster of its neighbours; on rank 0 alone."""
-        best: dict[int, float] = {}
-        for _ in self._clock.with_progress(range(EXCHANGES)):  # each counts as progress
-            for rank, speeds in enumerate(measure_exchanges(self._world)):
-                if speeds:
-                    best[rank] = max(best.get(rank, 0.0), *speeds.values())
-        return best
-
-
-def no_culprit_line(more: float, best: Mapping[int, float], nodes: Sequence[Node]) -> str:
-    """Communication takes `more` seconds longer and no process can be named. best: bytes per second, by rank."""
-    if len(nodes) == 1:
-        why = f"all processes are on {nodes[0].name}"
-    elif len(nodes) == 2:
-        speed = f"{size(int(min(best.values())))}/s"
-        why = f"{nodes[0].name} and {nodes[1].name} exchange {speed}, and with two nodes neither can be named"
-    else:
-        why = "no link between nodes is slower than the others"
-    return f"SLOWER: communication takes {more:.4f} s a step more than before; {why}"

@@ -16,7 +16,7 @@ PAIR_OPTIONS = {
     "messages_field": "name of the field with the messages of a chat",
     "prompt_prefix": "text before every prompt, such as 'summarize: '",
     "prompt_suffix": "text after every prompt",
-    "chat_template": "file with the Jinja template of messages",
+    "chat_template": "file with the Jinja template of messages, or chatml, llama3 or qwen3",
     "chat_date": "what the template takes for today",
     "long_pairs": "leave_out, cut_prompt_start or cut_prompt_end: those longer than --sequence-length",
 }
@@ -30,7 +30,7 @@ class DataConfig:
     """The text and how it is tokenized."""
 
     source: Annotated[str, MinLen(1)] = "python-stdlib"
-    """"python-stdlib[/FOLDER]", file, folder, glob (.txt .jsonl .parquet .csv), "hf:ID[:CONFIG[:SPLIT]]" or tokens."""
+    """"python-stdlib[/FOLDER]", file, folder, glob (.txt .jsonl .md ...), "hf:ID[:CONFIG[:SPLIT]]" or tokens."""
     mixture: dict[Annotated[str, MinLen(1)], Annotated[float, Gt(0)]] = field(default_factory=dict)
     """Several sources instead of `source`, each with its share of the tokens, such as {"web/*.parquet" = 0.7, ...}."""
     text_field: Annotated[str, MinLen(1)] = "text"
@@ -46,13 +46,13 @@ class DataConfig:
     answer_field: str = ""
     """The field that holds the answer to the prompt."""
     messages_field: str = ""
-    """Instead of the two: the field with messages of a chat (a list of role and content). Assistants' are learned."""
+    """Instead of the two: the field with messages of a chat (role, content or from, value). Assistants' are learned."""
     prompt_prefix: str = ""
     """Text before every prompt, such as "summarize: "."""
     prompt_suffix: str = ""
     """Text between every prompt and its answer, such as a line feed."""
     chat_template: str = ""
-    """File with the Jinja template of messages; "" = the one that came with the weights."""
+    """File with the Jinja template of messages, "chatml", "llama3" or "qwen3"; "" = the one of the weights."""
     chat_date: str = ""
     """The date that a chat template writes as today's, such as "2026-01-31"; needed if it writes one."""
     long_pairs: Literal["leave_out", "cut_prompt_start", "cut_prompt_end"] = "leave_out"
@@ -71,6 +71,14 @@ class DataConfig:
     """Fraction of a source's rows that may be invalid or empty; more stop the run. quarantine.jsonl lists them."""
     cache: Annotated[str, MinLen(1)] = "~/.cache/shardwright"
     """Folder for trained tokenizers and tokenized text, keyed by content; all nodes must share it."""
+
+    @property
+    def shares_note(self) -> str:
+        """What is said of shares that do not add up to 1; "" = they do."""
+        if not self.mixture or abs((total := sum(self.mixture.values())) - 1) < 0.005:
+            return ""
+        shares = ", ".join(f"{source!r} {share / total:.1%}" for source, share in [*self.mixture.items()][:5])
+        return f"data.mixture adds up to {total:g}, not 1: of the tokens, {shares}"
 
     @property
     def sources(self) -> dict[str, float]:

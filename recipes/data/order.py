@@ -10,8 +10,9 @@ length was read before, sequences are counted from an origin, the first token of
 Imports no torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import xxhash
@@ -69,13 +70,17 @@ class SequenceOrder:
 
         total: tokens in the source; None = unknown, then needs() of every number must exist already.
         """
+        starts = self.origin + self.shuffled(numbers, total=total) * self.sequence_length
+        return starts if total is None else starts % total
+
+    def shuffled(self, numbers: np.ndarray, *, total: int | None, inverse: bool = False) -> np.ndarray:
+        """Which sequences of the endless row, counted from the origin, have these numbers; or, inverse, the numbers of
+        these sequences: (n,) -> (n,) int64."""
         epochs, firsts, sizes = self.units(numbers, total=total)
         # A key per epoch and window; a collision of two 64-bit keys is possible but practically never happens.
         seed = np.uint64(xxhash.xxh3_64_intdigest(str(self.seed).encode()))  # any int -> 64 bits
         keys = _mixed(_mixed(_u64(epochs) + seed) + _u64(firsts + self.origin))
-        sequences = firsts + permuted(numbers - firsts, sizes=sizes, keys=keys)
-        starts = self.origin + sequences * self.sequence_length
-        return starts if total is None else starts % total
+        return firsts + permuted(numbers - firsts, sizes=sizes, keys=keys, inverse=inverse)
 
     def epochs(self, numbers: np.ndarray, *, total: int) -> np.ndarray:
         """The epoch, from 0, in which each of these sequences ends: (n,) -> (n,) int64."""
@@ -139,8 +144,9 @@ class Mixture:
         )
 
 
-def permuted(positions: np.ndarray, *, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def permuted(positions: np.ndarray, *, sizes: np.ndarray, keys: np.ndarray, inverse: bool = False) -> np.ndarray:
     """The position in 0 .. size-1 that the permutation of each key maps each position to: three of (n,) -> (n,) int64.
+    inverse: the position that it maps to each.
 
     A Feistel network permutes the numbers of 2 * half bits whatever its round function is. There are at most 4 * size
     of them. A result outside 0 .. size-1 is permuted again until it is inside, which gives a permutation of 0 .. size-1
@@ -152,12 +158,14 @@ def permuted(positions: np.ndarray, *, sizes: np.ndarray, keys: np.ndarray) -> n
     values, limits = _u64(positions), _u64(sizes)
     outside = np.ones(values.shape, dtype=bool)
     while outside.any():
-        half, mask, round_keys = halves[outside], masks[outside], keys[outside]
+        half, mask, key = halves[outside], masks[outside], _mixed(keys[outside])
+        rounds: Iterable[np.ndarray] = accumulate(range(FEISTEL_ROUNDS - 1), lambda key, _: _mixed(key), initial=key)
         left, right = values[outside] >> half, values[outside] & mask
-        for _ in range(FEISTEL_ROUNDS):
-            round_keys = _mixed(round_keys)
-            left, right = right, left ^ (_mixed(right ^ round_keys) & mask)
-        values[outside] = (left << half) | right
+        if inverse:  # the same network with its halves exchanged and its rounds in reverse
+            left, right, rounds = right, left, [*rounds][::-1]
+        for key in rounds:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        values[outside] = (right << half) | left if inverse else (left << half) | right
         outside &= values >= limits
     return values.astype(np.int64)
 

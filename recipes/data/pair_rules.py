@@ -4,8 +4,8 @@ import datetime
 from collections.abc import Iterator
 
 from recipes.data.config import ONLY_OF_PAIRS, DataConfig
+from recipes.data.text.row import PLAIN_TEXT
 from recipes.data.text.sources import is_stdlib
-from recipes.files.reading import user_path
 
 TWO_FIELDS = "prompt_field and answer_field"
 FIELDS = f'{TWO_FIELDS}, or messages_field = "messages"'
@@ -38,7 +38,7 @@ def pair_problems(data: DataConfig, *, encoder_decoder: bool) -> Iterator[tuple[
         yield "answer_length", "is for encoder-decoder models; batch.sequence_length limits prompt and answer together"
     yield from _settings_fit(data)
     for source in data.sources:
-        if is_stdlib(source) or source.lower().endswith((".txt", ".py")):
+        if is_stdlib(source) or source.lower().endswith(PLAIN_TEXT):
             yield "source", f"{source!r} is plain text, which has no fields; give .jsonl, .parquet or .csv files"
 
 
@@ -50,8 +50,13 @@ def _settings_fit(data: DataConfig) -> Iterator[tuple[str, str]]:
                 "the chat template writes such text" if data.messages_field else "write messages_field, or omit it"
             )
             yield name, f"has no effect with {'messages' if data.messages_field else 'prompt'}_field; {instead}"
-    if data.messages_field and data.chat_template and not user_path(data.chat_template).is_file():
-        yield "chat_template", f"'{data.chat_template}' does not exist; give a file with a Jinja template"
+    if data.messages_field and data.chat_template:
+        from recipes.data.text.chat import NAMED, template_path
+
+        if not template_path(data.chat_template).is_file():
+            names = ", ".join(sorted(file.stem for file in NAMED.glob("*.jinja")))
+            rule = f"'{data.chat_template}' does not exist; give a file with a Jinja template, or one of {names}"
+            yield "chat_template", rule
     try:
         _ = data.chat_date and datetime.date.fromisoformat(data.chat_date)
     except ValueError:

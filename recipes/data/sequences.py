@@ -114,7 +114,8 @@ class Source:
         """The number of the first sequence, where it continues those of an earlier segment."""
         self._earlier: list[Reading] = []
         self._position: Continuation | None = None
-        self.background, self.closed = background, False
+        self.background, self.closed, self.waits = background, False, True
+        """waits: for tokens that are not there yet, instead of refusing what needs them."""
         self._problem, self._read_once = problem, read_once
         self._budget = BadRowBudget(shards.folder, source=name, budget=bad_row_budget)
         self.used_shards = 0
@@ -179,6 +180,9 @@ class Source:
         started = reported = time.monotonic()
         while not (self.closed or self.shards.complete or (needed is not None and self.shards.tokens >= needed)):
             if not self.shards.refresh():
+                if not self.waits:
+                    there = f"is tokenized up to token {self.shards.tokens:,} so far, and this needs more"
+                    raise UserError(f"data.source: {self.name!r} {there}; scripts/prepare_data.py tokenizes all of it")
                 self._require_progress()
                 if self.background is not None and time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
                     reported = time.monotonic()

@@ -2,8 +2,7 @@
 defines, and for what models/cache.py has no code for: beams, and several texts at once."""
 
 import copy
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +13,7 @@ import torch
 from models.hf_config import INSTALL
 from parallel.errors import UserError
 from parallel.kernels import without_plans
-from recipes.evaluation.opened import OpenedModel, stream_text
+from recipes.evaluation.opened import OpenedModel
 from recipes.evaluation.sampling import Sampling
 from recipes.files.border import foreign
 from recipes.weights.convert import export_checkpoint, require_finite
@@ -51,33 +50,6 @@ def check_search(*, beams: int, outputs: int, temperature: float | None) -> None
         sampled = ", or sample: --temperature 0.8" if beams == 1 else ""
         found = "one beam finds one text" if beams == 1 else f"{beams} beams find no more than {beams} texts"
         raise UserError(f"outputs = {outputs}: {found}; write --beams {outputs}{sampled}")
-
-
-def write_texts(
-    opened: OpenedModel,
-    prompt: str,
-    sampling: Sampling,
-    *,
-    log: Callable[[str], object],
-    log_prompt: Callable[[str], object],
-    beams: int,
-    outputs: int,
-) -> tuple[int, float]:
-    """Write texts as continue_text() does, with a line above each if there are several."""
-    started = time.perf_counter()
-    ids = opened.prompt_ids(prompt)
-    texts = texts_of(opened, ids, sampling, beams=beams, outputs=outputs)
-    seconds = time.perf_counter() - started
-    for number, tokens in enumerate(texts, 1):
-        if outputs > 1:
-            log(("\n" if number > 1 else "") + f"--- {number} of {outputs}\n")
-        log_prompt(prompt)
-        if opened.encoder_decoder:
-            log_prompt("\n")
-            log(opened.tokenizer.decode(tokens))
-        else:
-            log("".join(stream_text(tokens, opened.tokenizer.decode, after=ids)))
-    return sum(map(len, texts)), seconds
 
 
 @torch.no_grad()

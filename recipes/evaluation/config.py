@@ -22,7 +22,7 @@ class ValidationConfig:
     sources: dict[Annotated[str, MinLen(1)], Annotated[str, MinLen(1)]] = field(default_factory=dict)
     """Several texts instead of `source`, each with a name for its loss, such as {web = "web.jsonl", ...}."""
     sample_tokens: Annotated[int, Ge(0)] = 0
-    """Tokens of sample text to generate at the end of the run; 0 = none."""
+    """Tokens of sample text to generate at six validations or fewer and at the end of the run; 0 = none."""
     tasks: tuple[Annotated[str, MinLen(1)], ...] = ()
     """Tasks of the lm-evaluation-harness to evaluate at each validation: names, YAML files and folders of them."""
     task_limit: Annotated[int, Ge(0)] = 0

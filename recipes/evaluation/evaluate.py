@@ -1,7 +1,7 @@
 """Loss on text, of finished weights; a sampled continuation. B batch, T tokens, S sequence length, V vocabulary."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, cast
@@ -163,7 +163,7 @@ def continuation(
     shape: tuple[int, int],
     device: torch.device,
     end_of_document: int | None = None,
-    end: int | None = None,
+    ends: Collection[int] = (),
 ) -> list[int]:
     """Sample tokens after `prompt`, the same on every process. Ends early where the model diverged (NaN, infinity).
 
@@ -173,7 +173,7 @@ def continuation(
         shape: the (B, T) of a training micro-batch. Each window has it, so that compiled blocks are not compiled again.
         device: where the model computes.
         end_of_document: this token's id, for a model whose attention stays inside documents.
-        end: this token's id, where it ends the text.
+        ends: ids of tokens of which each ends the text.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     text = list(prompt)
@@ -185,7 +185,7 @@ def continuation(
         logits = model(batch.to(device), documents=inside)[0, len(window) - 1]  # (V,)
         if not logits.isfinite().all():
             break
-        if (token := next_token(logits, sampling, generator=generator)) == end:
+        if (token := next_token(logits, sampling, generator=generator)) in ends:
             break
         text.append(token)
     return text[len(prompt) :]
@@ -253,7 +253,7 @@ def show_sample(
                 shape=(batch.micro_batch_size, batch.sequence_length),
                 device=device,
                 end_of_document=loader.document_boundary,
-                end=end if pairs else None,
+                ends=[end, *_ends_of_chats(loader)] if pairs else (),
             )
     found = (
         "a held-out prompt, and how the model answers it:" if pairs else "a held-out text, and how the model goes on:"
@@ -261,3 +261,13 @@ def show_sample(
     log(found, style="bold")
     log(tokenizer.decode(prompt), style="dim")
     log(tokenizer.decode(answer))
+
+
+def _ends_of_chats(loader: DataLoader) -> Collection[int]:
+    """The tokens that end the answers of chats, where the run trains on them."""
+    if loader.pairing is None or not loader.pairing.format.template:
+        return ()
+    from recipes.data.text.chat import ends_of_answers
+    from recipes.data.text.pair_format import template_of
+
+    return ends_of_answers(template_of(loader.pairing.format, loader.tokenizer), loader.tokenizer)[0]

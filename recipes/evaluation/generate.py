@@ -1,9 +1,11 @@
 """Generates text with a model on one device, token by token, with a key/value cache. V vocabulary, T tokens."""
 
+import datetime
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +15,14 @@ from models.transformers_config import TransformersConfig
 from parallel.dist import let_segments_grow
 from parallel.errors import UserError
 from parallel.kernels import without_plans
+from recipes.data.config import DataConfig
+from recipes.data.text.chat import ChatTemplate, chat_settings, ends_of_answers
+from recipes.data.text.pair_format import PairFormat, template_of
+from recipes.evaluation.by_transformers import open_exported, texts_of
 from recipes.evaluation.opened import OpenedModel, stream_text
 from recipes.evaluation.sampling import Sampling, next_token
+from recipes.files.screen import say
+from recipes.weights.companions import ignored_settings, repetition_penalty
 from recipes.weights.convert import load_weights
 from recipes.weights.locate import Weights, find_weights
 
@@ -24,12 +32,22 @@ PREFILL_TOKENS = 512
 FIRST_TOKENS = 4096
 
 
+class ReadyModel(NamedTuple):
+    """A model with what belongs to its prompts."""
+
+    text: OpenedModel  # as it continues texts
+    chat: OpenedModel  # as it answers messages
+    template: ChatTemplate | None  # of messages
+    problem: str  # why there is no template
+    around: tuple[str, str]  # texts before and after each prompt, as in its training
+    context: int  # tokens of a prompt and its answer at most
+    penalty: float  # of repetitions
+
+
 def open_model(path: str | Path | Weights, *, dtype: torch.dtype, device: torch.device) -> OpenedModel:
     """Load a Hugging Face folder, a checkpoint, or a run's newest one onto a device. Raises UserError if impossible."""
     weights = path if isinstance(path, Weights) else find_weights(path)
     if isinstance(weights.model, TransformersConfig):
-        from recipes.evaluation.by_transformers import open_exported
-
         return open_exported(weights, dtype=dtype, device=device)
     tokenizer = weights.tokenizer
     with torch.device("meta"):
@@ -57,6 +75,34 @@ def choose_device(device: str | None, dtype: str | None) -> tuple[torch.device, 
     return found, getattr(torch, dtype or ("float32" if found.type == "cpu" else "bfloat16"))
 
 
+def open_for_prompts(
+    weights: Weights, data: DataConfig | None, *, template: str | None, open_as: Callable[..., OpenedModel]
+) -> ReadyModel:
+    """A model with what belongs to its prompts. data: of the run that made it. template: a file; "" = what came with
+    the weights; None = no chats. open_as: such as open_model(). Raises UserError like it, and for an unusable file."""
+    companions, found, ends = weights.description.companions, None, tuple[int, ...]()
+    if ignored := [] if weights.model.by_transformers else ignored_settings(companions):
+        say(f"generation_config.json: not obeyed here: {', '.join(ignored)}", to=2)
+    penalty, problem = repetition_penalty(companions, where=weights.path), ""
+    try:
+        if template is not None:
+            date = data.chat_date if data and data.chat_date else datetime.date.today().isoformat()
+            settings = chat_settings(companions, template=template, date=date)
+            found = template_of(PairFormat(**settings), weights.tokenizer)
+            ends, _ = ends_of_answers(found, weights.tokenizer)
+    except UserError as error:  # in the words of a recipe
+        problem = str(error).partition(": ")[2].partition(";")[0]
+        if template:
+            raise UserError(f"--chat: {problem}; write --chat-template FILE.jinja") from None
+    opened = open_as(weights)
+    text = replace(opened, as_pairs=bool(data and data.has_pairs))
+    chat = replace(opened, as_pairs=True, ends=(*opened.ends, *ends))
+    around = (data.prompt_prefix, data.prompt_suffix) if data else ("", "")
+    longest = opened.facts.context_length
+    context = min(longest, getattr(weights.model, "positions", 0) or longest)
+    return ReadyModel(text, chat, found, problem, around, context, penalty)
+
+
 def continue_text(
     opened: OpenedModel,
     prompt: str,
@@ -64,24 +110,42 @@ def continue_text(
     *,
     log: Callable[[str], object],
     log_prompt: Callable[[str], object] | None = None,
+    beams: int = 1,
+    outputs: int = 1,
 ) -> tuple[int, float]:
     """Pass prompt and continuation to `log`, piece by piece, to the end of a document. Returns (new tokens, seconds).
 
-    log_prompt: receives the prompt instead of `log`.
+    log_prompt: receives the prompt instead of `log`. beams, outputs: of models of transformers; several outputs have a
+    line above each.
     """
-    started = time.perf_counter()
+    started, made = time.perf_counter(), list[int]()
     ids = opened.prompt_ids(prompt)
-    made: list[int] = []
+    for number, text in enumerate(texts_after(opened, ids, sampling, made=made, beams=beams, outputs=outputs), 1):
+        if outputs > 1:
+            log(("\n" if number > 1 else "") + f"--- {number} of {outputs}\n")
+        (log_prompt or log)(prompt + ("\n" if opened.encoder_decoder else ""))
+        for piece in text:
+            log(piece)
+    return len(made), time.perf_counter() - started
 
-    def noted() -> Iterator[int]:
-        for token in generate(cast(Decoder, opened.model), ids, sampling, stop_ids=opened.stop_ids()):
+
+def texts_after(
+    opened: OpenedModel, ids: Sequence[int], sampling: Sampling, *, made: list[int], beams: int = 1, outputs: int = 1
+) -> Iterator[Iterator[str]]:
+    """Yield the texts after a prompt, each in pieces as they come. made: receives their tokens."""
+
+    def noted(tokens: Iterable[int]) -> Iterator[int]:
+        for token in tokens:
             made.append(token)
             yield token
 
-    (log_prompt or log)(prompt)
-    for piece in stream_text(noted(), opened.tokenizer.decode, after=ids):
-        log(piece)
-    return len(made), time.perf_counter() - started
+    several: Iterable[Iterable[int]]
+    if isinstance(opened.model, Decoder):
+        several = [generate(opened.model, ids, sampling, stop_ids=opened.stop_ids())]
+    else:
+        several = texts_of(opened, ids, sampling, beams=beams, outputs=outputs)
+    for tokens in several:
+        yield stream_text(noted(tokens), opened.tokenizer.decode, after=() if opened.encoder_decoder else ids)
 
 
 def generate(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import nn
 
@@ -31,13 +32,17 @@ class OpenedModel:
     as_pairs: bool = False
     """Whether special tokens that a prompt spells out are these tokens, as in the prompts of pairs and chats."""
 
+    @cached_property
+    def _spelled_out(self) -> Tokenizer:
+        return replace(self.tokenizer, backend=text_library(self.tokenizer.json, spelled_out=True))
+
     def prompt_ids(self, text: str) -> list[int]:
         """The tokens of a text at the beginning of a document."""
         # The config of a model trained with a beginning token names it, and then its tokenizer adds it. Models trained
         # here see none, whatever their tokenizer would add.
         tokenizer, special = self.tokenizer, self.encoder_decoder
         if self.as_pairs:
-            tokenizer = replace(tokenizer, backend=text_library(tokenizer.json, spelled_out=True))
+            tokenizer = self._spelled_out
         else:
             special |= self.facts.bos_token_id is not None
         ids = tokenizer.ids(text, special=special)

@@ -11,13 +11,17 @@ There are two kinds, because neither of the two kinds of lock that Unix has serv
 Between nodes, both work over NFS (v4, or v3 with lockd) and over Lustre mounted with -o flock. Imports no torch.
 """
 
+import argparse
 import errno
 import fcntl
 import os
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -29,16 +33,38 @@ PATIENCE_HERE = 15.0
 PATIENCE_ELSEWHERE = 120.0
 """Seconds to wait for a process on another host: an NFSv4 server keeps a dead host's locks for its lease, often 90."""
 SECONDS_BETWEEN_LOOKS = 0.2
-ANOTHER_NAME = "give this run another name (--run.name OTHER)"
 HELD = (errno.EACCES, errno.EAGAIN)
 """The errors that POSIX allows for a lock that another process holds."""
+
+
+def free_name(folder: Path) -> str:
+    """A name with a number that nothing beside this folder has."""
+    return next(name for n in count(2) if not folder.with_name(name := f"{folder.name}-{n}").exists())
+
+
+def own_name(folder: Path) -> str:
+    """What --run.name auto stands for in the run that would have this folder; scripts/run.sh tells its processes."""
+    if job := os.environ.get("SLURM_JOB_ID"):  # started again, it goes on
+        return f"{folder.name}-{job}"
+    return free_name(folder) if folder.exists() else folder.name
+
+
+def another_name(folder: Path) -> str:
+    """What to write where a run has this folder already: the command of this process with a name that is free."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--check", "--processes", "--nodes", "--run.name"):
+        parser.add_argument(option, action="store_true" if option == "--check" else "store")
+    words = [*parser.parse_known_args(sys.argv[1:])[1], "--run.name", free_name(folder)]
+    train = Path(sys.argv[0])
+    command = [os.path.relpath(train.parent / "scripts/run.sh"), *words] if train.name == "train.py" else words[-2:]
+    return f"give this run another name: {shlex.join(command)}"
 
 
 def begun_meanwhile(folder: Path) -> UserError:
     """The error of a process that finds a run in a folder that did not exist when it looked."""
     return UserError(
         f"{folder} is in use: another process began this run while this one started. The same command resumes it when"
-        f" that has ended; or {ANOTHER_NAME}"
+        f" that has ended; or {another_name(folder)}"
     )
 
 
@@ -138,7 +164,7 @@ class FolderLock:
         folder: Path,
         *,
         log: Callable[[str], None],
-        remedy: str = ANOTHER_NAME,
+        remedy: str = "",
         here: float = PATIENCE_HERE,
         elsewhere: float = PATIENCE_ELSEWHERE,
     ) -> bool:
@@ -151,7 +177,7 @@ class FolderLock:
         Args:
             folder: the folder to lock.
             log: receives one line of text per message.
-            remedy: what the user can do instead of ending the other process.
+            remedy: what the user can do instead of ending the other process; "" = give the run another name.
             here: seconds to wait for a process on this host.
             elsewhere: seconds to wait for a process on another host.
 
@@ -181,7 +207,7 @@ class FolderLock:
                 waits = True
             time.sleep(SECONDS_BETWEEN_LOOKS)
         raise UserError(
-            f"{folder} is in use: {holder} has locked it; end that first, or {remedy}."
+            f"{folder} is in use: {holder} has locked it; end that first, or {remedy or another_name(folder)}."
             f" If that host is dead and the file system has not noticed, remove {file}"
         )
 

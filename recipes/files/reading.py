@@ -12,6 +12,7 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -175,6 +176,12 @@ def is_folder(path: Path) -> bool:
             raise fault(f"{path} cannot be read", error) from None
 
     return stat.S_ISDIR(patiently(mode))
+
+
+def similar(path: Path) -> str:
+    """The end of a message that a path does not exist: the most similar name beside it, if there is one."""
+    close = get_close_matches(path.name, names_in(path.parent) if path.parent.is_dir() else [], n=1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def read_whole(file: Path, *, most: int = LARGEST_TEXT) -> bytes:

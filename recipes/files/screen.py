@@ -21,6 +21,7 @@ SHOW_CURSOR = b"\x1b[?25h\n"
 """What shows a terminal's cursor, which the live line hides."""
 ACTIVE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What acts on a terminal or turns the direction of writing, and halves of surrogate pairs, which cannot be encoded."""
+DIM, GREEN = "2", "32"
 LONGEST_LINE, ITS_END = 4000, 1000
 """Characters of a line that is shown, and of its end, where remedies are, if its middle is left out."""
 PIPE_BUF = 4096
@@ -66,16 +67,16 @@ def _cut(line: str) -> str:
     return f"{line[: LONGEST_LINE - ITS_END]} ... {over:,} characters ... {line[-ITS_END:]}"
 
 
-def say(text: object = "", *, to: int = 1, end: str = "\n", whole: bool = False, dim: bool = False) -> None:
+def say(text: object = "", *, to: int = 1, end: str = "\n", whole: bool = False, style: str = "") -> None:
     """Print to standard output, or to standard error (2): what prints does it here, so that all of it is safe().
 
-    whole: of JSON, TOML and tables of programs, and what a model writes. dim: on a terminal.
+    whole: of JSON, TOML and tables of programs, and what a model writes. style: DIM or GREEN, on a terminal.
     """
     stream = sys.stderr if to == 2 else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     shown = safe(str(text), whole=whole).encode(encoding, "backslashreplace").decode(encoding)
-    if dim and shown and stream.isatty():
-        shown = f"\x1b[2m{shown}\x1b[0m"
+    if style and shown and stream.isatty():
+        shown = f"\x1b[{style}m{shown}\x1b[0m"
     print(shown, end=end, file=stream, flush=True)
 
 

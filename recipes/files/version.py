@@ -1,7 +1,6 @@
 """The version and the commit of this Shardwright. Imports no torch."""
 
 import hashlib
-import json
 import subprocess
 import tomllib
 from importlib import metadata
@@ -9,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKED = "pack.json"
-"""File of a checkout that was packed for a job's nodes, without its git folder: what commit() said of the original."""
 
 
 def version(root: Path = ROOT) -> str:
@@ -24,9 +21,6 @@ def version(root: Path = ROOT) -> str:
 
 def commit(root: Path = ROOT, *options: str) -> dict[str, Any]:
     """The commit of the checkout and whether files have changed since (options: of git status); None without git."""
-    if (root / PACKED).exists():
-        packed: dict[str, Any] = json.loads((root / PACKED).read_text(encoding="utf-8"))
-        return packed
     changes = _git(root, "status", "--porcelain", *options)
     return {
         "git_commit": _git(root, "rev-parse", "HEAD"),

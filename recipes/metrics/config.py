@@ -34,7 +34,7 @@ class MetricsConfig:
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Where rows also go, by name: those of plug-ins, and the two above, which need no name here."""
     picture: bool = True
-    """Draw curves.png, as scripts/plot.py does, when the run ends."""
+    """Write report.html and report.md, as scripts/plot.py does, at validations and when the run ends."""
     calibrated_by: str = ""
     """File, as of --plan --calibrated-by, for the plan that a finished run is compared with; a CPU has none."""
 

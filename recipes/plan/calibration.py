@@ -1,14 +1,11 @@
 """Rates of a machine from what was measured on it: `--plan --calibrated-by FILE`.
 
-FILE is a record of `bench.py --suite gpu`, the environment.json of a run on several processes, which has the speed of
-its network, the metrics.jsonl of a run, or a run's folder, which has both. Its content says which of them it is.
-Imports no torch.
+FILE is the environment.json of a run on several processes, which has the speed of its network, the metrics.jsonl of a
+run, or a run's folder, which has both. Its content says which of them it is. Imports no torch.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -19,18 +16,16 @@ from recipes.files.layout import ENVIRONMENT, METRICS, RECIPE
 from recipes.files.reading import is_folder, json_object, read_text
 from recipes.plan.hardware import Gpu, gpu_of
 from recipes.plan.messages import Group
-from recipes.plan.rates import KERNELS, RATES, SHARES, Rates
-from recipes.plan.time import attention_seconds, product_seconds, step_time
+from recipes.plan.rates import RATES, SHARES, Rates
+from recipes.plan.time import step_time
 from recipes.recipe.load import load
 
 SKIPPED = 3
 """Logged rows of a run that are left out: they compile, warm up and fill the queues of data."""
-KINDS = "a record of bench.py --suite gpu, a run's environment.json or metrics.jsonl, or its folder"
+KINDS = "a run's environment.json or metrics.jsonl, or its folder"
 LEAST, MOST = 1e-3, 1e3
 """Factors that a run may be off its plan; more is another run or another unit."""
-PROMISED = 1.05
-"""Share of a data sheet's number that a measurement may reach."""
-SPREAD = {"record": 0.1, "run": 0.05}
+SPREAD = 0.05
 """How far a step may still be off, as a share of it: assumed, not measured."""
 
 Json = dict[str, Any]
@@ -65,8 +60,6 @@ def _by_content(path: Path, gpu: Gpu | None, *, processes: int) -> tuple[Gpu, Ra
     record = _record(text)
     if record is None:
         raise UserError(f"{path} holds no record; write {KINDS}")
-    if record.get("suite") == "gpu":
-        return _by_kernels(record, path, gpu)
     if "preflight" in record:
         gpu = _same(record["device"], gpu, path)
         return gpu, _by_network(record, path, gpu)
@@ -115,108 +108,9 @@ def _same(device: str, gpu: Gpu | None, path: Path) -> Gpu:
     return gpu or found
 
 
-def _by(rates: Rates, what: str, path: Path, *, spread: float | None = None, of_kernels: bool = False) -> Rates:
+def _by(rates: Rates, what: str, path: Path, *, spread: float | None = None) -> Rates:
     said = f"{rates.calibrated}; {what}" if rates.calibrated else f"by {path.name}: {what}"
-    spread = rates.spread if spread is None else spread
-    return replace(rates, calibrated=said, spread=spread, of_kernels=of_kernels)
-
-
-# A record of bench.py --suite gpu.
-
-
-def _by_kernels(record: Json, path: Path, gpu: Gpu | None) -> tuple[Gpu, Rates]:
-    gpu = _same(record["environment"]["device"], gpu, path)
-    found: dict[str, list[Json]] = {}
-    for row in record["rows"].values():
-        for measured in row.get("measurements", []):
-            if "seconds" in measured:  # else it failed
-                found.setdefault(measured["operation"], []).append(measured)
-    if any(measured["seconds"] <= 0 for rows in found.values() for measured in rows):
-        raise UserError(f"{path} holds times of 0 or less; measure again")
-    if not found:
-        raise UserError(f"{path} has no kernels that were measured; run bench.py --suite gpu again, with --retry")
-    rates = RATES
-    for measure in (_moved, _products, _attention, _loss):  # in this order: each takes what is known already
-        rates = measure(found, gpu, rates)
-    shares = (SHARES[gpu.family], "flash", "cudnn", "moved")
-    if beyond := [name for name in shares if getattr(rates, name) > PROMISED]:
-        raise UserError(f"{path}: {', '.join(beyond)} beyond what is promised of {gpu.name}; is it of another device?")
-    done = ", ".join(name for name in ("product", "attention", "copy", "cast", "optimizer", "loss") if name in found)
-    return gpu, _by(rates, f"its kernels: {done}", path, spread=SPREAD["record"], of_kernels=True)
-
-
-def _moved(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
-    """The share of the bandwidth that copies reach, and the rates of casts and of the optimizer relative to them."""
-    fields = {"copy": "moved", "optimizer": "updated"} | KERNELS
-    reached: dict[str, list[float]] = {}
-    for row in (row for name in ("copy", "cast", "optimizer") for row in found.get(name, [])):
-        if "bytes_per_second" in row:
-            field = fields[row["name"] if "name" in row else row["operation"]]
-            reached.setdefault(field, []).append(row["bytes_per_second"])
-    copies = median(reached.pop("moved", [rates.moved * gpu.bandwidth]))
-    slower: Json = {field: median(values) / copies for field, values in reached.items()}
-    return replace(rates, moved=copies / gpu.bandwidth, **slower)
-
-
-def _products(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
-    """The shares of the peak, by the seconds of all products of a kind together."""
-    rows = [row for row in found.get("product", []) if "as one" not in row["linear"]]
-    fields = {"bf16": SHARES[gpu.family], "float8 tensorwise": "float8", "float8 rowwise": "rowwise"}
-
-    def predicted(rates: Rates, own: list[Json], float8: str) -> float:
-        shapes = [row["shape"] for row in own]
-        return sum(product_seconds(m, n, k, gpu=gpu, rates=rates, float8=float8) for m, k, n in shapes)
-
-    for kind, field in fields.items():
-        own, float8 = [row for row in rows if row["kind"] == kind], kind.partition(" ")[2] or "none"
-        if own and (float8 == "none" or gpu.float8_peak is not None):
-            rates = _scaled(
-                rates, field, partial(predicted, own=own, float8=float8), sum(row["seconds"] for row in own)
-            )
-    return rates
-
-
-def _attention(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
-    """The share of the peak of each kernel, and the rate of the backward pass relative to the forward pass."""
-    rows = {(row["backend"], row["model"], row["passes"]): row for row in found.get("attention", [])}
-    pairs = [
-        (row, rows[kernel, model, "both"])
-        for (kernel, model, passes), row in rows.items()
-        if passes == "forward" and kernel in ("flash", "cudnn") and (kernel, model, "both") in rows
-    ]
-
-    def predicted(rates: Rates, own: list[Json], *, backward: bool) -> float:
-        total = 0.0
-        for row in own:
-            flops, tokens = 1e12 * row["tflops"] * row["seconds"], row["tokens"]
-            total += attention_seconds(flops, row["backend"], gpu=gpu, rates=rates, sequence=tokens)[backward]
-        return total
-
-    for kernel in dict.fromkeys(row["backend"] for row, _ in pairs):
-        own = [row for row, _ in pairs if row["backend"] == kernel]
-        measured = sum(row["seconds"] for row in own)
-        rates = _scaled(rates, kernel, partial(predicted, own=own, backward=False), measured)
-    backward = sum(both["seconds"] - forward["seconds"] for forward, both in pairs)
-    if backward > 0:
-        own = [forward for forward, _ in pairs]
-        rates = _scaled(rates, "attention_backward", partial(predicted, own=own, backward=True), backward)
-    return rates
-
-
-def _loss(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
-    """Bytes per logit that the loss seems to move, eager in chunks and compiled."""
-    for kind, field in (("eager", "loss_chunked"), ("compiled", "loss_compiled")):
-        if own := [row for row in found.get("loss", []) if row["kind"] == kind]:
-            seconds, logits = sum(row["seconds"] for row in own), sum(row["logits"] for row in own)
-            rates = replace(rates, **{field: seconds * rates.moved * gpu.bandwidth / logits})
-    return rates
-
-
-def _scaled(rates: Rates, field: str, predicted: Callable[[Rates], float], measured: float) -> Rates:
-    """The rates with a field, a share of a peak, at which the predicted seconds are the measured ones."""
-    for _ in range(20):  # not all of the seconds are inversely proportional to it: products may wait for memory
-        rates = replace(rates, **{field: getattr(rates, field) * predicted(rates) / measured})
-    return rates
+    return replace(rates, calibrated=said, spread=spread)
 
 
 # Pre-flight's measurements.
@@ -288,7 +182,7 @@ def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates, *, planned: in
             f"{path}: a step of {measured:.3g} s cannot be one of {gpu.name} at any speed; is it another run's?"
         )
     what = f"{len(seconds)} steps of {recipe.run.name}: computing takes {factor:.2f} times as long"
-    return gpu, _by(slowed(rates, factor), what, path, spread=SPREAD["run"] if planned == processes else None)
+    return gpu, _by(slowed(rates, factor), what, path, spread=SPREAD if planned == processes else None)
 
 
 def _nodes(processes: int, gpu: Gpu) -> int:

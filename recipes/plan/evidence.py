@@ -14,8 +14,6 @@ BOTH = {"experts and float8": {"experts", "float8"}, "pipeline and float8": {"pi
 """Kinds that have two of the traits, whose errors add up."""
 KINDS = (*BOTH, "experts", "B200", "pipeline", "H200", "context", "float8", "tensor", "A100", "H100")
 """Each step is of the first kind that describes it, and so is each row."""
-BEYOND_KERNELS = frozenset({*BOTH, "experts", "pipeline", "context", "tensor"})
-"""Kinds whose range stays when kernels alone are calibrated: most of what is uncertain is between kernels."""
 FEW = 1.5
 """Power of the largest factor where rows are too few for their nine tenths, or none is like the step. Assumed."""
 # ROWS: kind -> its rows, and how far nine in ten were off, as a share. TOGETHER: trait -> later ones in the same row.
@@ -68,10 +66,7 @@ def kind_of(traits: tuple[str, ...]) -> str:
 
 def range_of(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, str]:
     """How far the step may be off, as a share of it, and from what that is known."""
-    traits = traits_of(work, gpu)
-    if rates.spread is not None and not (rates.of_kernels and kind_of(traits) in BEYOND_KERNELS):
-        return rates.spread, "calibrated"
-    return _by_rows(traits)
+    return _by_rows(traits_of(work, gpu)) if rates.spread is None else (rates.spread, "calibrated")
 
 
 @lru_cache(256)

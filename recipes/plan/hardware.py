@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
+from parallel.errors import UserError, listed
 from recipes.metrics.hardware import MEMORY, bf16_peak
 
 Family = Literal["hopper", "hopper, HBM3e", "hopper, 500 W", "ampere"]
@@ -77,6 +78,13 @@ def gpu_of(device: str) -> Gpu | None:
     """The GPU that a driver names so, such as "NVIDIA A100-SXM4-80GB"; None for any other, or a part of one."""
     found = re.search(r"\b(H100|H200|B200|A100)\b(?!.*\b(PCIe|NVL|MIG)\b)", device, re.IGNORECASE)
     return GPUS["A100-40" if "40GB" in device else found[1].upper()] if found else None
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU with this name, in any case. Raises UserError for another."""
+    if name.upper() not in (known_names := {known.upper(): gpu for known, gpu in GPUS.items()}):
+        raise UserError(f"--gpu {name}: unknown; write {listed(list(GPUS), last='or')}")
+    return known_names[name.upper()]
 
 
 @cache

@@ -2,8 +2,10 @@
 
 A constant marked (fitted) begins at the number that its source gives, or that is assumed where none is named. It is
 then fitted to published measurements by `python -m tests.published.errors`, with the uncertainty that
-tests/published/fit.py states. One marked (measured) is what calibration finds in the record of an H200, a share that
-other GPUs are assumed to reach, too. The others are counted or assumed. Calibration replaces fields. Imports no torch.
+tests/published/fit.py states. One marked (measured) is what tests/published/kernels.py finds in the record of an H200,
+a share that other GPUs are assumed to reach, too. The others are counted or assumed. Calibration replaces fields.
+
+Imports no torch.
 """
 
 from dataclasses import dataclass
@@ -17,13 +19,6 @@ SHARES = {
     "ampere": "products_ampere",
 }
 """Family of a GPU -> the field of Rates with the share of its peak."""
-KERNELS = {
-    "weights to bfloat16 and copied": "moved",
-    "weights to float8, eager": "cast_eager",
-    "gradient added up in float32": "added",
-    "activation to float8, compiled": "cast",
-}
-"""Name of a cast that `bench.py --suite gpu` measures -> the field of Rates with its rate."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +119,6 @@ class Rates:
     # What the plan says of itself.
     spread: float | None = None
     """How far a step may be off, as a share of it; None: as far as published rows of its kind (evidence.py)."""
-    of_kernels: bool = False
-    """Whether kernels alone were calibrated."""
     calibrated: str = ""
     """What replaced fields, such as a file; empty if nothing did."""
 

@@ -19,7 +19,7 @@ from models.registry import Costs as Costs  # for facts of parts
 from models.registry import Place
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.data.text.sources import NAMED, SUFFIXES
+from recipes.data.text.sources import SUFFIXES
 from recipes.files.border import foreign
 from recipes.metrics.config import COLUMNS
 from recipes.optimization.config import OptimizerFacts
@@ -96,7 +96,7 @@ def file_format(end: str, read: Callable[[Path], Iterable[str | Mapping[str, Any
 
     Example: file_format(".json", lambda path: json.loads(path.read_text()))
     """
-    if not end.startswith(".") or end != end.lower() or end.endswith((*SUFFIXES, NAMED)):
+    if not end.startswith(".") or end != end.lower() or end.endswith((*SUFFIXES, ".csv")):
         raise UserError(f"{end!r}: write the end of names in lower case, with a dot, that is not read already")
     _add("format", end, read, call=read)
 

@@ -28,9 +28,9 @@ from recipes.recipe.fields import (
 )
 from recipes.recipe.schema import Recipe
 
-OPTIONS = ("check", "plan", "processes", "nodes", "help")
+OPTIONS = ("check", "plan", "show", "processes", "nodes", "help")
 """Options of train.py itself."""
-OF_PLAN = ("gpu", "tokens", "price", "json", "picture", "calibrated_by", "search", "numerics", "write")
+OF_PLAN = ("gpu", "tokens", "price", "json", "calibrated_by", "search", "numerics", "write")
 """Options of --plan alone."""
 Flags = list[tuple[str, list[str]]]
 """(dotted key, its words), in the order of the command line."""

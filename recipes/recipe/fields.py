@@ -34,11 +34,12 @@ COMMAND_LINE = "command line"
 """Where a value was written that no file has."""
 BEFORE = {"data.border_targets": True}
 """What runs did before a field existed whose default is something else. A run that goes on keeps its value."""
+GONE = {"compile.cache": "torch keeps compiled code in TORCHINDUCTOR_CACHE_DIR (docs/running.md); remove it"}
+"""Fields of older versions -> what to do instead. The recipe.toml of a run may still have them; nothing reads them."""
 LARGEST = 2**63
 """Integers of TOML are smaller."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """Attribute of a range of annotated_types -> its sign."""
-
 
 _kind: ContextVar[Any] = ContextVar("_kind", default=Recipe)
 
@@ -246,6 +247,8 @@ def unknown_section(name: str) -> str:
 
 def unknown_key(key: str) -> str:
     """The message for a dotted or bare key that does not exist."""
+    if key in GONE:
+        return f"is gone; {GONE[key]}"
     section, _, name = _normal(key).rpartition(".")
     if name == "base":
         return 'unknown key; base = "other.toml" belongs in a file, above its first [section]'
@@ -272,9 +275,9 @@ def unknown_key(key: str) -> str:
 
 def _of_other_programs(name: str, what: str) -> str | None:
     """The message for what other programs call learning_rate, tp, cp_size, pp, ...; None for other names."""
-    name = _normal(name)
     from recipes.recipe.synonyms import FIELDS
 
+    name = _normal(name)
     field = FIELDS.get(name) or FIELDS.get(re.sub("(_degree|_size)?$", "", name, count=1))
     return f"unknown {what}; did you mean {field}?" if field else None
 

@@ -17,10 +17,12 @@ from parallel.errors import UserError
 from recipes.files.added import FORMATS, SOURCES
 from recipes.files.exit_codes import FINISHED
 from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_steps
+from recipes.files.lock import own_name
 from recipes.files.reading import SHOWN, fault, read_whole, toml_table, user_path
 from recipes.recipe.fields import (
     BEFORE,
     COMMAND_LINE,
+    GONE,
     Problem,
     Written,
     default_recipe,
@@ -145,6 +147,8 @@ def _load(
         before = _assemble(run, None)
         overrides, wrong = command_line.parse(flags, before)
         problems += unexpected + wrong + run.put(overrides, COMMAND_LINE)
+        if overrides.get("run.name") == "auto":
+            run.values["run.name"] = own_name(_folder(run.values).with_name(Path(path).stem))
     problems += settle_paths(run)
     _keep_values_of_run(run)
     if kind is not Recipe or run.values.get("plugins.versions"):
@@ -235,11 +239,8 @@ def to_toml(recipe: Recipe) -> str:
         tables["model"] = {name: tables["model"][name] for name in NO_SHAPE}
     del tables["data"]["source" if recipe.data.mixture else "mixture"]
     del tables["validation"]["source" if recipe.validation.sources else "sources"]
-    last = recipe.stages[-1:]
-    stages = [
-        {"name": stage.name, **({} if stage in last else {"until": stage.until}), **stage.changes}
-        for stage in recipe.stages
-    ]
+    ends = [{} if stage in recipe.stages[-1:] else {"until": stage.until} for stage in recipe.stages]
+    stages = [{"name": one.name, **end, **one.changes} for one, end in zip(recipe.stages, ends, strict=True)]
     return "\n".join(
         "\n".join([head, *(f"{name} = {toml(value)}" for name, value in values.items()), ""])
         for head, values in [(f"[{name}]", values) for name, values in tables.items()]
@@ -261,6 +262,8 @@ def _read(tables: dict[str, Any], origin: str, run: Written) -> list[Problem]:
             problems.append(Problem(section, message, toml(table), origin))
         else:
             values |= {f"{section}.{name}": value for name, value in table.items()}
+    if states_all(values):  # the recipe.toml of a run
+        values = {key: value for key, value in values.items() if key not in GONE}
     return problems + run.read(values, origin, lambda key: None if key in field_types() else unknown_key(key))
 
 

@@ -26,7 +26,7 @@ READ = (
     ),
 )
 """Fields whose paths are read."""
-WRITTEN = {"run.output": 600, "data.cache": 600, "compile.cache": 100, "run.name": 0, "run.continue_from": 0}
+WRITTEN = {"run.output": 600, "data.cache": 600, "run.name": 0, "run.continue_from": 0}
 """Fields whose paths are relative to the current folder, as runs are -> the bytes that names inside it need."""
 NO_PATHS = ("hf:", "train:", "python-stdlib", FROM_WEIGHTS, FROM_CONFIG)
 """What else these fields may say, by its beginning."""
@@ -69,7 +69,7 @@ def is_path(text: str, key: str) -> bool:
         return text.endswith(".py")
     if key == "validation.tasks":
         return "/" in text or text.endswith((".yaml", ".yml"))
-    if key in ("run.output", "data.cache", "compile.cache"):  # an address will not do
+    if key in ("run.output", "data.cache"):  # an address will not do
         return True
     return not is_remote(text) and not text.startswith(NO_PATHS)
 

@@ -41,7 +41,7 @@ class RunConfig:
     """Name, output folder and length of the run."""
 
     name: Annotated[str, MinLen(1)] = "unnamed"
-    """Name of the run; its files are written to `output`/`name`."""
+    """Name of the run; its files go to `output`/`name`. --run.name auto: that of the file, with a number if taken."""
     output: Annotated[str, MinLen(1)] = "runs"
     """Folder that holds all runs, relative to the current folder."""
     steps: Annotated[int, Ge(1)] = 100
@@ -66,6 +66,8 @@ class RunConfig:
     """With mesh.replicate, tensor or pipeline > 1, compare the bits of copies after so many steps and before saves."""
     hang_timeout: Annotated[float, Interval(ge=0, le=86400)] = 600.0
     """End the run after so many seconds without progress; 0 = off. Start-up, first step, validation, saves get more."""
+    node_timeout: Annotated[float, Interval(ge=0, le=86400)] = 10.0
+    """A node whose launcher is silent for so many seconds is lost: the others end, or restart. 0 = off."""
 
     @property
     def folder(self) -> Path:

@@ -1,7 +1,7 @@
 """Values that nothing reads: which fields need others to have an effect.
 
 A field is refused only where this recipe sets it, to another value than the default; its bases may set what they like.
-float8.emulate and compile.cache, which say something of a machine, are not among them. Imports no torch.
+float8.emulate, which says something of a machine, is not among them. Imports no torch.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

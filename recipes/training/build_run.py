@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     from recipes.evaluation.beside import Beside
     from recipes.metrics.float8_samples import CastSampler
     from recipes.metrics.profile import StepProfiler
-    from recipes.training.kept_code import KeptCode
     from recipes.weights.description import Description
     from recipes.weights.locate import Weights
 
-    Observer = Beside | KeptCode | StepProfiler | CastSampler
+    Observer = Beside | StepProfiler | CastSampler
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
         from recipes.checkpoint.together import wait_for_small_files
 
         wait_for_small_files(checkpoint, world)
-    weights = _weights_for(loaded, checkpoint)
+    weights = weights_for(loaded, checkpoint)
     starts_from = weights if recipe.model.weights and checkpoint is None else None
     built = build(recipe, world, weights=starts_from)
     throughput = _throughput(recipe, process)
@@ -167,7 +166,7 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     return Run(process, stage, built, loader, checkpoints, guard, recorder, observers, tasks)
 
 
-def _weights_for(loaded: LoadedRecipe, checkpoint: Path | None) -> "Weights | None":
+def weights_for(loaded: LoadedRecipe, checkpoint: Path | None) -> "Weights | None":
     """What load() located; looked up again only if that was a checkpoint of this run that has been set aside since, or
     if the run begins as a fork."""
     weights, recipe = loaded.weights, loaded.recipe
@@ -306,10 +305,6 @@ def validation_tasks(
 def observers_of(recipe: Recipe, process: Process, built: Built) -> "tuple[Observer, ...]":
     """What the recipe asks to watch steps with, the outermost first."""
     observers: list[Observer] = []
-    if recipe.compile.enabled and recipe.compile.cache:
-        from recipes.training.kept_code import KeptCode
-
-        observers.append(KeptCode(recipe, process, built.mesh))
     if recipe.profile.trace_steps and process.profiler:
         observers.append(process.profiler)
     if recipe.float8.sample_every:

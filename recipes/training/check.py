@@ -39,6 +39,8 @@ NAMED = 5
 UNSEEN = ("later rows", "held-out texts", "tasks", "GPUs", "room on the disk")
 FORCE = "FORCE"
 """The environment variable with which a job's check refuses what cannot fit ("0"), or only warns, as without it."""
+HERE = "PROCESSES_HERE"
+"""What scripts/run.sh would start here, for recipes that name no other hardware."""
 LARGEST_DEVICE = 192e9
 """Bytes; no device that the recipes name has more."""
 
@@ -51,6 +53,10 @@ def check(path: str, arguments: Sequence[str], *, processes: int | None, nodes: 
     """
     try:
         loaded = load_run(path, arguments, processes=processes, nodes=nodes)
+        run, here = loaded.recipe.run, os.environ.get(HERE, "")
+        if processes is None and here and not hardware_of(run.name, written=run.hardware):
+            processes = int(here)
+            loaded = load_run(path, arguments, processes=processes, kind=type(loaded.recipe))
         verdict = look_at_first_rows(loaded)
         _print(loaded.recipe, processes, nodes, loaded.origins)
     except TemporaryError:
@@ -119,6 +125,7 @@ def _print(recipe: Recipe, processes: int | None, nodes: int | None, origins: Ma
     stages = [Facts.of(stage, processes, nodes, hardware) for stage in stages_of(recipe)]
     other = "" if processes else "; for other numbers: --check --processes N --nodes M"
     lines = [*_head(recipe), *trunk, *_lines_of_stages(stages, other), *_epochs(recipe)]
+    lines += dict.fromkeys(note for one in stages if (note := one.recipe.data.shares_note))
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     lines = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]  # as TOML wants comments
     say("".join(f"# {line}\n" for line in lines) + "\n" + to_toml(recipe), end="", whole=True)

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from models.config import ModelConfig
 from models.hf import beyond_hf, export_of
 from parallel.config import MeshDegrees
+from recipes.data.config import DataConfig
 from recipes.files.atomic import Lines, utc_now
 from recipes.files.interpreter import ROOT
 from recipes.files.layout import CHECKPOINTS
@@ -159,7 +160,7 @@ def interrupted_message(signal: str, step: int, *, saved: bool, every: int) -> s
 def early_notes(recipe: Recipe, *, entries: int) -> list[str]:
     """What a user should know before the first step. entries: those of the tokenizer."""
     vocabulary = recipe.model.vocabulary
-    lines = [] if recipe.checkpoint.every else [NOT_SAVED]
+    lines = [*filter(None, [recipe.data.shares_note, "" if recipe.checkpoint.every else NOT_SAVED])]
     if (unused := 1 - entries / vocabulary) > 0.01:  # vocabularies are rounded up to suit the kernels
         lines.append(
             f"the tokenizer has {entries:,} entries, the model's vocabulary {vocabulary:,}:"
@@ -173,7 +174,7 @@ BORDER_UNSAVED = "the stage is done, but its last checkpoint is not saved; the s
 UNSAVED = "all steps are done, but the last checkpoint is not saved; the same command tries again"
 
 
-def last_lines(folder: Path, model: ModelConfig) -> list[str]:
+def last_lines(folder: Path, model: ModelConfig, data: DataConfig) -> list[str]:
     """The last lines of a finished run: the files in its folder, and what can be done with its weights."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     lines = [f"written to {folder}: {' '.join(names)}"]
@@ -183,8 +184,9 @@ def last_lines(folder: Path, model: ModelConfig) -> list[str]:
         run = shlex.quote(str(folder))
         lines += [
             "next:",
-            f'  {python}/generate.py {run} "Once upon a time"',
+            f"  {python}/generate.py {run} " + ("--chat" if data.messages_field else '"Once upon a time"'),
             f"  {python}/checkpoint.py list {run}",
+            *([f"  {python}/serve.py {run}"] if data.messages_field else []),
             *([] if there else [f"  {python}/convert_hf.py export {run} {run}-hf"]),
         ]
     return lines

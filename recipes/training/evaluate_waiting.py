@@ -33,7 +33,7 @@ from recipes.training.build_run import open_loader, validation_tasks
 from recipes.training.console import Console
 from recipes.training.process import Process
 from recipes.training.resume import describe
-from recipes.training.run_folder import draw_curves, step_of
+from recipes.training.run_folder import Report, step_of
 from recipes.weights.locate import find_weights
 
 
@@ -86,7 +86,7 @@ def evaluate_waiting(folder: Path, modules: list[str], *, device: str, attempts:
             Lines(folder / METRICS, log=say).append(*map(json.dumps, rows))
             lock.release()
             if rows and recipe.metrics.picture:
-                draw_curves(folder, log=say)
+                Report(folder).write(log=say)
     return FINISHED
 
 

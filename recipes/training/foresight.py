@@ -38,14 +38,11 @@ class Foresight:
         seconds = {"predicted_seconds": self.predicted, "measured_seconds": measured}
         return {"plan": seconds | {"ratio": measured / self.predicted, "calibrated": self.by}}
 
-
-def line(row: dict[str, Any]) -> str:
-    """The row as a line for people."""
-    plan = row["plan"]
-    return (
-        f"plan: {plan['measured_seconds']:.3g} s per step, {plan['predicted_seconds']:.3g} predicted"
-        f" ({plan['ratio']:.2f} times as long; {plan['calibrated'] or 'not calibrated'})"
-    )
+    def line(self, row: dict[str, Any]) -> str:
+        """The row as a line for people."""
+        plan, by = row["plan"], self.by or "not calibrated"
+        times = f"{plan['measured_seconds']:.3g} s per step, {self.predicted:.3g} predicted"
+        return f"plan: {times} ({plan['ratio']:.2f} times as long; {by})"
 
 
 def foresight(recipe: Recipe, degrees: MeshDegrees, *, device: str, nodes: int) -> Foresight | None:

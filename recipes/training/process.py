@@ -1,6 +1,8 @@
 """One process of a run: what it has from its first stage to its last, and what environment.json says about it."""
 
+import os
 import platform
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +55,8 @@ class Process:
         world = self.world
         # git looks at every file of the checkout, which may be on a file system that all nodes share.
         about = environment(world_size=world.size, device=world.device) if world.is_main else {}
-        about |= {"attention": attention}
+        command = [os.path.abspath(word) if os.path.isfile(word) else word for word in sys.argv]  # for any folder
+        about |= {"attention": attention, "nodes": len(world.nodes), "command": command}
         if world.size == 1:
             return about
         from recipes.cluster.links import measure_axes, summary

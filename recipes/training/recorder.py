@@ -29,7 +29,7 @@ from recipes.recipe.stages import Stage
 from recipes.training.build import Built
 from recipes.training.console import Console, step_line
 from recipes.training.process import Process
-from recipes.training.run_folder import draw_curves
+from recipes.training.run_folder import Report
 
 if TYPE_CHECKING:
     from recipes.cluster.stragglers import ComputeTime, Stragglers
@@ -96,6 +96,7 @@ class Recorder:
 
             self._foresight = foresight(recipe, mesh.degrees, device=throughput.device_name, nodes=len(world.nodes))
         self._beside = _beside(recipe, tokens=loader.tokens(self._steps), log=console.log)
+        self._report = Report(recipe.run.folder) if recipe.metrics.picture and world.is_main else None
         self.metrics = process.metrics or _writer(recipe, world, progress, console)
         self.metrics.stage = stage.name
         self._stage_end, self._said_epochs = stage.last, clock.step >= stage.last
@@ -123,7 +124,7 @@ class Recorder:
         step_seconds, data_seconds = self._clock.seconds_per_step()
         with self._clock(LOG):
             # Waiting for another process's data is counted as waiting for data here, too.
-            waited = times[1] - data_seconds if times else 0.0
+            waited = times[0] - data_seconds if times else 0.0
             self.goodput.move(STEP, LOADING, waited * self._clock.steps)
             self.log_skipped()
             slow, names = self._stragglers.compare(times) if self._stragglers else ({}, [])
@@ -233,6 +234,8 @@ class Recorder:
                 self._note_validation(step, columns)
             if line:
                 self._console.log(f"step {step:>6}  {line}", style="bold")
+        if self._report and step < self._steps:
+            self._report.begin()
 
     def _note_validation(self, step: int, columns: dict[str, float]) -> None:
         """Write a row, and remember its finite values for a checkpoint of this step."""
@@ -251,10 +254,8 @@ class Recorder:
     def log_plan(self, step: int) -> None:
         """Record how far the plan of the run was off, where there is one."""
         if self._foresight and (row := self._foresight.row()):
-            from recipes.training.foresight import line
-
             self.metrics.write({"step": step, "tokens": self._loader.tokens(step), **row})
-            self._console.log(line(row))
+            self._console.log(self._foresight.line(row))
 
     def state(self, *, finished: bool) -> dict[str, Any]:
         """What a checkpoint of this step keeps, as plain JSON. finished: the run has no steps left."""
@@ -265,10 +266,10 @@ class Recorder:
         return state | ({KEEP_BEST: keep_best} if keep_best else {})
 
     def close(self, *, in_a_hurry: bool = False) -> None:
-        """Finish writing, which may wait for the network, and draw what was written, unless it is in a hurry."""
+        """Finish writing, which may wait for the network, and write the report, unless it is in a hurry."""
         self.metrics.close()
-        if self._recipe.metrics.picture and self._world.is_main and not in_a_hurry:
-            draw_curves(self._recipe.run.folder, log=self._console.log)
+        if self._report and not in_a_hurry:
+            self._report.write(log=self._console.log)
 
 
 def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: Console) -> MetricsWriter:

@@ -2,9 +2,12 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,6 @@ from parallel.errors import UserError
 from recipes.files.atomic import PART, cut_back, keep_rows, sync_folder, write_whole
 from recipes.files.layout import (
     CHECKPOINTS,
-    CURVES,
     ENVIRONMENT,
     EVALUATIONS,
     FLOAT8_SHARES,
@@ -22,11 +24,12 @@ from recipes.files.layout import (
     PROOF,
     QUARANTINE,
     RECIPE,
+    REPORT,
     checkpoint_step,
     holds_results,
     step_folder,
 )
-from recipes.files.lock import ANOTHER_NAME, LOCK, FolderLock, begun_meanwhile
+from recipes.files.lock import LOCK, FolderLock, another_name, begun_meanwhile
 from recipes.files.reading import fault, is_folder, named_faults, names_in
 from recipes.recipe.fields import toml
 from recipes.recipe.load import load, to_toml
@@ -34,8 +37,8 @@ from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of, stages_of
 
 PLOT = Path(__file__).resolve().parents[2] / "scripts/plot.py"
-DRAWING_SECONDS = 60.0
-"""Seconds. On a machine that has never drawn, matplotlib first looks for fonts."""
+PATIENCE = 60.0
+"""Seconds: most that a report may take (where nothing was ever drawn, matplotlib looks for fonts); least between."""
 SILLY = ".nfs"
 """Prefix of the names that NFS gives to deleted files that are still open."""
 
@@ -45,7 +48,7 @@ def check_output_folder(recipe: Recipe) -> None:
     folder = recipe.run.folder
     if not is_folder(folder):
         if folder.is_file():
-            raise UserError(f"{folder} is a file, but the run's files go there; {ANOTHER_NAME}")
+            raise UserError(f"{folder} is a file, but the run's files go there; {another_name(folder)}")
         above = next(parent for parent in folder.absolute().parents if parent.exists())
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             what = "may not be written to" if above.is_dir() else "is no folder"
@@ -63,7 +66,7 @@ def check_output_folder(recipe: Recipe) -> None:
             f" --run.name OTHER --check > {folder / RECIPE}"
         )
     if RECIPE not in names:
-        raise UserError(f"{folder} is not empty and has no {RECIPE}, so it is not a run folder; {ANOTHER_NAME}")
+        raise UserError(f"{folder} is not empty and has no {RECIPE}, so it is not a run folder; {another_name(folder)}")
     if not holds_results(folder):  # a run that ended before its first logged step
         return
     from recipes.training.same_run import require_resumes
@@ -80,7 +83,7 @@ def _require_writable(folder: Path, names: Sequence[str]) -> None:
             os.stat(path)
         raise UserError(
             f"{path} may not be written to by this user. If another one began the run, chmod -R g+rwX {folder} lets"
-            f" the group go on with it (and umask 002 in what starts it); or {ANOTHER_NAME}"
+            f" the group go on with it (and umask 002 in what starts it); or {another_name(folder)}"
         )
 
 
@@ -138,26 +141,30 @@ def _update(file: Path, text: str) -> None:
         write_whole(file, text, sync=True)
 
 
-def draw_curves(folder: Path, *, log: Callable[[str], None]) -> None:
-    """Draw a run's curves.png. In a process of its own: whatever happens there, the run ends as it does without."""
-    command = [sys.executable, str(PLOT), str(folder), "--out", str(folder / CURVES)]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DRAWING_SECONDS,
-            start_new_session=True,
-        )
-        said = done.stderr.strip() or f"exit code {done.returncode}"
-        failure = said.splitlines()[-1] if done.returncode else ""
-    except subprocess.TimeoutExpired:
-        failure = f"it took more than {DRAWING_SECONDS:.0f} s"
-    except OSError as error:
-        failure = str(error)
-    if failure:
-        log(f"{CURVES} was not drawn: {failure}; scripts/plot.py {folder} draws it later")
+class Report:
+    """Writes a run's report in processes of their own: whatever happens there, the run goes on, and ends as without."""
+
+    def __init__(self, folder: Path) -> None:
+        self._command = [sys.executable, str(PLOT), str(folder), "--out", str(folder / REPORT)]
+        self._child: subprocess.Popen[bytes] | None = None
+        self._next = 0.0
+
+    def begin(self) -> None:
+        """Rewrite it without holding up the run, unless that goes on or was begun a moment ago."""
+        if time.monotonic() > self._next and (self._child is None or self._child.poll() is not None):
+            self._next, nowhere = time.monotonic() + PATIENCE, subprocess.DEVNULL
+            with suppress(OSError):
+                self._child = subprocess.Popen(self._command, stdout=nowhere, stderr=nowhere, start_new_session=True)
+
+    def write(self, *, log: Callable[[str], None]) -> None:
+        """Write it, and wait for it. log: receives why that failed."""
+        try:
+            if self._child:
+                self._child.wait(PATIENCE)
+            subprocess.run(self._command, check=True, capture_output=True, timeout=PATIENCE, start_new_session=True)
+        except (subprocess.SubprocessError, OSError) as error:
+            why = (getattr(error, "stderr", None) or str(error).encode()).decode(errors="replace").splitlines()[-1]
+            log(f"{REPORT} was not written: {why}; {shlex.join(self._command[1:3])} writes it later")
 
 
 def own_checkpoint(recipe: Recipe, step: int) -> Path:

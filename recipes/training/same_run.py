@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.data.config import DataConfig
 from recipes.files.layout import CHECKPOINTS, DATA, RECIPE, checkpoint_steps
-from recipes.files.lock import ANOTHER_NAME
+from recipes.files.lock import another_name
 from recipes.files.reading import read_text
 from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.load import load, read_toml
@@ -91,9 +91,10 @@ def _differences(old: Recipe, new: Recipe, steps: int) -> list[str]:
 
 def require_resumes(recipe: Recipe, file: Path | None, *, where: Path | str) -> None:
     """Raises UserError if a recipe may not go on with the run that this place holds. file: its recipe.toml, if any."""
+    other = another_name(recipe.run.folder)
     if recipe.checkpoint.resume == "never":
         raise UserError(
-            f'{where} already holds this run, and checkpoint.resume = "never"; {ANOTHER_NAME}'
+            f'{where} already holds this run, and checkpoint.resume = "never"; {other}'
             ', or continue the run with checkpoint.resume = "auto"'
         )
     if file is None:
@@ -101,17 +102,17 @@ def require_resumes(recipe: Recipe, file: Path | None, *, where: Path | str) -> 
     gone = [f"{name} ({version})" for name, version in versions_in(file).items() if name not in recipe.versions]
     if gone:
         rule = f"was trained with {listed(gone)}, which this recipe does not load; name what is missing in [plugins]"
-        raise UserError(f"{where} {rule} modules, or {ANOTHER_NAME}")
+        raise UserError(f"{where} {rule} modules, or {other}")
     try:
         old = load(file, rules=False, kind=type(recipe))
     except TemporaryError:
         raise
     except UserError as error:
         reason = "was written with another version of the recipe schema, or its model is gone"
-        raise UserError(f"{where} {reason}; {ANOTHER_NAME}\n{error}") from None
+        raise UserError(f"{where} {reason}; {other}\n{error}") from None
     if differences := identity_differences(old, recipe):
         lines = "".join(f"\n  {line}" for line in differences)
-        raise UserError(f"{where} belongs to a different recipe:{lines}\n{ANOTHER_NAME}, or put these keys back")
+        raise UserError(f"{where} belongs to a different recipe:{lines}\n{other}, or put these keys back")
 
 
 def versions_in(file: Path) -> dict[str, str]:

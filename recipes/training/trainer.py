@@ -189,12 +189,12 @@ class Trainer:
         return None
 
     def _end(self, last_line: str) -> None:
-        """last_line: "" for the results, which are all there once the picture is drawn."""
+        """last_line: "" for the results, which are all there once the report is written."""
         self.console.log(self.recorder.goodput.line())
         if last_line:
             self.console.log(last_line)
         self.loader.close()
         self.recorder.close(in_a_hurry=bool(self.interruption.noted))
-        for line in [] if last_line else last_lines(self.recipe.run.folder, self.recipe.model):
+        for line in [] if last_line else last_lines(self.recipe.run.folder, self.recipe.model, self.recipe.data):
             self.console.log(line)
         self.interruption.end()

@@ -8,6 +8,9 @@ from recipes.files.layout import EXPORT
 from recipes.training.build_run import Run
 from recipes.training.run_folder import own_checkpoint
 
+SAMPLES = 6
+"""Of a run, about: each token of one is a forward pass, and a run may validate a thousand times."""
+
 
 def validate(run: Run) -> dict[str, float]:
     """Record the losses of this step, also of its average with the checkpoints before if its stage has enough.
@@ -27,6 +30,9 @@ def validate(run: Run) -> dict[str, float]:
                 run.process.console.log(f"step {step:>6}  NOT AVERAGED: {problem}")
             else:
                 _losses(run, averaged=[*others, step])
+    before, steps = step - recipe.validation.every, recipe.run.steps
+    if step < steps and SAMPLES * step // steps > SAMPLES * before // steps:
+        _sample(run)
     return losses
 
 
@@ -38,17 +44,23 @@ def _losses(run: Run, averaged: Sequence[int] = ()) -> dict[str, float]:
     return losses
 
 
+def _sample(run: Run) -> None:
+    """Write a sample to the log, if the recipe asks for one."""
+    recipe, device = run.stage.recipe, run.process.world.device
+    if count := recipe.validation.sample_tokens:
+        from recipes.evaluation.evaluate import show_sample
+
+        model, seed, log = run.built.model, recipe.run.seed, run.process.console.log
+        show_sample(model, run.loader, recipe.batch, count, device=device, seed=seed, log=log)
+
+
 def write_results(run: Run, *, saved: bool) -> None:
     """Write a sample to the log and the weights to files, if the recipe asks for them. All processes must call it.
 
     saved: whether the last checkpoint is, of which weights are exported.
     """
     recipe, world = run.stage.recipe, run.process.world
-    if count := recipe.validation.sample_tokens:
-        from recipes.evaluation.evaluate import show_sample
-
-        model, seed, log = run.built.model, recipe.run.seed, run.process.console.log
-        show_sample(model, run.loader, recipe.batch, count, device=world.device, seed=seed, log=log)
+    _sample(run)
     if recipe.checkpoint.export_hf and saved:
         from recipes.weights.convert import export_checkpoint
 

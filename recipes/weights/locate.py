@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from models.config import ModelConfig, TextFacts
 from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import CHECKPOINTS, MODEL, RECIPE, TOKENIZER, checkpoint_steps, step_folder
-from recipes.files.reading import is_folder, is_remote, names_in, read_text, toml_table, user_path
+from recipes.files.reading import is_folder, is_remote, names_in, read_text, similar, toml_table, user_path
 from recipes.weights.description import HF_CONFIG, Description, read_description
 
 if TYPE_CHECKING:  # what a run without weights does not need is imported where it is used
@@ -168,14 +168,7 @@ def find_weights(path: str | Path) -> Weights:
     """
     if is_remote(str(path)):
         path = _fetched(str(path))
-    folder = user_path(path)
-    if not is_folder(folder):
-        if folder.exists():
-            raise UserError(f"{folder} is not a folder")
-        from recipes.data.text.hub import download_hint
-
-        remedy = "; write the folder of a model (--plan reads its config.json alone) or a run"
-        raise UserError(f"{folder} does not exist{download_hint(str(path)) or remedy}")
+    folder = local_folder(path)
     if HF_CONFIG in (names := names_in(folder)):
         from recipes.weights.hf_folder import read_model_of
 
@@ -188,6 +181,19 @@ def find_weights(path: str | Path) -> Weights:
     if MODEL in names:
         return Weights(folder, *read_description(folder), is_checkpoint=True)
     raise _no_weights(folder, MODEL)
+
+
+def local_folder(path: str | Path) -> Path:
+    """The folder at a path on this disk. Raises UserError, with the most similar name, if there is none."""
+    folder = user_path(path)
+    if not is_folder(folder):
+        if folder.exists():
+            raise UserError(f"{folder} is not a folder")
+        from recipes.data.text.hub import download_hint
+
+        remedy = "; write the folder of a model (--plan reads its config.json alone) or a run"
+        raise UserError(f"{folder} does not exist{similar(folder) or download_hint(str(path)) or remedy}")
+    return folder
 
 
 def _fetched(address: str) -> Path:

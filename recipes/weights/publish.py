@@ -9,7 +9,7 @@ from recipes.checkpoint.files import read_manifest
 from recipes.data.history import consumed_tokens, from_json
 from recipes.data.text.hub import silence_library
 from recipes.files.border import reason
-from recipes.files.layout import RECIPE
+from recipes.files.layout import RECIPE, REPORT
 from recipes.files.markdown import markdown_table
 from recipes.files.reading import read_text, toml_table
 from recipes.weights.description import Description
@@ -29,16 +29,20 @@ def with_card(description: Description, checkpoint: Path) -> Description:
     recipe = read_text(file) if file.is_file() else ""
     progress, name = manifest.state["progress"], run.name if recipe else checkpoint.name
     model, task = description.model, "text2text" if description.model.is_encoder_decoder else "text"
-    lines = ["---", "library_name: transformers", f"pipeline_tag: {task}-generation", "tags:", "- shardwright", "---"]
+    lines = ["---", "library_name: transformers", "license: unknown", "tags:", "- shardwright"]
+    lines += [f"pipeline_tag: {task}-generation", "---"]
     try:
         made_of = dict(toml_table(recipe)["model"]) if recipe else {}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is damaged ({reason(error)}); bring back the one that the run wrote") from None
     lines += ["", f"# {name}", "", f"A language model with {model.parameters}. Trained with Shardwright"]
-    lines += [f"for {manifest.step:,} steps on {progress['tokens']:,} tokens."]
+    lines += [f"for {manifest.step:,} steps on {progress['tokens']:,} tokens. The licence is yours to fill in."]
     if made_of.get("upcycle"):
         dense = made_of.get("weights")
         lines.append(f"Upcycled: each expert began as the feed-forward of the dense model in `{dense}`.")
+    if not model.is_encoder_decoder:
+        call = 'pipeline("text-generation", "FOLDER, or its name on the hub")("Once upon a time")'
+        lines += ["", "## Usage", "", "    from transformers import pipeline", f"    print({call})"]
     lines += ["", "## Data", ""]
     try:
         consumed = consumed_tokens(from_json(progress.get("history", [])))
@@ -48,6 +52,8 @@ def with_card(description: Description, checkpoint: Path) -> Description:
     if scores := progress.get(VALIDATION):
         rows = [(key, f"{value:.4f}") for key, value in scores.items()]
         lines += ["", "## Evaluation", "", "Losses are in nats per token.", "", *markdown_table(["on", "value"], rows)]
+    if (report := run / Path(REPORT).with_suffix(".md")).is_file():
+        lines += ["", "".join(read_text(report).partition("## Curve\n")[1:]).rstrip()]
     if recipe:
         lines += ["", "## Recipe", "", "```toml", recipe.rstrip(), "```"]
     return replace(description, companions={**description.companions, CARD: "\n".join(lines) + "\n"})

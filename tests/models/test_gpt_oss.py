@@ -89,7 +89,7 @@ def test_logits_and_gradients_are_those_of_transformers(folder: Path) -> None:
     assert (model.config.full_attention_every, model.config.window, model.config.rope_truncate) == (2, 8, False)
     targets = tokens.roll(-1, dims=1)
     expected = theirs(tokens).logits
-    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-5)
     theirs.zero_grad()
     nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     model(tokens, targets).backward()
@@ -100,7 +100,7 @@ def test_logits_and_gradients_are_those_of_transformers(folder: Path) -> None:
         gradient = gradients[how.name] if how.lane is None else gradients[how.name][..., how.lane :: 2]
         gradient = gradient.mT if how.transposed else gradient
         assert gradient.norm() > 0, name
-        assert (parameter.grad - gradient).norm() < 1e-5 * gradient.norm(), name
+        assert (parameter.grad - gradient).norm() < 5e-5 * gradient.norm(), name  # 1.3e-5 on one kind of CPU
         seen.add(how.name)
     assert seen == gradients.keys()
 

@@ -47,6 +47,7 @@ def test_every_size_converts_there_and_back(size: ModelConfig) -> None:
     assert config_to_hf(back, text_facts(written)) == written
     kinds = {"smollm3": "smollm3", "qwen3": "qwen3", "olmo3": "olmo3", "gemma3": "gemma3_text"}
     kinds |= {"mixtral": "mixtral", "olmo2": "olmo2", "olmoe": "olmoe", "gpt": "gpt_oss"}
+    kinds |= {"deepseek": "deepseek_v2"}
     kind = kinds.get(size.name.partition("_")[0], "llama")
     kind = "qwen3_moe" if size.experts and size.qk_norm == "head" else kind
     assert written["model_type"] == kind

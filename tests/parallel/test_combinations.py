@@ -1,12 +1,12 @@
 """Every combination of the mesh's axes trains to the numbers of one process: the short proof of each case's twin."""
 
-import runpy
 from pathlib import Path
 
 import pytest
 
 from parallel.errors import UserError
 from recipes.recipe.load import load
+from tests import write_docs
 from tests.parallel.combinations import (
     CASES,
     EXPERTS,
@@ -17,7 +17,7 @@ from tests.parallel.combinations import (
     processes_of,
     sections_of,
 )
-from tests.processes import ROOT, run_processes
+from tests.processes import run_processes
 from tests.training import DEBUG
 from tests.twins import Compared, compare_cases, each_case, require_proved
 
@@ -53,6 +53,5 @@ def test_what_the_table_of_the_page_calls_refused_is_refused(feature: str, axis:
 
 
 def test_the_table_of_the_page_is_up_to_date() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
-    text = script["PARALLELISM"].read_text(encoding="utf-8")
-    assert text == script["with_combinations"](text), "run python scripts/write_docs.py"
+    text = write_docs.PARALLELISM.read_text(encoding="utf-8")
+    assert text == write_docs.with_combinations(text), "run python -m tests.write_docs"

@@ -1,4 +1,4 @@
-"""Predictions beside the record of bench.py's suite gpu: `python -m tests.published.gpu RECORD` prints them.
+"""Predictions beside a record of tests/gpu/suite.py: `python -m tests.published.gpu RECORD` prints them.
 
 Imports no torch.
 """
@@ -14,15 +14,16 @@ from models.sizes import SIZES
 from parallel.errors import UserError, listed
 from recipes.files.markdown import markdown_table
 from recipes.files.screen import say
-from recipes.lab.bench.gpu import Record
 from recipes.lab.sweep.grid import Row, Sweep, read_sweep
 from recipes.plan.hardware import GPUS, Gpu, gpu_of
 from recipes.plan.memory import predict as predict_memory
-from recipes.plan.rates import KERNELS, RATES, Rates
+from recipes.plan.rates import RATES, Rates
 from recipes.plan.time import attention_seconds, moving_seconds, product_seconds, time_of, update_bytes
 from recipes.plan.work import work_of
 from recipes.recipe.fields import value_of
 from recipes.recipe.load import CONFIGS
+from tests.gpu.suite import Record
+from tests.published.kernels import KERNELS
 
 SWEEP = CONFIGS / "sweeps/gpu_bench.toml"
 Json = dict[str, Any]

@@ -1,6 +1,7 @@
 """scripts/checkpoint.py as users run it."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -125,6 +126,25 @@ def test_checkpoint_deleted_after_its_last_byte_was_read_is_not_damaged(
 
     monkeypatch.setattr(look, "verify", verify_and_delete)
     assert list(look.table([path], thorough=True))[1] == ("step-00000002  deleted in the meantime", 0)
+
+
+def test_delete_lists_what_the_rules_do_not_keep_and_deletes_it_with_yes(run: Path) -> None:
+    rules, folder = ("delete", run, "--keep", "1", "--keep-every", "2"), run / "checkpoints"
+    before = sorted(path.name for path in folder.iterdir())
+    code, out, error = checkpoint(*rules)
+    said = r"step 1: (.* kB) to delete\n1 of 3 checkpoints, \1; --yes deletes them\n"
+    assert (code, error) == (0, "") and re.fullmatch(said, out)
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert checkpoint(*rules, "--keep-best", "validation_los")[0] == 2
+    assert re.match(r"step 1: .* kB deleted\n1 of 3 checkpoints", checkpoint(*rules, "--yes")[1])
+    assert sorted(path.name for path in folder.iterdir()) == [name for name in before if name != "step-00000001"]
+
+
+def test_delete_without_a_rule_deletes_nothing(run: Path) -> None:
+    for rules in ([], ["--keep", "0", "--keep-every", "5"], ["--keep", "-1"]):
+        code, _, error = checkpoint("delete", run, "--yes", *rules)
+        assert code == 2 and "delete, and nothing else, needs --keep N, at least 1" in error
+    assert len([*(run / "checkpoints").glob("step-*")]) == 3
 
 
 @pytest.mark.parametrize(("name", "reason"), [("empty", "holds no checkpoint"), ("x", "does not exist")])

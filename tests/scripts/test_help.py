@@ -54,14 +54,6 @@ def test_help_explains_and_writes_nothing(checkout: Path, tmp_path: Path, name: 
     assert not list(tmp_path.iterdir())
 
 
-def test_help_of_the_benchmarks_lists_every_suite(checkout: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, checkout / "scripts/bench.py", "--help"], check=True, capture_output=True, text=True
-    )
-    names = done.stdout.strip().rpartition(": ")[2].split(", ")
-    assert names == ["gpu", "kernels"]
-
-
 def test_supervise_alone_says_what_starts_it(checkout: Path) -> None:
     done = subprocess.run([sys.executable, checkout / "scripts/supervise.py", "x"], capture_output=True, text=True)
     assert done.returncode == 2

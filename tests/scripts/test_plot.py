@@ -1,18 +1,20 @@
-"""scripts/plot.py draws runs, as a picture and as a page that needs nothing else."""
+"""scripts/plot.py draws runs as a page that needs nothing else."""
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
-from recipes.training.run_folder import draw_curves
+from recipes.files.lock import FolderLock
+from recipes.training.run_folder import Report
 from tests.commands import run_command
+from tests.processes import PATIENCE, wait_for
 from tests.recipes.lab.curves.runs import row, run_folder
 
 pytestmark = pytest.mark.slow
@@ -60,8 +62,9 @@ def test_one_run_is_drawn_into_its_folder(folders: list[Path]) -> None:
     command = [sys.executable, ROOT / "scripts/plot.py", folders[0]]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (folders[0] / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert done.stdout.strip() == str(folders[0] / "curves.png")
+    assert (folders[0] / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert (folders[0] / "report.md").read_text().startswith("---\n")
+    assert done.stdout.strip() == str(folders[0] / "report.html")
 
 
 def test_the_page_of_several_runs_needs_nothing_from_elsewhere(folders: list[Path], tmp_path: Path) -> None:
@@ -92,13 +95,34 @@ def test_the_values_below_the_pointer_are_those_of_the_rows(folders: list[Path],
     assert [line["name"] for line in loss] == ["trunk", "fork"] and loss[0]["y"][30] is None
 
 
-def test_several_runs_are_compared_on_the_screen_and_the_picture_comes_last(
-    folders: list[Path], tmp_path: Path
-) -> None:
-    code, out, err = plot(folders[0] / "metrics.jsonl", folders[1], "--out", tmp_path / "two.png")
+def test_several_runs_are_compared_on_the_screen_and_the_page_comes_last(folders: list[Path], tmp_path: Path) -> None:
+    code, out, err = plot(folders[0] / "metrics.jsonl", folders[1], "--out", tmp_path / "two.html")
     assert (code, err) == (0, "")
     assert re.search(r"^ +trunk +fork\n", out) and re.search(r"\nsteps +100 +89\n", out)
-    assert out.endswith(f"\n{tmp_path}/two.png\n")
+    assert out.endswith(f"\n{tmp_path}/two.html\n")
+
+
+def test_a_watched_page_is_rewritten_while_its_run_goes_on_until_ctrl_c(tmp_path: Path) -> None:
+    folder, lock = run_folder(tmp_path / "a", row(1), row(2)), FolderLock()
+    lock.take(folder, log=print)
+    page = folder / "report.html"
+    command = [sys.executable, ROOT / "scripts/plot.py", folder, "--watch"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        try:
+            wait_for("the page", page.exists)
+            with (folder / "metrics.jsonl").open("a") as rows:
+                rows.write(json.dumps(row(777)) + "\n")
+            wait_for("the next page", lambda: "777 steps" in page.read_text())
+            watching.send_signal(signal.SIGINT)
+            out, _ = watching.communicate(timeout=PATIENCE)
+        finally:
+            watching.kill()
+            lock.release()
+    assert (watching.returncode, out) == (130, f"{page}\n")
+
+
+def test_watching_ends_with_the_run(folders: list[Path]) -> None:
+    assert plot(folders[0], "--watch")[::2] == (0, "")
 
 
 def test_runs_are_listed_without_arguments_and_of_a_folder(folders: list[Path], tmp_path: Path) -> None:
@@ -117,14 +141,13 @@ def test_runs_are_listed_without_arguments_and_of_a_folder(folders: list[Path], 
 def test_rows_without_the_axis_are_refused_by_name(tmp_path: Path, axis: str) -> None:
     whole = run_folder(tmp_path / "whole", row(1), row(2))
     without = run_folder(tmp_path / "old", {"step": 1, "loss": 2.0, "tokens": None}, {"step": 2, "loss": 1.0})
-    code, out, err = plot(whole, without, "--x", axis, "--out", tmp_path / "a.png")
+    code, out, err = plot(whole, without, "--x", axis, "--out", tmp_path / "a.html")
     assert (code, out) == (2, "")
     assert err == f"{without}: no row has {axis}, so it cannot be drawn over them; write --x steps\n"
 
 
-@pytest.mark.parametrize("suffix", ["png", "html"])
 @pytest.mark.parametrize("axis", ["steps", "tokens", "hours"])
-def test_any_number_and_any_name_can_be_drawn(tmp_path: Path, axis: str, suffix: str) -> None:
+def test_any_number_and_any_name_can_be_drawn(tmp_path: Path, axis: str) -> None:
     values = [1e308, -1e308, 1e99, 5e-324, -1.0, 0, 2**62, 10**400, None]
     columns = [name for name in row(1) if name not in ("step", "wall_seconds")]
     rows = [
@@ -145,7 +168,7 @@ def test_any_number_and_any_name_can_be_drawn(tmp_path: Path, axis: str, suffix:
         run_folder(tmp_path / os.fsdecode(name), row(19), *rows, {"step": 2**53 - 1, "loss": 1.0, "tokens": 5})
         for name in ("_\u00e4 $b^$ <i>".encode() + b"\xff", b"a" * 200)
     ]
-    out = tmp_path / f"{os.fsdecode(bytes([0xFE]))}.{suffix}"
+    out = tmp_path / f"{os.fsdecode(bytes([0xFE]))}.html"
     for chosen in (folders, folders[:1]):
         code, _, err = plot(*chosen, "--x", axis, "--out", out)
         assert (code, err) == (0, "")
@@ -158,23 +181,21 @@ def test_many_restarts_and_skipped_steps_are_drawn_as_few_marks(tmp_path: Path) 
     assert (tmp_path / "a.html").stat().st_size < 4_000_000
 
 
-def test_a_picture_of_many_runs_and_columns_can_be_drawn(tmp_path: Path) -> None:
+def test_a_page_of_many_runs_and_columns_can_be_drawn(tmp_path: Path) -> None:
     columns = {f"validation_loss/{number}": 1.0 for number in range(200)}
     folders = [run_folder(tmp_path / str(number), row(1, **columns), row(2)) for number in range(2)]
-    assert plot(*folders, "--out", tmp_path / "a.png")[::2] == (0, "")
-    assert imread(tmp_path / "a.png").shape[0] < 5000
+    assert plot(*folders, "--out", tmp_path / "a.html")[::2] == (0, "")
     folders = [run_folder(tmp_path / f"run{number}", row(1), row(2)) for number in range(100)]
-    code, out, err = plot(*folders, "--out", tmp_path / "a.png")
+    code, out, err = plot(*folders, "--out", tmp_path / "a.html")
     assert (code, err, len(out.splitlines())) == (0, "", 102)
-    assert imread(tmp_path / "a.png").shape[0] < 5000
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("nowhere", "{run}"), "nowhere is not the folder of a run; write the folders of runs"),
-        (("{run}", "--out", "curves.jpeg"), "--out curves.jpeg: write a name that ends with .png or .html"),
-        (("{run}", "--out", "/nowhere/curves.png"), "--out /nowhere/curves.png cannot be written"),
+        (("{run}", "--out", "curves.jpeg"), "--out curves.jpeg: write a name that ends with .html"),
+        (("{run}", "--out", "/nowhere/report.html"), "--out /nowhere/report.html cannot be written"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_one_line(
@@ -185,10 +206,10 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(
     assert message in err and len(err.splitlines()) == 1
 
 
-def test_the_end_of_a_run_says_in_one_line_why_it_has_no_picture(tmp_path: Path) -> None:
+def test_the_end_of_a_run_says_in_one_line_why_it_has_no_report(tmp_path: Path) -> None:
     said: list[str] = []
     folder = run_folder(tmp_path / "a")
-    draw_curves(folder, log=said.append)
+    Report(folder).write(log=said.append)
     [line] = said
-    assert line.startswith("curves.png was not drawn: ") and "has no rows" in line
+    assert line.startswith("report.html was not written: ") and "has no rows" in line
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]

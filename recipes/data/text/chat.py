@@ -26,6 +26,8 @@ TEMPLATE = "chat_template.jinja"
 MOST_ENDS = 5
 """Processes that a template may end."""
 ROOT = Path(__file__).resolve().parents[3]
+NAMED = ROOT / "configs" / "chat_templates"
+"""Templates that data.chat_template may name."""
 SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from recipes.data.text.chat_template import serve; serve()"
 
 
@@ -160,7 +162,7 @@ def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict
     if not text:
         raise UserError(
             f"data.messages_field: the tokenizer came without a chat template ({TEMPLATE}, or chat_template in"
-            f' {TOKENIZER_CONFIG}); write data.chat_template = "FILE.jinja" (scripts: --chat-template FILE.jinja), or'
+            f' {TOKENIZER_CONFIG}); write data.chat_template = "chatml", or "FILE.jinja" (scripts: --chat-template), or'
             " use prompt_field and answer_field"
         )
     if TODAY in text and not date:
@@ -176,8 +178,14 @@ def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict
     }
 
 
+def template_path(template: str) -> Path:
+    """The file of a template: of the one with this name, or at this path."""
+    named = NAMED / f"{template}.jinja"
+    return named if "/" not in template and named.is_file() else user_path(template)
+
+
 def _template_file(template: str) -> str:
-    file = user_path(template)
+    file = template_path(template)
     try:
         return read_patiently(partial(read_whole, file, most=MAX_BYTES), what=f"data.chat_template: '{file}'").decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -3,6 +3,7 @@ stored as one document of 32-bit numbers: token ids, with a bit for the first on
 Imports no torch."""
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ import numpy as np
 
 from parallel.errors import UserError
 from recipes.data.text.answers import ASSISTANT, CONTENT, ROLE
-from recipes.data.text.row import Row, no_such_field, text_or_problem
+from recipes.data.text.row import PLAIN_TEXT, Row, no_such_field, text_or_problem
 from recipes.files.border import ForeignError, foreign
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ SETTINGS = {
     "suffix": "prompt_suffix",
 }
 """The fields of PairFormat that [data] has under other names."""
+SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""What ShareGPT's data sets call roles, in "from" beside "value"."""
 THOUGHTS = "reasoning_content", "thinking", "reasoning"
 """Names that data sets give to what an assistant thought before its answer."""
 
@@ -75,6 +78,12 @@ class PairFormat:
         return (self.messages,) if self.messages else (self.prompt, self.answer)
 
     @property
+    def tokens(self) -> list[str]:
+        """Those that the template states in its first line, which a tokenizer that is trained for it gets."""
+        stated = re.match(r"\{#-? tokens: (.*?) -?#\}", self.template)
+        return stated[1].split() if stated else []
+
+    @property
     def summary(self) -> str:
         """All of it, for comparison."""
         return json.dumps(self._stored, sort_keys=True)
@@ -102,7 +111,7 @@ class PairFormat:
 
     def require_rows(self, files: Sequence[str]) -> None:
         """Raises UserError if one of these files has no fields."""
-        if plain := [name for name in files if name.lower().endswith((".txt", ".py"))]:
+        if plain := [name for name in files if name.lower().endswith(PLAIN_TEXT)]:
             raise UserError(
                 f"{self.setting}: '{plain[0]}' is plain text, which has no fields; give .jsonl, .parquet or .csv files"
             )
@@ -137,6 +146,7 @@ class PairFormat:
             return "", f"not messages: field {self.messages!r} holds {type(messages).__name__}, not a list"
         if not messages:
             return "", ""
+        messages = [_with_role(message) for message in messages]
         if problem := next(filter(None, map(_message_problem, messages)), ""):
             return "", problem
         answers = [message for message in messages if message[ROLE] == ASSISTANT]
@@ -182,12 +192,18 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return kept if thoughts is None else {"thinking": thoughts} | kept | {THOUGHTS[0]: thoughts}
 
 
+def _with_role(message: Any) -> Any:
+    if not isinstance(message, dict) or message.get(ROLE) is not None or not isinstance(message.get("from"), str):
+        return message
+    said = {ROLE: SPEAKERS.get(message["from"], message["from"]), CONTENT: message.get("value")}
+    return {key: value for key, value in message.items() if key not in ("from", "value")} | said
+
+
 def _message_problem(message: Any) -> str:
     if not isinstance(message, dict):
         return f"not messages: a message is of type {type(message).__name__}, not an object"
     if not isinstance(message.get(ROLE), str):
-        hint = '; rename "from" and "value" to these' if "from" in message else ""
-        return f'not messages: a message needs a "{ROLE}" and a "{CONTENT}"{hint}'
+        return f'not messages: a message needs a "{ROLE}" and a "{CONTENT}", or "from" and "value"'
     content = message.get(CONTENT)
     if content is None and (message.get("tool_calls") or message[ROLE] != ASSISTANT):
         return "" if message.get("tool_calls") else f'not messages: a message has no "{CONTENT}"'

@@ -10,12 +10,14 @@ from typing import IO
 
 from recipes.data.text.plain_text import plain_text
 from recipes.data.text.row import (
+    ARRAY,
     AUTO,
     BROKEN,
     BROKEN_FILE,
     BYTE_ORDER_MARK,
     LONGEST_ROW,
     PIECE,
+    PLAIN_TEXT,
     UNREADABLE,
     Fields,
     File,
@@ -31,7 +33,6 @@ from recipes.data.text.row import (
 from recipes.files.added import Adding, added_to
 from recipes.files.border import foreign, reason
 
-ARRAY = "if it is one JSON array, write a line for each item: jq -c '.[]' OLD > NEW.jsonl"
 # About the length of a web page. Counted as one row, a lost file of a million rows would equal one broken line.
 BYTES_PER_LOST_ROW = 4096
 # Bytes of text per compressed byte of gzip or zstd: C4's English part is 806 GB of text in 305 GB of .json.gz.
@@ -92,16 +93,13 @@ def _reader(path: File, *, text_field: Fields, start: Place, rule: TextRule) -> 
     name = path.name.lower()
     if (added := added_to(name)) and isinstance(path, Path):
         return _of_plugin(path, added, text_field=text_field, start=start)
-    if name.endswith((".parquet", ".csv")):
-        from recipes.data.text.tables import csv_rows, parquet
-
-        return (csv_rows if name.endswith(".csv") else parquet)(path, text_field=text_field, start=start)
     if name.endswith(".txt"):
         return plain_text(path, rule=rule, start=start)
-    if name.endswith(".py"):
-        assert isinstance(path, Path), "only the standard library's files are Python"
-        return _python(path, start=start)
-    assert ".json" in name, f"no reader for '{path}'"
+    if name.endswith((".parquet", ".csv", ".tsv", *PLAIN_TEXT)) or (name.endswith(".json") and is_array(path)):
+        from recipes.data.text.tables import array, csv_rows, one_document, parquet
+
+        kinds = {"parquet": parquet, "csv": csv_rows, "tsv": csv_rows, "json": array}
+        return kinds.get(name.rpartition(".")[2], one_document)(path, text_field=text_field, start=start)
     return _json_lines(path, text_field=text_field, start=start)
 
 
@@ -115,13 +113,6 @@ def _of_plugin(path: Path, added: Adding, *, text_field: Fields, start: Place) -
         if number > start.number:
             found = text_of(row, text_field) if isinstance(row, Mapping) else text_or_problem(row, text_field="text")
             yield Row(found[0], start.file, number, found[1]), Place(start.file, number)
-
-
-def _python(path: Path, *, start: Place) -> Rows:
-    if start.number == 0:
-        data = path.read_bytes()
-        text, problem = decoded_text(data.removeprefix(BYTE_ORDER_MARK))
-        yield Row(text, start.file, 1, problem), Place(start.file, 1, len(data))
 
 
 def _json_lines(path: File, *, text_field: Fields, start: Place) -> Rows:

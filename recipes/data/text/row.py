@@ -21,6 +21,9 @@ LONGEST_WORD = 1_000_000
 WORDS = re.compile(r"\w+|[^\w\s]+|\s+")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+PLAIN_TEXT = (".txt", ".md", ".py", ".html")
+"""Files without fields; all but .txt are one document each."""
+ARRAY = "if it is one JSON array, write a line for each item: jq -c '.[]' OLD > NEW.jsonl"
 LATIN_1 = "; if the file is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 OLD > NEW"
 UTF_16 = "looks like UTF-16; convert the file: iconv -f UTF-16 -t UTF-8 OLD > NEW"
 NAMES_SHOWN = 20
@@ -74,6 +77,8 @@ class RowFormat(Protocol):
     @property
     def messages(self) -> str: ...
     @property
+    def tokens(self) -> list[str]: ...
+    @property
     def fields(self) -> tuple[str, ...]: ...
     @property
     def setting(self) -> str: ...
@@ -105,7 +110,7 @@ def is_compressed(path: File) -> bool:
 def unit(path: "File | str") -> str:
     """What a row number counts in this file: document, line or row."""
     name = str(path).lower()
-    if name.endswith(".txt"):
+    if name.endswith(PLAIN_TEXT):
         return "document"
     return "line" if name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")) else "row"
 

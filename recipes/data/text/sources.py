@@ -14,7 +14,7 @@ import xxhash
 from parallel.errors import UserError
 from recipes.data.text.missing import STDLIB, instead_of
 from recipes.data.text.plain_text import PIECES, text_rule, what_a_document_is
-from recipes.data.text.readers import ARRAY, file_kind
+from recipes.data.text.readers import PLAIN_TEXT, file_kind
 from recipes.files.added import FORMATS, added_to, is_added_source
 from recipes.files.border import foreign
 from recipes.files.reading import fault, is_remote, may_pass, patiently, read_patiently, user_path
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from recipes.files.remote import RemoteFile
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-NAMED = ".csv"
-"""Read where the source names such files, itself or by a glob that ends so: folders of text hold other tables."""
+NAMED = (".csv", ".tsv", ".json", ".md", ".py", ".html")
+"""Read where the source names such files, itself or by a glob that ends so: folders of text hold others."""
 
 TOKEN_FILES = (".ds", ".npy", ".bin")
 """Names of files of tokens end so."""
@@ -84,7 +84,7 @@ def source_problem(source: str) -> str | None:
 
         return hub_problem(source)
     if is_added_source(source):
-        wrong = [file for file in find_files(source) if file_kind(file) != "file" or not _suffix(file, NAMED)]
+        wrong = [file for file in find_files(source) if file_kind(file) != "file" or not _suffix(file, file.name)]
         hint = f"{source!r} lists '{wrong[0]}', which is" if wrong else f"{source!r} lists"
         return f"{hint} no file of a type that is read: {_supported()}" if wrong or not find_files(source) else None
     if is_remote(source):
@@ -104,7 +104,7 @@ def source_problem(source: str) -> str | None:
     if path.exists() and (kind := file_kind(path)) not in ("file", "folder"):
         return f"{source!r} is {kind}, not a file or folder; write what it yields to a file, and give that"
     if path.is_file() and _suffix(path, source) is None:
-        return f"{source!r} has an unknown type; supported are {_supported()}{_json_hint([path])}"
+        return f"{source!r} has an unknown type; supported are {_supported()}"
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         return f"this user may not read the folder {source!r}; change its permissions or give another folder"
     found, closed = _found(source)
@@ -114,7 +114,7 @@ def source_problem(source: str) -> str | None:
     if not files:
         where = "no file matches" if is_glob else "no file of a supported type is in the folder"
         others = f"there are {_by_kind(found)}; " if found else ""
-        return f"{where} {source!r}; {others}supported are {_supported()}{_json_hint(found)}"
+        return f"{where} {source!r}; {others}supported are {_supported()}{_hint(found, source)}"
     for file in files:
         if not os.access(str(file), os.R_OK):
             return f"this user may not read '{file}'; change its permissions or leave the file out"
@@ -145,7 +145,7 @@ def _fingerprint(source: str, text_field: "Fields", text_documents: str) -> str:
         if dataset.folder:
             return identity(settings, paths, root=dataset.folder)
         return identity((*settings, dataset.name, dataset.revision), [], root=Path())
-    has_rows = any(_suffix(file, source) not in (".txt", None) for file in files)  # None: Python sources
+    has_rows = any((end := _suffix(file, file.name)) in FORMATS or end not in PLAIN_TEXT for file in files)
     settings = (READER_VERSION, text_field if has_rows else None)
     if text_documents != PIECES and any(_suffix(file) == ".txt" for file in files):
         settings += (TEXT_VERSION, text_documents)
@@ -294,7 +294,7 @@ def notes(source: str, *, text_documents: str) -> list[str]:
     files, lines = find_files(source), []
     others = [] if is_remote(source) else [path for path in _found(source)[0] if path not in set(files)]
     if others:
-        lines.append(f"{source!r}: reads {_by_kind(files)}; does not read {_by_kind(others)}{_json_hint(others)}")
+        lines.append(f"{source!r}: reads {_by_kind(files)}; does not read {_by_kind(others)}{_hint(others, source)}")
     if texts := [file for file in files if _suffix(file) == ".txt"]:
         what = what_a_document_is(texts, text_rule(files, text_documents))
         lines.append(f"{source!r}: {what} ({_by_kind(texts)}, data.text_documents = {text_documents!r})")
@@ -347,12 +347,11 @@ def _by_kind(files: "Sequence[File]") -> str:
     return ", ".join(f"{count:,} {kind.removeprefix('a ')}" for kind, count in most_first)
 
 
-def _json_hint(files: Sequence[Path]) -> str:
-    names = [file.name.lower() for file in files]
-    tokens = (
-        '; of tokens, name the files, as in "FOLDER/*.ds"' if any(name.endswith(TOKEN_FILES) for name in names) else ""
-    )
-    return tokens + (f"; of .json, {ARRAY}" if any(name.endswith((".json", ".json.gz")) for name in names) else "")
+def _hint(files: Sequence[Path], source: str) -> str:
+    """How to name files that are read only by name, if there are some."""
+    named = [end for end in (*TOKEN_FILES, *NAMED) if any(file.name.lower().endswith(end) for file in files)]
+    folder = path if (path := user_path(source)).is_dir() else _split_glob(path)[0]
+    return f'; to read {", ".join(named)}, name them: "{folder}/**/*{named[0]}"' if named else ""
 
 
 def pinned(source: str) -> str:
@@ -373,13 +372,13 @@ def _dataset(source: str) -> "HubDataset":
 def _remote_files(source: str) -> "list[RemoteFile]":
     from recipes.data.text.remote import found
 
-    return found(source, (*SUFFIXES, NAMED) if source.lower().endswith(NAMED) else SUFFIXES)
+    return found(source, (*SUFFIXES, *NAMED) if source.lower().endswith(NAMED) else SUFFIXES)
 
 
 def _suffix(path: "File", source: str = "") -> str | None:
-    suffixes = (*FORMATS, *SUFFIXES, *([NAMED] if source.lower().endswith(NAMED) else []))
+    suffixes = (*FORMATS, *SUFFIXES, *(end for end in NAMED if source.lower().endswith(end)))
     return next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), None)
 
 
 def _supported() -> str:
-    return ", ".join((*SUFFIXES, NAMED, *FORMATS))
+    return ", ".join(dict.fromkeys((*SUFFIXES, *NAMED, *FORMATS)))

@@ -1,13 +1,17 @@
-"""The rows of tables: of a .parquet file, decoded a few at a time, and of a .csv file with a header, as spreadsheets
-write it: commas, double quotes, line feeds inside quotes. Imports no torch."""
+"""The rows of .parquet files, decoded a few at a time, of .csv files with a header, as spreadsheets write them (commas,
+or tabs in .tsv; double quotes, line feeds inside quotes), of JSON arrays, and whole files. Imports no torch."""
 
 import csv
-from collections.abc import Iterator
+import html
+import json
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
 from recipes.data.text.row import (
+    ARRAY,
     BYTE_ORDER_MARK,
     LONGEST_ROW,
     PIECE,
@@ -19,15 +23,22 @@ from recipes.data.text.row import (
     Place,
     Row,
     Rows,
+    decoded_text,
     names_of,
     no_such_field,
     text_of,
+    text_or_problem,
 )
 from recipes.files.border import reason
 
 # Parquet is decoded in batches of about this size, by the mean row size, and of at most this many rows: sizes may vary.
 BATCH_BYTES = 1 << 22
 BATCH_ROWS = 128
+LARGEST_ARRAY = 2_000_000_000
+"""Bytes of a JSON array, which is held in memory."""
+UNSEEN = re.compile(r"<!--.*?-->|<(head|script|style|template)\b.*?</\1\s*>", re.DOTALL | re.IGNORECASE)
+INLINE = re.compile(r"</?(?:a|abbr|b|cite|code|em|i|kbd|mark|q|s|small|span|strong|su[bp]|u)\b[^>]*>", re.IGNORECASE)
+TAG = re.compile(r"</?[a-z!][^>]*>", re.IGNORECASE)
 
 
 def parquet(path: File, *, text_field: Fields, start: Place) -> Rows:
@@ -117,18 +128,19 @@ def _lines(stream: IO[bytes]) -> Iterator[str]:
 def csv_rows(path: File, *, text_field: Fields, start: Place) -> Rows:
     csv.field_size_limit(LONGEST_ROW)  # process-wide; its default would refuse a long article
     file, number, offset = start
+    options: Any = {"strict": True, "delimiter": "\t" if path.name.lower().endswith(".tsv") else ","}
     with path.open("rb") as stream:
         if stream.read(2) in UTF_16_MARKS:
             raise ValueError(UTF_16)
         stream.seek(0)
         if stream.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
             stream.seek(0)
-        header = next(csv.reader(_lines(stream), strict=True), [])
+        header = next(csv.reader(_lines(stream), **options), [])
         if len({*header}) < len(header):
             raise ValueError("two columns of the header have the same name")
         if offset:
             stream.seek(offset)
-        rows = csv.reader(_lines(stream), strict=True)
+        rows = csv.reader(_lines(stream), **options)
         while True:
             number += 1
             try:
@@ -144,3 +156,37 @@ def csv_rows(path: File, *, text_field: Fields, start: Place) -> Rows:
             else:
                 text, problem = text_of(dict(zip(header, values, strict=True)), text_field)
             yield Row(text, file, number, problem), Place(file, number, stream.tell())
+
+
+def one_document(path: File, *, text_field: Fields, start: Place) -> Rows:
+    if start.number == 0:
+        with path.open("rb") as stream:
+            data = stream.read(LONGEST_ROW + 1)
+        text, problem = decoded_text(data.removeprefix(BYTE_ORDER_MARK))
+        text = _seen(text) if path.name.lower().endswith(".html") else text
+        if len(data) > LONGEST_ROW:
+            problem = f"too long: more than {LONGEST_ROW} bytes"
+        text, problem = ("", problem) if problem else text_or_problem(text, text_field="")
+        yield Row(text, start.file, 1, problem), Place(start.file, 1, len(data))
+
+
+def _seen(page: str) -> str:
+    """The text of a page of HTML, a line for each block. Not by html.parser, which differs between Pythons."""
+    text = TAG.sub("\n", INLINE.sub("", UNSEEN.sub("\n", page)))
+    return "\n".join(filter(None, (" ".join(line.split()) for line in html.unescape(text).splitlines())))
+
+
+def array(path: File, *, text_field: Fields, start: Place) -> Rows:
+    with path.open("rb") as stream:
+        data = stream.read(LARGEST_ARRAY + 1)
+    if len(data) > LARGEST_ARRAY:
+        raise ValueError(f"larger than {LARGEST_ARRAY:,} bytes; {ARRAY}")
+    try:
+        rows = json.loads(data.removeprefix(BYTE_ORDER_MARK))
+    except RecursionError:
+        raise ValueError("not JSON: nested too deeply") from None
+    for number, row in enumerate(rows, 1):
+        if number > start.number:
+            is_row = isinstance(row, Mapping)
+            text, problem = text_of(row, text_field) if is_row else text_or_problem(row, text_field="text")
+            yield Row(text, start.file, number, problem), Place(start.file, number)

@@ -346,7 +346,7 @@ def load_tokenizer(
     require_unchanged(list(states), states)
     if gone := [file for file in states if file_state(file) is None]:
         raise UserError(f"data.source: '{gone[0]}' disappeared while it was read; start again")
-    trained = _train(texts, size=size)
+    trained = _train(texts, size=size, markers=[] if isinstance(text_field, str) else text_field.tokens)
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_whole(cached, trained)
@@ -371,7 +371,7 @@ def training_sample(documents: Iterable[str], characters: int = TRAINING_CHARACT
     return [text for _, text in sorted(kept)]
 
 
-def _train(texts: Sequence[str], *, size: int) -> str:
+def _train(texts: Sequence[str], *, size: int, markers: Sequence[str]) -> str:
     """The JSON of a byte-level BPE tokenizer, which can encode any text and decodes it unchanged."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as LibraryTokenizer
@@ -386,7 +386,7 @@ def _train(texts: Sequence[str], *, size: int) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[END_OF_DOCUMENT],
+        special_tokens=[END_OF_DOCUMENT, *markers],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -17,7 +17,7 @@ OF_THE_RUN = ("run.name", "run.output")
 def comparison(runs: Sequence[LoggedRun]) -> list[list[str]]:
     """The rows of a table, head first: numbers that a run has, then each value in which the recipes differ.
     Of more runs than that, a row for each."""
-    rows = [["", *(run.name for run in runs)], *_numbers(runs), *_differences(runs)]
+    rows = [["", *(run.name for run in runs)], *numbers(runs), *differences(runs)]
     return [list(row) for row in zip(*rows, strict=True)] if len(runs) > len(rows) else rows
 
 
@@ -29,7 +29,9 @@ def aligned(rows: Sequence[Sequence[str]], *, most: int = 60) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _numbers(runs: Sequence[LoggedRun]) -> list[list[str]]:
+def numbers(runs: Sequence[LoggedRun]) -> list[list[str]]:
+    """A row for each of the last numbers that a run has."""
+
     def row(title: str, column: str, value: Callable[[Numbers], Any], form: str) -> list[str]:
         known = [run.columns[column].values for run in runs]
         known = [values[np.isfinite(values)] for values in known]
@@ -49,7 +51,7 @@ def _numbers(runs: Sequence[LoggedRun]) -> list[list[str]]:
     return [row for row in rows if set(row[1:]) != {UNKNOWN}]
 
 
-def _differences(runs: Sequence[LoggedRun]) -> list[list[str]]:
+def differences(runs: Sequence[LoggedRun]) -> list[list[str]]:
     """A row for each key whose values differ. What an older version did not write is as it was then."""
     recipes = [dict(_flat(run.recipe)) for run in runs]
     rows = []

@@ -1,16 +1,18 @@
-"""Lists the runs under a folder: how each ended, its steps, loss and age. Imports no torch."""
+"""Lists the runs under a folder: how each ended, its steps, losses, rate and age. Imports no torch."""
 
 import os
 import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 
 from recipes.files.end import read_end
-from recipes.files.layout import LOG_FILE, METRICS, RECIPE
+from recipes.files.layout import CHECKPOINTS, LOG_FILE, METRICS, RECIPE
 from recipes.files.lock import LOCK, open_locked
-from recipes.lab.curves.reading import LoggedRun, plain, read_about, take
+from recipes.lab.curves.reading import VALIDATION, LoggedRun, plain, read_about, take
 
+HEAD = ["run", "state", "steps", "loss", "validation", "tokens/s", "eta", "last written"]
 DEEPEST = 5
 """Folders below the given one; runs of sweeps are in runs/sweeps/cpu/NAME/runs."""
 TAIL = 2**20
@@ -37,7 +39,7 @@ def listing(folder: Path) -> list[list[str]]:
     runs = {os.path.realpath(run): run for run in reversed(_run_folders(folder, DEEPEST))}.values()
     newest = sorted(runs, key=_written, reverse=True)
     rows = [_row(run, name=plain(os.path.relpath(run, folder))) for run in newest]
-    return [["run", "state", "steps", "loss", "last written"], *rows] if rows else []
+    return [HEAD, *rows] if rows else []
 
 
 def _run_folders(folder: Path, depth: int) -> list[Path]:
@@ -50,18 +52,25 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
 
 def _row(folder: Path, *, name: str) -> list[str]:
     run = LoggedRun(name, folder)
-    for line in _tail(folder / METRICS).splitlines():
+    for line in tail(folder / METRICS).splitlines():
         take(run, line)
     read_about(run)
-    step = max([0, *run.skipped, *(column.last or 0 for column in run.columns.values())])
-    steps = run.about("run", "steps")
+    step, steps = run.step, run.about("run", "steps")
+    how = state(folder, step)
     done = f"{step:,} of {steps:,}" if isinstance(steps, int) else f"{step:,}"
-    loss = "".join(f"{loss:.4f}" for loss in run.columns["loss"].values[-1:]) or "-"
-    age = timedelta(seconds=max(0, round(time.time() - _written(folder))))
-    return [name, _state(folder, step), done, loss, f"{age} ago"]
+    loss, rate = (
+        "".join(f"{value:{form}}" for value in run.columns[column].values[-1:]) or "-"
+        for column, form in (("loss", ".4f"), ("tokens_per_second", ",.0f"))
+    )
+    tested = [run.columns[column].last_value for column in run.named(VALIDATION)]
+    age = max(0, round(time.time() - _written(folder)))
+    left = (steps - step) * run.columns["step_seconds"].last_value - age if isinstance(steps, int) else 0.0
+    eta = str(timedelta(seconds=round(min(left, 1e9)))) if how == "running" and left > 0 else "-"
+    validation = f"{fmean(tested):.4f}" if tested else "-"
+    return [name, how, done, loss, validation, rate, eta, f"{timedelta(seconds=age)} ago"]
 
 
-def _state(folder: Path, step: int) -> str:
+def state(folder: Path, step: int) -> str:
     """Whether the run is going on, or how it ended, as its lock and the end of its log say."""
     try:
         descriptor = open_locked(folder / LOCK, owner="process", shared=True)
@@ -74,12 +83,18 @@ def _state(folder: Path, step: int) -> str:
         return "unknown: its lock cannot be read"
     if end := read_end(folder):
         return plain(str(end))[:100]
-    log = _tail(folder / LOG_FILE).decode(errors="replace").rpartition(START)[2]
-    cut_off = "cut off" if step else "did not reach a step"
-    return next((state for words, state in ENDINGS.items() if words in log), cut_off)
+    if not step and os.path.isdir(folder / CHECKPOINTS) and not os.path.isfile(folder / LOG_FILE):
+        return "checkpoints alone"  # such as an average
+    return ended(folder) or ("cut off" if step else "did not reach a step")
 
 
-def _tail(file: Path) -> bytes:
+def ended(folder: Path) -> str:
+    """How the last start ended, as the log says even before its process is gone; "" if it does not say so."""
+    log = tail(folder / LOG_FILE).decode(errors="replace").rpartition(START)[2]
+    return next((state for words, state in ENDINGS.items() if words in log), "")
+
+
+def tail(file: Path) -> bytes:
     """The end of a regular file; nothing if it cannot be read."""
     with suppress(OSError):
         if os.path.isfile(file):

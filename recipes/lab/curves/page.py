@@ -1,10 +1,10 @@
-"""Writes panels as one HTML page with values below the pointer, which needs nothing else. Imports no torch."""
+"""Writes panels as one HTML page with values below the pointer, which needs nothing else: of one run its report, of
+several a comparison. Imports no torch."""
 
 import html
 import io
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,13 +14,18 @@ from matplotlib.figure import Figure
 
 from recipes.lab.curves.comparison import comparison
 from recipes.lab.curves.panels import Curves, Panel
-from recipes.lab.curves.picture import colour_of, draw_panel, heading, run_line
+from recipes.lab.curves.picture import colour_of, draw_panel, heading, run_facts, run_line
 from recipes.lab.curves.reading import Numbers
-from recipes.lab.curves.style import BLUE, COLOURS, FAINT, GRID, INK, plain_text
+from recipes.lab.curves.report import Section, sections, state_of
+from recipes.lab.curves.style import BLUE, COLOURS, FAINT, GRID, INK, RED, plain_text
 
 TEMPLATE = Path(__file__).with_name("page.html")
 # Colours that page.html gives other values where the page is dark.
-VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--grid)", BLUE: "var(--blue)"}
+VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--grid)", BLUE: "var(--blue)", RED: "var(--red)"}
+BREAK = re.compile("(?<=[./_])(?=[a-z])")
+"""Where a phone may break a key or a path."""
+AGAIN = '<meta http-equiv="refresh" content="60">'
+"""Of a run that goes on: the page is rewritten, so it is read again after so many seconds."""
 DIGITS = 5
 """Digits of values below the pointer."""
 
@@ -32,26 +37,35 @@ def write_html(curves: Curves, file: BinaryIO) -> None:
         f'<input type="checkbox" checked data-run="{number}">{html.escape(run_line(run))}</label>'
         for number, run in enumerate(curves.runs)
     )
+    states = [state_of(run) for run in curves.runs]
+    if len(curves.runs) == 1:
+        facts, below = f"{states[0]}: {run_facts(curves.runs[0])}", sections(curves.runs[0])
+    else:
+        facts, below = "", [Section("What differs", comparison(curves.runs))]
     pieces = {
         "TITLE": html.escape(heading(curves)),
+        "AGAIN": AGAIN if "running" in states else "",
+        "FACTS": html.escape(facts),
         "RUNS": runs if len(curves.runs) > 1 else "",
         "PANELS": "\n".join(_figure(panel, curves) for panel in curves.panels),
-        "TABLE": _table(comparison(curves.runs)) if len(curves.runs) > 1 else "",
+        "SECTIONS": "\n".join(map(_section, below)),
     }
     page = TEMPLATE.read_text(encoding="utf-8")
     file.write(re.sub(r"\{\{(\w+)\}\}", lambda match: pieces[match[1]], page).encode())
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-    return "<table>" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+def _section(section: Section) -> str:
+    lines = ("".join(f"<td>{BREAK.sub('<wbr>', html.escape(cell))}</td>" for cell in row) for row in section.rows)
+    table = "<table>" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "</table>" if section.rows else ""
+    text = f"<pre>{html.escape(section.text)}</pre>" if section.text else ""
+    return f"<section><h2>{html.escape(section.title)}</h2>{table}{text}</section>"
 
 
 @plain_text
 @matplotlib.rc_context({"svg.fonttype": "none"})  # text stays text, in the page's font
 def _figure(panel: Panel, curves: Curves) -> str:
     """One panel: its SVG, and its values for the script of the page."""
-    figure = Figure(figsize=(6.4, 3.0), layout="constrained")
+    figure = Figure(figsize=(5.0, 3.0), layout="constrained")
     axes = figure.subplots()
     draw_panel(axes, panel, curves)
     out = io.StringIO()

@@ -49,7 +49,7 @@ class Mark:
 
     run: int
     x: float
-    what: Literal["stage", "restart", "skipped"]
+    what: Literal["stage", "restart", "skipped", "straggler"]
     text: str = ""
 
 
@@ -269,7 +269,9 @@ def _marks(number: int, run: LoggedRun, places: Sequence[Place]) -> list[Mark]:
 
     stages = [Mark(number, at(step), "stage", name) for step, name in run.stages]
     restarts = [Mark(number, at(step), "restart") for step in run.restarts]
-    return [*stages, *restarts, *(Mark(number, at(step), "skipped") for step in run.skipped)]
+    slow = {step for steps in run.stragglers.values() for step in steps}
+    points = [Mark(number, at(step), "skipped") for step in run.skipped]
+    return [*stages, *restarts, *points, *(Mark(number, at(step), "straggler") for step in sorted(slow))]
 
 
 def _joints(runs: Sequence[LoggedRun], axis: Axis, loss: Sequence[Line]) -> list[Joint]:

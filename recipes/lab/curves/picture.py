@@ -1,26 +1,20 @@
-"""Draws panels with matplotlib: all in one PNG, or one by one. Imports no torch."""
+"""Draws panels with matplotlib. Imports no torch."""
 
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.typing import LineStyleType
 
-from recipes.lab.curves.comparison import aligned, comparison
 from recipes.lab.curves.panels import SKIPPED, STEP, Curves, Line, Panel
 from recipes.lab.curves.reading import LoggedRun, plain
-from recipes.lab.curves.style import BLUE, COLOURS, FAINT, INK, plain_text, short, shortened, tidy
+from recipes.lab.curves.style import BLUE, COLOURS, FAINT, INK, ORANGE, RED, short, shortened, tidy
 
-COLUMNS = 2
 MOST_NAMES = 18
 """Names in the legend of a panel."""
 LONGEST_NAME = 25
 """Characters of a name in a panel."""
-CHARACTERS = 190
-"""Characters of a line of the table below the panels."""
 DASHES: tuple[LineStyleType, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))
 PARTS = {
     **{STEP: BLUE, SKIPPED: "#D55E00", "restarts": FAINT, "start": "#E69F00", "first step": "#F0E442"},
@@ -29,46 +23,22 @@ PARTS = {
 }
 """Colours of the parts of the wall time."""
 MARKS: dict[str, LineStyleType] = {"stage": (0, (6, 3)), "restart": (0, (1, 2))}
-RED = "#B00020"
-SMALL = 8
-
-
-@plain_text
-def write_png(curves: Curves, file: BinaryIO) -> None:
-    """All panels in one picture, and a table of several runs. Raises OSError."""
-    runs = curves.runs if len(curves.runs) > 1 else []
-    names = [run_line(run) for run in runs]
-    table = comparison(runs) if runs else [[""]]
-    rows = -(-len(curves.panels) // COLUMNS)
-    columns = max(1, min(4, 180 // (6 + max(map(len, names), default=0))))
-    heights = [*[2.0] * rows, 0.1 + 0.12 * len(table)]  # inches, without what is around panels
-    height = 0.9 + 0.18 * -(-len(names) // columns) + 0.7 * rows + sum(heights)
-    figure = Figure(figsize=(12, height), layout="constrained")
-    grid = figure.add_gridspec(rows + 1, COLUMNS, height_ratios=heights)
-    for number, panel in enumerate(curves.panels):
-        row, column = divmod(number, COLUMNS)
-        fills = number == len(curves.panels) - 1 and column == 0  # no empty cell beside the last one
-        draw_panel(figure.add_subplot(grid[row, :] if fills else grid[row, column]), panel, curves)
-    below = figure.add_subplot(grid[rows, :])
-    below.set_axis_off()
-    text = aligned(table, most=max(10, CHARACTERS // len(table[0]) - 2))
-    below.text(0, 1, text, family="monospace", fontsize=SMALL - 1, va="top", color=INK, in_layout=False)
-    handles = [
-        Line2D([], [], color=COLOURS[number % len(COLOURS)], linewidth=2, label=name)
-        for number, name in enumerate(names)
-    ]
-    style: dict[str, Any] = {"loc": "outside upper center", "ncols": columns, "fontsize": SMALL, "frameon": False}
-    figure.legend(handles=handles, title=heading(curves), title_fontsize=11, **style)
-    figure.savefig(file, dpi=110, format="png")
+POINTS = {"skipped": ("x", RED), "straggler": ("^", ORANGE)}
+SMALL = 9
 
 
 def heading(curves: Curves) -> str:
     """The title above all panels."""
-    return run_line(curves.runs[0]) if len(curves.runs) == 1 else f"{len(curves.runs)} runs"
+    return curves.runs[0].name if len(curves.runs) == 1 else f"{len(curves.runs)} runs"
 
 
 def run_line(run: LoggedRun) -> str:
     """A run on one line, such as "base: llama3_8b, 8 x NVIDIA H100, 900 of 1,000 steps"."""
+    return shortened(f"{run.name}: {run_facts(run)}", 150)
+
+
+def run_facts(run: LoggedRun) -> str:
+    """The same without its name."""
     steps, last = run.about("run", "steps"), run.columns["loss"].last or 0
     device, processes = run.environment.get("device"), run.environment.get("world_size")
     facts = [
@@ -79,13 +49,13 @@ def run_line(run: LoggedRun) -> str:
         f"{len(run.restarts)} x restarted" if run.restarts else "",
         f"{len(run.skipped)} skipped" if run.skipped else "",
     ]
-    return shortened(plain(f"{run.name}: {', '.join(filter(None, facts))}"), 150)
+    return plain(", ".join(filter(None, facts)))
 
 
 def draw_panel(axes: Axes, panel: Panel, curves: Curves) -> None:
     """Draw one panel."""
     tidy(axes)
-    axes.set_title(panel.title, fontsize=9.5, loc="left", color=INK)
+    axes.set_title(panel.title, fontsize=10, loc="left", color=INK)
     axes.tick_params(labelsize=SMALL, colors=INK)
     axes.spines[["left", "bottom"]].set_color(INK)
     if panel.bars is not None:
@@ -97,7 +67,7 @@ def draw_panel(axes: Axes, panel: Panel, curves: Curves) -> None:
         if len(labels) > MOST_NAMES:
             labels = [*labels[: MOST_NAMES - 1], f"and {len(labels) - MOST_NAMES + 1} more"]
         below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "columnspacing": 1.0}
-        columns = -(-len(labels) // 6) if panel.lines else min(8, len(labels))
+        columns = -(-len(labels) // 6) if panel.lines else min(4, len(labels))
         where = {} if panel.lines else below | {"handlelength": 1.0}
         style: dict[str, Any] = {"fontsize": SMALL - 1, "frameon": False, "labelcolor": INK, "ncols": columns}
         axes.legend(handles[: len(labels)], [shortened(label, LONGEST_NAME) for label in labels], **style, **where)
@@ -161,8 +131,9 @@ def _draw_marks(axes: Axes, curves: Curves, *, named: bool) -> None:
     for mark in curves.marks:
         colour = FAINT if is_alone else COLOURS[mark.run % len(COLOURS)]
         style: dict[str, Any] = {"color": colour, "linewidth": 0.8, "linestyle": MARKS.get(mark.what, "")}
-        if mark.what == "skipped":
-            style |= {"color": RED if is_alone else colour, "marker": "x", "markersize": 4}
+        if mark.what in POINTS:
+            marker, red = POINTS[mark.what]
+            style |= {"color": red if is_alone else colour, "marker": marker, "markersize": 4}
             axes.plot([mark.x], [0.02], transform=in_height, clip_on=False, gid=f"run-{mark.run}", **style)
         else:
             axes.axvline(mark.x, zorder=0.9, gid=f"run-{mark.run}", **style)

@@ -16,17 +16,17 @@ import numpy as np
 
 from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, METRICS, ORIGIN, RECIPE
-from recipes.files.reading import fault, json_object, read_whole, toml_table
+from recipes.files.reading import fault, json_object, read_whole, similar, toml_table
 
 VALIDATION, AVERAGE, TASK = "validation_loss", "validation_average_loss", "validation_task/"
-WALL = "wall_seconds/"
+WALL, TOKENS, EPOCHS = "wall_seconds/", "tokens/", "epochs/"
 RESTARTS = WALL + "restarts"
 PLAIN = {
     *("tokens", "loss", "lr", "grad_norm", "step_seconds", "tokens_per_second", "mfu", "goodput", "gpu_utilization"),
     *("peak_memory_gib", "peak_memory_gib_most", "reserved_memory_gib", "reserved_memory_gib_most", "gpu_power_watts"),
 }
 """The columns that are drawn, and those that begin as follows."""
-BEGINNINGS = (VALIDATION, AVERAGE, TASK, WALL, "loss/", "grad_norm/", "expert_load/")
+BEGINNINGS = (VALIDATION, AVERAGE, TASK, WALL, TOKENS, EPOCHS, "loss/", "grad_norm/", "expert_load/")
 
 LARGE = 2**26
 """Bytes of metrics.jsonl, about 90,000 logged steps, of which every row is read. Of a file N times as large every Nth
@@ -93,6 +93,8 @@ class LoggedRun:
     stages: list[tuple[int, str]] = field(default_factory=list)
     """(the step after which it began, its name), in order."""
     skipped: list[int] = field(default_factory=list)
+    stragglers: dict[str, list[int]] = field(default_factory=dict)
+    """Which process was slow in what -> at which steps."""
     unreadable: int = 0
     """How many lines are not rows."""
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -100,6 +102,11 @@ class LoggedRun:
     environment: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, Any] = field(default_factory=dict)
     """Where a fork began; empty for other runs."""
+
+    @property
+    def step(self) -> int:
+        """The newest step of any row."""
+        return max([0, *self.skipped, *(column.last or 0 for column in self.columns.values())])
 
     def has(self, column: str) -> bool:
         """Whether any step has a value of it."""
@@ -169,7 +176,8 @@ def read_run(folder: Path) -> LoggedRun:
                 take(run, line)
     except (FileNotFoundError, NotADirectoryError):
         what = f"has no {METRICS}: it has not logged a step yet" if folder.is_dir() else "is not the folder of a run"
-        raise UserError(f"{folder} {what}; write the folders of runs, such as runs/NAME") from None
+        remedy = similar(folder) if not os.path.exists(folder) else ""
+        raise UserError(f"{folder} {what}{remedy or '; write the folders of runs, such as runs/NAME'}") from None
     except OSError as error:
         raise fault(f"{file} cannot be read", error) from None
     if not any(column.last is not None for column in run.columns.values()):
@@ -201,6 +209,11 @@ def take(run: LoggedRun, line: bytes) -> None:
     numbers = dict(_numbers(row))
     if "loss" in row:
         _take_logged(run, step, row.get("stage"), restarts=numbers.get(RESTARTS, 0.0))
+        slow = row.get("stragglers")
+        for one in slow if isinstance(slow, list) else ():
+            if isinstance(one, dict):
+                who = plain(f"rank {one.get('rank')} on {one.get('node')} is slow in {one.get('phase')}")
+                run.stragglers.setdefault(who, []).append(step)
     for column, value in numbers.items():
         run.columns[column].add(step, value)
 
@@ -212,6 +225,8 @@ def _take_logged(run: LoggedRun, step: int, stage: object, *, restarts: float) -
         run.stages = [(at, name) for at, name in run.stages if at < step]
         run.restarts = [at for at in run.restarts if at < step - 1]
         run.skipped = [at for at in run.skipped if at < step]
+        slow = {who: [at for at in steps if at < step] for who, steps in run.stragglers.items()}
+        run.stragglers = {who: steps for who, steps in slow.items() if steps}
         for column in run.columns.values():
             column.forget_from(step)
         run.restarts.append(step - 1)

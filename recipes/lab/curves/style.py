@@ -8,8 +8,7 @@ from matplotlib.axes import Axes
 # Okabe and Ito's palette, which most colour-blind readers can distinguish, and some more.
 BLUE, ORANGE, GREEN, PINK, SKY, VERMILION = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, "#8C564B", "#7F7F7F")
-INK, FAINT, GRID = "#222222", "#888888", "#DDDDDD"
-DOTS_PER_INCH = 150
+INK, FAINT, GRID, RED = "#222222", "#888888", "#DDDDDD", "#B00020"
 plain_text = matplotlib.rc_context({"text.parse_math": False})
 """Decorates what draws: names, devices and folders may have dollars, which stay what they are."""
 

@@ -1,11 +1,13 @@
 """What `scripts/ladder.py` does, from a recipe to its predicted loss. Imports no torch."""
 
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from recipes.lab.ladder.rates import HALVINGS, factor_before, settle_factor, tri
 from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, rung_sizes
 from recipes.lab.ladder.runs import is_done, point_of, runs_of, train_all, write_recipes
 from recipes.metrics.ladder import Fit, Ladder
+from recipes.plan.hardware import devices, gpu_named, gpu_of
+from recipes.plan.rates import RATES
+from recipes.plan.time import step_time
 from recipes.recipe.load import load, shown
 from recipes.recipe.rules_ladder import conditions_of
 from recipes.recipe.schema import Recipe
@@ -44,10 +49,10 @@ def climb(
     recipe = load(options.recipe, overrides, rules=False)
     require_scalable(recipe, options.recipe)
     folder = options.output / recipe.run.name
-    plan = partial(budgets, recipe, folder=folder, processes=processes, **_asked(recipe, options))
+    budgeted = partial(budgets, recipe, folder=folder, processes=processes, **_asked(recipe, options))
     rates = {1.0, *options.rates} if options.rates else set[float]()
-    began = factor_before(plan(), rates)
-    planned = plan(rates=rates, factor=began or 1.0)
+    began = factor_before(budgeted(), rates)
+    planned = budgeted(rates=rates, factor=began or 1.0)
     groups = [list(group) for _, group in groupby(planned, lambda one: not one.tries and (one.rung.name, one.seed))]
     runs = runs_of(planned)
     flops, large = sum(map(_flops, runs)), _flops(recipe)
@@ -72,15 +77,15 @@ def climb(
     try:
         write_recipes(runs, folder, processes=processes)
         if options.dry_run:
-            for line in _listed(groups):
+            for line in [*_listed(groups), _cost(runs, options, processes=processes)]:
                 log(line)
             return 0
         train = partial(train_all, folder=folder, processes=processes, log=log)
         first = train if task is None or groups[int(task)][0].tries else partial(_require_done, tasks=len(groups) - 1)
-        failed, tried, factor = _try_rates(plan, rates, first)
+        failed, tried, factor = _try_rates(budgeted, rates, first)
         if began and factor != began:
             log(f"learning rates: the trials suggest {factor:g} times those of these runs: write another --output")
-        planned = plan(rates=tried, factor=(factor := began or factor))
+        planned = budgeted(rates=tried, factor=(factor := began or factor))
         if factor != 1:
             log(f"learning rates: {factor:g} times those that the sizes ask for, as the trials suggest")
         names = {run.run.name for run in runs}
@@ -124,6 +129,20 @@ def _listed(groups: Sequence[Sequence[Budget]]) -> Iterator[str]:
         first, names = group[0].recipes[0], [run.run.name for run in runs_of(group)]
         rate = f"{first.batch.global_batch_size} sequences, learning rate {first.optimizer.lr:.3g}"
         yield f"  task {number}: {'rates, before the others' if group[0].tries else rate}: {', '.join(names)}"
+
+
+def _cost(runs: Sequence[Recipe], options: Namespace, *, processes: int) -> str:
+    """The least time that these runs take on the GPUs that are named or here, or on this CPU, and what that costs."""
+    gpu = gpu_named(options.gpu) if options.gpu else next((gpu_of(name) for name, _ in devices()), None)
+    if gpu is None:
+        matrix, began = numpy.ones((2048, 2048), numpy.float32), time.perf_counter()
+        rate = 2 * len(matrix @ matrix) ** 3 / (time.perf_counter() - began)
+        hours = sum(map(_flops, runs)) / rate / 3600
+        return f"  at least {hours:,.1f} hours here, at the {rate / 1e9:,.0f} GFLOP/s of matrix products; or --gpu NAME"
+    times = (step_time(run, run.mesh.fit(processes, nodes=1), gpu=gpu, rates=RATES).step_seconds for run in runs)
+    hours = sum(map(mul, times, map(_steps, runs))) / 3600
+    money = f", {hours * processes * options.price:,.2f} in all" if options.price else ""
+    return f"  at least {hours:,.1f} hours on {processes} {gpu.name}, as planned, without starts{money}"
 
 
 def _asked(recipe: Recipe, options: Namespace) -> dict[str, Any]:
@@ -180,7 +199,7 @@ def _answer(
     answer = replace(answer, ladder=ladder)
     write_whole(folder / FILE, TypeAdapter(Ladder).dump_json(ladder).decode())
     write_ladder_page(folder, answer, command=options.command)
-    return [*lines(answer), "", f"wrote {folder}: {FILE} ladder.md ladder.png"]
+    return [*lines(answer), "", f"wrote {folder}: {FILE} ladder.md"]
 
 
 def _fits(points: Sequence[EndedRun]) -> Iterator[tuple[float, Fit]]:
@@ -191,8 +210,13 @@ def _fits(points: Sequence[EndedRun]) -> Iterator[tuple[float, Fit]]:
             yield share, fit_law([replace(point, loss=loss) for point, loss in zip(points, there, strict=True)])
 
 
+def _steps(recipe: Recipe) -> int:
+    """Of a run, without those of its trunk."""
+    return recipe.run.steps - int(recipe.run.continue_from.rpartition("@")[2] or 0)
+
+
 def _flops(recipe: Recipe) -> float:
     """Of a run, without those of its trunk."""
-    length, steps = recipe.batch.sequence_length, recipe.run.steps
-    steps -= int(recipe.run.continue_from.rpartition("@")[2] or 0)
-    return float(steps * recipe.batch.global_batch_size * length) * recipe.model.flops_per_token(length, "causal")
+    length = recipe.batch.sequence_length
+    tokens = float(_steps(recipe) * recipe.batch.global_batch_size * length)
+    return tokens * recipe.model.flops_per_token(length, "causal")

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Timer
-from types import ModuleType
 from typing import Any
 
 from models.transformers_config import TransformersConfig
@@ -37,8 +36,6 @@ class PlanAnswer:
     """Lines of the screen."""
     numbers: dict[str, Any]
     """The same numbers for scripts."""
-    draw: Callable[[Path], None]
-    """Draws the same as a picture into a file."""
     write: Callable[[Path], None] | None = None
     """Writes the recipe into a file, if a search found one."""
     code: int = FINISHED
@@ -79,11 +76,10 @@ def answer(arguments: Sequence[str]) -> int:
         say(json.dumps(said.numbers, indent=2) if options.json else "\n".join(said.lines), whole=options.json)
     except OSError as error:
         raise fault("standard output cannot be written", error) from None
-    for file, make in ((options.write, said.write), (options.picture, said.draw)):
-        if file is not None and make is not None:
-            make(file)
-            if not options.json:
-                say(f"\nwrote {file}")
+    if options.write is not None and said.write is not None:
+        said.write(options.write)
+        if not options.json:
+            say(f"\nwrote {options.write}")
     return said.code
 
 
@@ -91,11 +87,11 @@ def _planned(path: str, changes: Sequence[str], options: Options, world: World) 
     """The answer for one plan."""
     planned = plan(_load_for(path, changes, world), world)
     lines = screen(planned, options.money, mark=_mark())
-    return PlanAnswer(lines, numbers_of(planned, options.money), lambda file: _pictures().draw_step(planned, file))
+    return PlanAnswer(lines, numbers_of(planned, options.money))
 
 
 def _staged(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:
-    """A plan for each stage, and their sum; the picture is that of the longest."""
+    """A plan for each stage, and their sum."""
     from recipes.lab.plan.of_stages import plans, stages_numbers, stages_screen
 
     recipe = _load_for(path, changes, world)
@@ -103,9 +99,7 @@ def _staged(path: str, changes: Sequence[str], options: Options, world: World) -
         what = "--search looks for one mesh" if options.search else "models of transformers are counted for one length"
         raise UserError(f"{what}, but {recipe.run.name} has stages; write the values of one of them as a recipe")
     stages = plans(recipe, world, options.money)
-    longest = max(stages, key=lambda stage: stage.cost.days).plan
-    lines, numbers = stages_screen(recipe, stages), stages_numbers(stages)
-    return PlanAnswer(lines, numbers, lambda file: _pictures().draw_step(longest, file))
+    return PlanAnswer(stages_screen(recipe, stages), stages_numbers(stages))
 
 
 def _counted(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:
@@ -114,7 +108,7 @@ def _counted(path: str, changes: Sequence[str], options: Options, world: World) 
 
     refuse(options)
     plan = counted(_load_for(path, changes, world), world)
-    return PlanAnswer(plan.screen(mark=_mark()), plan.numbers(), draw=lambda file: None)
+    return PlanAnswer(plan.screen(mark=_mark()), plan.numbers())
 
 
 def _load_for(path: str, changes: Sequence[str], world: World) -> Recipe:
@@ -135,8 +129,7 @@ def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -
     money = options.money if options.money.tokens else replace(options.money, tokens=tokens)  # of every row
     asked_batch = {name: getattr(recipe.batch, name) for name in ("global_batch_size", "micro_batch_size")}
     numbers = {"asked": asked_batch, "plans": [numbers_of(plan, money) for plan in plans]}
-    lines = sizes_screen(recipe, plans, money)
-    return PlanAnswer(lines, numbers, lambda file: _pictures().draw_scaling(recipe, plans, file))
+    return PlanAnswer(sizes_screen(recipe, plans, money), numbers)
 
 
 def _searched(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:
@@ -165,20 +158,11 @@ def _searched(path: str, changes: Sequence[str], options: Options, world: World)
         ],
         "rejected": result.rejected,
     }
-    lines, draw = (
-        [*about(recipe, world, result.best.time if result.best else None), "", *result.lines()],
-        lambda file: _pictures().draw_front(result, file),
-    )
+    lines = [*about(recipe, world, result.best.time if result.best else None), "", *result.lines()]
     if result.best is None:
-        return PlanAnswer(lines, numbers, draw, code=REFUSED)
+        return PlanAnswer(lines, numbers, code=REFUSED)
     lines += ["", "of the fastest:", *costs(result.best, options.money)]
-    return PlanAnswer(lines, numbers, draw, partial(write_fastest, result, base=Path(path)))
-
-
-def _pictures() -> ModuleType:
-    from recipes.lab.plan import pictures  # matplotlib
-
-    return pictures
+    return PlanAnswer(lines, numbers, partial(write_fastest, result, base=Path(path)))
 
 
 def _mark() -> str:

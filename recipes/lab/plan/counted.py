@@ -26,7 +26,6 @@ def refuse(options: Options) -> None:
     asked = {
         "--search": options.search,
         "--assume": bool(options.assume),
-        "--picture": options.picture is not None,
         "--tokens": options.money.tokens is not None,
         "--price": options.money.price is not None,
     }

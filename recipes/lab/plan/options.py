@@ -27,11 +27,9 @@ usage: train.py RECIPE [--section.field value ...] --plan [option ...]
   --search               look for the fastest recipe that fits
   --search --numerics    among those that round differently, too
   --search --write FILE  write that recipe
-  --picture FILE.png     draw what is printed
   --json                 print numbers for scripts
 
 docs/plan.md explains every number."""
-PICTURES = (".png", ".svg", ".pdf")
 MULTIPLES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 MOST_PROCESSES = 2**20
 MOST_TOKENS = 1e18
@@ -54,7 +52,6 @@ class Options(Namespace):
     search: bool = False
     numerics: bool = False
     write: Path | None = None
-    picture: Path | None = None
     json: bool = False
 
 
@@ -73,7 +70,7 @@ def read_options(arguments: Sequence[str]) -> tuple[Options | None, list[str]]:
     parser.add_argument("--help", "-h", action="store_true")
     values: dict[str, Callable[[str], Any]] = {
         **{"--processes": _several, "--nodes": _whole, "--tokens": _tokens, "--price": _price},
-        **{"--picture": _picture, "--write": _new, "--gpu": str, "--ladder": str, "--calibrated-by": user_path},
+        **{"--write": _new, "--gpu": str, "--ladder": str, "--calibrated-by": user_path},
         "--assume": _assumed,
     }
     for name, value in values.items():
@@ -154,25 +151,11 @@ def _number(text: str) -> float:
 
 def _new(text: str) -> Path:
     """The path to write a recipe to."""
-    path = _in_a_folder("--write", text)
+    path = user_path(text)
+    if not path.parent.is_dir():
+        raise UserError(f"--write {text}: there is no folder {path.parent}; make it first")
     if path.suffix != ".toml":
         raise UserError(f"--write {text}: must end in .toml")
     if path.exists():
         raise UserError(f"--write {text}: exists; write another name, or remove it")
-    return path
-
-
-def _picture(text: str) -> Path:
-    """The path to draw a picture to."""
-    path = _in_a_folder("--picture", text)
-    if path.suffix.lower() not in PICTURES:
-        raise UserError(f"--picture {text}: must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
-    return path
-
-
-def _in_a_folder(name: str, text: str) -> Path:
-    """A path in a folder that there is."""
-    path = user_path(text)
-    if not path.parent.is_dir():
-        raise UserError(f"{name} {text}: there is no folder {path.parent}; make it first")
     return path

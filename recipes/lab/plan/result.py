@@ -1,4 +1,4 @@
-"""What a search has found: as a screen, as TOML to paste, as a recipe file and as a picture. Imports no torch."""
+"""What a search has found: as a screen, as TOML to paste and as a recipe file. Imports no torch."""
 
 import os
 from dataclasses import dataclass, replace

@@ -6,7 +6,6 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from recipes.lab.plan.hints import hint
 from recipes.lab.plan.plan import DAY, MESSAGES, Plan, TrainingCost, plan
 from recipes.lab.plan.world import World
 from recipes.metrics.ladder import Ladder
@@ -72,9 +71,9 @@ def screen(plan: Plan, money: Money, *, mark: str = "#") -> list[str]:
         "",
         *_messages(plan),
     ]
-    below = wrap(f"next: {hint(plan)}", COLUMNS, subsequent_indent=" " * 8)
-    left = LINES - len(above) - len(["head of memory", ""]) - len(below)
-    return [*above, *memory_table(plan.memory, mark, rows=min(ROWS, left)), "", *below]
+    below = f"next: --plan --search looks for a recipe that {'is faster' if plan.fits else 'fits'}"
+    left = LINES - len(above) - len(["head of memory", "", below])
+    return [*above, *memory_table(plan.memory, mark, rows=min(ROWS, left)), "", below]
 
 
 def about(recipe: Recipe, world: World, time: StepTime | None, *, number: str = "") -> list[str]:

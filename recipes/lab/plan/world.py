@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parallel.config import MeshDegrees
-from parallel.errors import UserError, listed
+from parallel.errors import UserError
 from recipes.metrics.hardware import Hardware, hardware_of
-from recipes.plan.hardware import GPUS, Gpu, devices, gpu_of
+from recipes.plan.hardware import GPUS, Gpu, devices, gpu_named, gpu_of
 from recipes.plan.rates import RATES, Rates
 from recipes.recipe.fields import one_line
 from recipes.recipe.schema import Recipe
@@ -112,13 +112,6 @@ def _device(recipe: Recipe, asked: Asked, *, processes: int) -> tuple[Gpu, Rates
             return gpu, RATES, "this machine has it"
         return GPUS[ASSUMED], RATES, f"assumed: this machine's {device} is unknown"
     return GPUS[ASSUMED], RATES, "assumed: neither the recipe's name nor this machine has one"
-
-
-def gpu_named(name: str) -> Gpu:
-    """The GPU with this name, in any case. Raises UserError for another."""
-    if name.upper() not in (known_names := {known.upper(): gpu for known, gpu in GPUS.items()}):
-        raise UserError(f"--gpu {name}: unknown; write {listed(list(GPUS), last='or')}")
-    return known_names[name.upper()]
 
 
 def known(device: str, memory: int) -> Gpu | None:

@@ -208,7 +208,6 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         "float8.sample_every": 0,
         "activation_checkpointing.blocks": blocks,
         "compile.autotune": False,
-        "compile.cache": "",
         "optimizer.lr": RATE,
         "optimizer.matrix_lr": RATE * min(optimizer.matrix_share, 4.0) if optimizer.matrix_lr else 0.0,
         "optimizer.qk_clip": min(optimizer.qk_clip, 0.5),  # which its logits exceed

@@ -2,12 +2,17 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 from parallel.errors import UserError
+from recipes.files.atomic import replace
+from recipes.files.layout import REPORT, holds_results
 from recipes.files.lock import FolderLock
 from recipes.files.screen import say
+from recipes.lab.curves.panels import curves
+from recipes.lab.curves.reading import read_runs
 from recipes.lab.sweep.grid import Row, Sweep
 from recipes.lab.sweep.numerics import numerics_table
 from recipes.lab.sweep.results import TABLE, Result, append, current_results, result_of, table
@@ -17,7 +22,7 @@ from recipes.lab.sweep.runner import train_apart
 def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None], option: str = "--output") -> dict[str, Result]:
     """Run the rows without a result (retry: also those that failed); returns label -> result, in the order of the rows.
 
-    Writes table and pictures after every row. Raises UserError if the folder, which `option` names, is not writable or
+    Writes table and curves after every row. Raises UserError if the folder, which `option` names, is not writable or
     is in use.
     """
     with ExitStack() as stack:
@@ -50,13 +55,16 @@ def run_row(row: Row, *, folder: Path) -> Result:
 
 
 def write_sweep_page(sweep: Sweep) -> None:
-    """Write the table and the pictures from results.jsonl."""
-    from recipes.lab.sweep.plots import draw_sweep  # matplotlib
-
+    """Write the table from results.jsonl, and the curves of the rows that are done."""
     results = current_results(sweep)
     page = [table(sweep, results), numerics_table(sweep, results)]
     (sweep.folder / TABLE).write_text("\n".join(filter(None, page)), encoding="utf-8")
-    draw_sweep(sweep, results)
+    done = [row.recipe.run.folder for row in sweep.rows if results.get(row.label, {}).get("outcome") == "done"]
+    if folders := [folder for folder in done if holds_results(folder)]:  # the user may have deleted some
+        from recipes.lab.curves.page import write_html  # matplotlib
+
+        found = curves(read_runs(folders), "tokens")
+        replace(sweep.folder / REPORT, partial(write_html, found), sync=False)
 
 
 def one_line(result: Result) -> str:

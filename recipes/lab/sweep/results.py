@@ -77,6 +77,11 @@ def measure(row: Row, folder: Path) -> Result:
     lengths = [(end - begin, rows[end].get("attention_length", length)) for begin, end in spans]
     attended = sum(steps * mean for steps, mean in lengths) / sum(steps for steps, _ in lengths)
     flops, flops_full = (recipe.model.flops_per_token(attended, kind) for kind in ("causal", "full"))
+    of_validation = [
+        [value for key, value in logged.items() if key.split("/")[0] == "validation_loss"]
+        for logged in logged_rows(folder / METRICS)
+    ]
+    last: list[Any] = next(filter(None, reversed(of_validation)), [])
     environment = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
     peak = bf16_peak(environment["device"])
     numbers = {
@@ -93,6 +98,7 @@ def measure(row: Row, folder: Path) -> Result:
         "mfu_full": rate * flops_full / peak if peak else None,
         "peak_memory_gib": max(row.get("peak_memory_gib_most", row["peak_memory_gib"]) for row in rows.values()),
         "final_loss": rows[max(rows)]["loss"],
+        "validation_loss": fmean(last) if last and None not in last else None,
         "curve": [[step, logged["tokens"], logged["loss"]] for step, logged in sorted(rows.items())],
         "grad_norms": [[step, logged.get("grad_norm")] for step, logged in sorted(rows.items())],
         "skipped_steps": [logged["step"] for logged in logged_rows(folder / METRICS) if "skipped" in logged],
@@ -199,7 +205,7 @@ def reference_title(sweep: Sweep, results: dict[str, Result]) -> str:
 
 
 def row_title(row: Row) -> str:
-    """How tables and pictures call the row."""
+    """How tables call the row."""
     return row.label + _emulated(row)
 
 
@@ -249,7 +255,7 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
         cells = _cells(result, first, gaps.get(row.label)) if result else ["not run yet"]
         rows.append([row_title(row), *cells, *[""] * (len(COLUMNS) - 1 - len(cells))])
     lines += markdown_table(COLUMNS, rows)
-    lines += _seeds(sweep, results)
+    lines += [*_ranking(sweep, results), *_seeds(sweep, results)]
     failed = [result for result in results.values() if result["outcome"] != "done"]
     if failed:
         lines += ["", "Rows that failed:", ""]
@@ -263,6 +269,16 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
     faster = f"row {slow.label}" if slow else "nothing yet"
     read = f"Speed-up: over {faster}. Loss gap: to {compared}. docs/benchmarks/README.md says how numbers are measured."
     return "\n".join([*lines, "", read, ""])
+
+
+def _ranking(sweep: Sweep, results: dict[str, Result]) -> list[str]:
+    """The rows by their validation loss, the best first, where a number is swept; empty if there is no such loss."""
+    numbers = (type(value) for row in sweep.rows for key, value in row.overrides.items() if key != "run.seed")
+    losses = {row_title(row): results.get(row.label, {}).get("validation_loss") for row in sweep.rows}
+    ranked = sorted((loss, title) for title, loss in losses.items() if loss is not None)
+    if len(ranked) < 2 or not {int, float} & {*numbers}:
+        return []
+    return ["", f"By validation loss: {', '.join(f'{title} ({loss:.4f})' for loss, title in ranked)}."]
 
 
 def _seeds(sweep: Sweep, results: dict[str, Result]) -> list[str]:
@@ -282,13 +298,15 @@ def _cells(result: Result, first: float | None, gap: Sequence[tuple[int, float]]
     rate, seconds = result["tokens_per_second_per_device"], result["step_seconds"]
     below, above = (100 * (result[f"step_seconds_{end}"] / seconds - 1) for end in ("least", "most"))
     percent = ["unknown" if share is None else f"{100 * share:.1f}" for share in (result["mfu"], result["mfu_full"])]
+    slowest, fastest = (rate * seconds / result[f"step_seconds_{end}"] for end in ("most", "least"))
+    in_noise = first is not None and rate != first and slowest <= first <= fastest
     difference = "not comparable"
     if gap is not None:
         mean = mean_gap(gap)
         difference = "not finite" if mean is None else f"{round(mean, 4) + 0.0:+.4f}"  # not -0.0000
     return [
         f"{rate:,.0f}",
-        f"{rate / first:.2f}" if first else "",
+        "noise" if in_noise else f"{rate / first:.2f}" if first else "",
         f"{seconds:.4g}",
         f"{below:+.1f} to {above:+.1f}",
         "unknown" if result["tflops_per_device"] is None else f"{result['tflops_per_device']:.4g}",

@@ -26,6 +26,12 @@ def node(number: int, port: int, *, nodes: int = 3, log: Callable[[str], None] |
     return Launchers(("127.0.0.1", port), node=number, nodes=nodes, log=log or fail)
 
 
+def die(launcher: Launchers) -> None:
+    """What the system does at the end of a launcher's process."""
+    assert launcher._neighbours
+    launcher._neighbours._listener.close()
+
+
 def test_a_restarted_node_ends_the_run_it_was_in_and_waits_for_a_new_store() -> None:
     kept = [store()]
     port = kept[0].port
@@ -33,6 +39,7 @@ def test_a_restarted_node_ends_the_run_it_was_in_and_waits_for_a_new_store() -> 
     first, other, again = node(1, port), node(2, port), node(1, port, log=lines.append)
     first.join()
     other.join()
+    die(first)
     waits = threading.Thread(target=again.join)
     waits.start()
     wait_for("the request to end", lambda: kept[0].check([ENDED]))

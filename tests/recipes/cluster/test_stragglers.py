@@ -1,7 +1,6 @@
 """Stragglers found from every process's seconds, and real runs with one."""
 
 import json
-import os
 import random
 import re
 import time
@@ -13,15 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.config import MeshDegrees
 from parallel.dist import World, start, stop
 from parallel.mesh import build_mesh
-from parallel.nodes import arrange
-from parallel.passes import gather_loss_and_numbers
 from recipes.cluster.stragglers import (
     COMPUTE,
     DATA,
@@ -30,16 +25,13 @@ from recipes.cluster.stragglers import (
     SLOWER,
     SLOWER_ON_CPUS,
     WINDOW,
-    Communication,
     Comparison,
-    ComputeTime,
     Straggler,
     Stragglers,
     around,
-    no_culprit_line,
     typical,
 )
-from recipes.metrics.clock import FIRST_STEP, RunClock
+from recipes.metrics.clock import RunClock
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.trainer import Trainer
@@ -145,13 +137,11 @@ def test_of_thousands_of_processes_a_host_reads_as_many_numbers_as_of_a_few_and_
     assert read[0] == read[1] < 100
 
 
-def test_communication_is_what_the_process_with_the_shortest_rest_has_and_the_longest_wait_for_data_counts(
-    alone: World,
-) -> None:
+def test_the_longest_wait_for_data_counts(alone: World) -> None:
     everyone = [Stragglers(alone, RunClock(alone.device)) for _ in range(3)]
     times = [(1.0, 0.1, 0.5), (1.1, 0.0, 0.9), (1.0, 0.3, 0.1)]  # of a step, its data and its compute
     rows = [stragglers.counts(*own) for stragglers, own in zip(everyone, times, strict=True)]
-    assert everyone[0].summary(torch.tensor(rows, dtype=torch.float64)).tolist() == pytest.approx([1.0, 0.3, 0.2])
+    assert everyone[0].summary(torch.tensor(rows, dtype=torch.float64)).tolist() == [0.3]
 
 
 def test_of_many_slow_processes_the_slowest_are_named_and_the_others_counted() -> None:
@@ -180,98 +170,6 @@ def test_no_operator_of_the_comparison_is_one_that_gpus_refuse_for_equal_bits() 
         for stages in (1, 2):
             Comparison(str, stages=stages).summary(torch.zeros(4, 3, dtype=torch.float64))
     assert operators.called.isdisjoint({torch.ops.aten.median.dim, torch.ops.aten.kthvalue.default})
-
-
-def slow_steps(communication: Communication, left: Sequence[float], *, compute: float = 0.5) -> list[int]:
-    """Logged steps at which communication is slow. left: seconds beside data and compute, of who has fewest."""
-    found = []
-    for number, seconds in enumerate(left, start=1):
-        if communication.add(seconds + compute + 0.1, seconds) is not None:
-            found.append(number)
-    return found
-
-
-def test_slow_communication_is_noticed_within_twenty_logged_steps_and_until_it_is_over() -> None:
-    communication = Communication(is_all=True)
-    assert slow_steps(communication, [0.4] * 100) == []
-    first, *_, last = slow_steps(communication, [0.55] * 50 + [0.4] * 20)
-    assert first == WINDOW * 4 // 5 + IN_A_ROW - 1 <= 20 and 50 <= last < 60
-    assert slow_steps(communication, [0.55] * 20)[0] == first
-
-
-@pytest.mark.parametrize(("usual", "now"), [(0.4, 0.5), (0.1, 0.16)], ids=["a quarter", "a small part of the step"])
-def test_communication_that_is_a_little_slower_is_not_reported(usual: float, now: float) -> None:
-    assert slow_steps(Communication(is_all=True), [usual] * 50 + [now] * 50) == []
-
-
-def test_communication_is_compared_with_the_usual_time_that_was_accepted_until_it_is_fast_again() -> None:
-    communication = Communication(is_all=True)
-    assert slow_steps(communication, [0.4] * 30 + [0.6] * 20)
-    communication.accept_as_usual()
-    assert slow_steps(communication, [0.6] * 50) == []
-    assert slow_steps(communication, [0.9] * 20)
-    assert slow_steps(communication, [0.4] * 30 + [0.6] * 20)[-1] == 50  # 0.4 is the usual time again
-
-
-@pytest.mark.parametrize("is_all", [False, True])
-def test_on_a_gpu_only_a_large_increase_is_slow_communication(is_all: bool) -> None:
-    """The rest of a step also contains most of computing there, so the ratio does not count."""
-    found = slow_steps(Communication(is_all=is_all), [0.8] * 50 + [0.95] * 20, compute=0.05)
-    assert bool(found) is not is_all
-
-
-def test_noise_is_not_slow_communication() -> None:
-    """A quarter of all steps are much too long, sometimes four in a row."""
-    draw, communication = random.Random(0), Communication(is_all=True)
-    noisy = [0.3 * (draw.uniform(1.5, 4.0) if draw.random() < 0.25 else draw.uniform(0.9, 1.1)) for _ in range(5000)]
-    for begin in range(0, 5000, 250):
-        noisy[begin : begin + 4] = [0.9] * 4
-    assert slow_steps(communication, noisy) == []
-
-
-def waiting_steps() -> list[tuple[int, dict[str, Any], list[str]]]:
-    """On one of three nodes: what steps that only wait lead to, when they become longer. Rank 2 hardly changes."""
-    rank = int(os.environ["RANK"])
-    os.environ["GROUP_RANK"] = str(rank)
-    world = start("cpu", seed=0)
-    clock, model = RunClock(world.device), nn.Identity()
-    compute = ComputeTime(clock, world.device, head=model)
-    stragglers = Stragglers(world, clock)
-    found = []
-    with clock(FIRST_STEP):
-        for step in range(WINDOW + 1 + 20):
-            time.sleep(0.05 if step > WINDOW else (0.005, 0.02, 0.045)[rank])
-            clock.count_step()
-            own = stragglers.counts(*clock.seconds_per_step(), compute.seconds())
-            loss, times = gather_loss_and_numbers(torch.tensor(1.0), own, loss_group=dist.group.WORLD)
-            assert loss == 3
-            row, lines = stragglers.compare(stragglers.summary(times).tolist())
-            found.append((stragglers._probes, row, lines))
-            clock.restart()
-    stop()
-    return found
-
-
-@pytest.mark.slow
-def test_all_processes_measure_their_links_at_the_same_step() -> None:
-    """Otherwise the run would hang."""
-    answers = run_processes(3, waiting_steps)
-    assert answers[0] == answers[1] == answers[2]
-    assert [probes for probes, _, _ in answers[0]][WINDOW] == 0 and answers[0][-1][0] >= 1
-
-
-@pytest.mark.parametrize(
-    ("count", "why"),
-    [
-        (1, "all processes are on gpu-0"),
-        (2, "gpu-0 and gpu-1 exchange 900 MB/s, and with two nodes neither can be named"),
-        (3, "no link between nodes is slower than the others"),
-    ],
-)
-def test_slow_communication_without_a_culprit_reports_the_links(count: int, why: str) -> None:
-    nodes = arrange([(f"gpu-{number}", number) for number in range(count)])
-    best = {rank: 9e8 + rank for rank in range(count)} if count > 1 else {}
-    assert no_culprit_line(0.25, best, nodes) == f"SLOWER: communication takes 0.2500 s a step more than before; {why}"
 
 
 def rows_of_slow_run(fault: str, phase: str, folder: Path, corpus: Path) -> list[dict[str, Any]]:

@@ -1,10 +1,9 @@
 """Text by transformers' generate(): for its models and for ours, from folders and from checkpoints."""
 
-import argparse
 import json
-import runpy
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from models.decoder import Decoder
 from models.transformers import TransformersModel
 from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
-from recipes.evaluation.by_transformers import check_search, open_exported, texts_of, write_texts
+from recipes.evaluation.by_transformers import check_search, open_exported, texts_of
 from recipes.evaluation.evaluate import answer_of
-from recipes.evaluation.generate import generate, open_model
+from recipes.evaluation.generate import continue_text, generate, open_for_prompts, open_model
 from recipes.evaluation.losses import without_dropout
 from recipes.evaluation.sampling import Sampling
 from recipes.weights.convert import import_folder, load_weights
@@ -114,7 +113,7 @@ def test_several_texts_are_numbered_and_an_answer_begins_a_line(folders: dict[st
     opened = open_model(folders["t5"], dtype=torch.float32, device=CPU)
     said: list[str] = []
     sampling = replace(HOW, max_tokens=3)
-    tokens, seconds = write_texts(
+    tokens, seconds = continue_text(
         opened, "w5 w6", sampling, log=said.append, log_prompt=said.append, beams=2, outputs=2
     )
     lines = "".join(said).split("\n")
@@ -127,15 +126,14 @@ def test_a_chat_is_encoded_as_by_the_tokenizer_of_transformers(folders: dict[str
     template = "{% for message in messages %}w8 {{ message.content }} </s> {% endfor %}"
     template += "{% if add_generation_prompt %}w9{% endif %}"
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "</s>"}))
-    script = runpy.run_path(str(ROOT / "scripts" / "generate.py"))
-    options = argparse.Namespace(prompt="w5 w6", prefix=None, chat=True, chat_template=None)
-    prompt = script["_around"](options, script["_template"](options, find_weights(folder), None), None)
-    opened = replace(open_model(folder, dtype=torch.float32, device=CPU), as_pairs=True)
+    open_as = partial(open_model, dtype=torch.float32, device=CPU)
+    ready = open_for_prompts(find_weights(folder), None, template="", open_as=open_as)
+    assert ready.template is not None
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="</s>")
     theirs.chat_template = template
-    messages = [{"role": "user", "content": "w5 w6"}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "w5 w6"}]
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert opened.prompt_ids(prompt) == list(expected) == [8, 5, 6, END, 9]
+    assert ready.chat.prompt_ids(ready.template.prompt(messages)) == list(expected) == [8, 5, 6, END, 9]
 
 
 def test_our_decoder_searches_with_beams_through_its_export(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def sample(
     prompt: list[int], *, tokens: int = 20, rows: int = 2, end: int | None = None, **options: float
 ) -> list[int]:
     sampling = Sampling(**{"max_tokens": tokens, "temperature": 0.8} | options)
-    return continuation(build(), prompt, sampling, shape=(rows, LENGTH), device=CPU, end=end)
+    return continuation(build(), prompt, sampling, shape=(rows, LENGTH), device=CPU, ends=() if end is None else [end])
 
 
 def test_a_continuation_depends_only_on_model_prompt_and_seed() -> None:

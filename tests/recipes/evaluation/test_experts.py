@@ -59,7 +59,7 @@ def test_divided_experts_have_the_validation_and_the_scores_of_one_process(runs:
     for mine, theirs in zip(two, one, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4)
     logs = [(runs[count].run.folder / "log.txt").read_text() for count in (1, 2)]
-    samples = [log.partition("how the model goes on:")[2].partition(" done: ")[0] for log in logs]
+    samples = [log.rpartition("how the model goes on:")[2].partition(" done: ")[0] for log in logs]
     alone, both = ({line.partition("Z ")[2] for line in sample.splitlines()[1:-1]} for sample in samples)
     assert len(alone) > 1 and alone == {line for line in both if "how the model goes on" not in line}
 

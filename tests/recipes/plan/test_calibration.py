@@ -13,7 +13,7 @@ from recipes.plan.calibration import calibrated, slowed
 from recipes.plan.hardware import GPUS
 from recipes.plan.messages import Group
 from recipes.plan.rates import RATES, Rates
-from recipes.plan.time import attention_seconds, product_seconds, step_time
+from recipes.plan.time import step_time
 from recipes.recipe.load import CONFIGS, load, to_toml
 from recipes.recipe.schema import Recipe
 
@@ -24,71 +24,6 @@ def written(folder: Path, content: Any) -> Path:
     file = folder / "record.json"
     file.write_text(json.dumps(content))
     return file
-
-
-def kernels(rates: Rates) -> dict[str, Any]:
-    """A record of the gpu suite on an H100 that has these rates."""
-    shapes = [(8192, 2048, 11008), (8192, 11008, 2048), (8192, 2048, 2048)]
-    rows: list[dict[str, Any]] = []
-    for kind, float8 in (("bf16", "none"), ("float8 tensorwise", "tensorwise")):
-        for m, k, n in shapes:
-            seconds = product_seconds(m, n, k, gpu=H100, rates=rates, float8=float8)
-            facts = {"operation": "product", "linear": "gate_proj, up_proj", "kind": kind, "shape": [m, k, n]}
-            rows.append(facts | {"seconds": seconds})
-    flops = 2.0 * 16 * 128 * 8192**2
-    for backend in ("flash", "cudnn"):
-        forward, backward = attention_seconds(flops, backend, gpu=H100, rates=rates, sequence=8192)
-        for passes, seconds, amount in (("forward", forward, flops), ("both", forward + backward, 3 * flops)):
-            facts = {"operation": "attention", "backend": backend, "model": "m", "passes": passes, "tokens": 8192}
-            rows.append(facts | {"seconds": seconds, "tflops": amount / seconds / 1e12})
-    rows.append({"operation": "copy", "seconds": 1.0, "bytes_per_second": rates.moved * H100.bandwidth})
-    rows.append(
-        {
-            "operation": "loss",
-            "kind": "eager",
-            "seconds": 1.0,
-            "logits": rates.moved * H100.bandwidth / rates.loss_chunked,
-        }
-    )
-    rows.append({"operation": "product", "linear": "down_proj", "kind": "bf16", "error": "out of memory"})
-    return {"suite": "gpu", "environment": {"device": DEVICE}, "rows": {"all": {"measurements": rows}}}
-
-
-def test_record_of_kernels_gives_the_rates_that_they_were_measured_with(tmp_path: Path) -> None:
-    true = replace(
-        RATES, products=0.61, float8=0.7, flash=0.3, cudnn=0.5, attention_backward=0.7, moved=0.8, loss_chunked=44.0
-    )
-    gpu, rates = calibrated(written(tmp_path, kernels(true)), None)
-    assert gpu == H100
-    for field in ("products", "float8", "flash", "cudnn", "attention_backward", "moved", "loss_chunked"):
-        assert getattr(rates, field) == pytest.approx(getattr(true, field), rel=1e-3), field
-    assert rates.calibrated.startswith("by record.json") and rates.spread == 0.1 and rates.of_kernels
-
-
-def test_rates_in_use_are_those_of_the_record_of_the_h200() -> None:
-    _, rates = calibrated(CONFIGS.parent / "docs/benchmarks/gpu-nvidia-h200.json", None)
-    kernels = ("moved", "added", "updated", "cast", "cast_eager")
-    for field in ("products_h200", "float8", "rowwise", "flash", "cudnn", "attention_backward", *kernels):
-        assert getattr(RATES, field) == pytest.approx(getattr(rates, field), rel=1e-3), field
-    assert rates.rowwise > 1  # cuBLAS's products with a scale per row are faster than those with one per tensor
-
-
-def test_name_without_a_memory_may_be_of_either_h100(tmp_path: Path) -> None:
-    record = kernels(replace(RATES, moved=0.6)) | {"environment": {"device": "NVIDIA H100"}}  # within both memories
-    assert [calibrated(written(tmp_path, record), GPUS[name])[0].name for name in ("H100", "H100-500W")] == [
-        "H100",
-        "H100-500W",
-    ]
-    with pytest.raises(UserError, match="not on H100-500W"):
-        calibrated(written(tmp_path, kernels(RATES)), GPUS["H100-500W"])
-
-
-def test_record_without_attention_leaves_its_rates(tmp_path: Path) -> None:
-    record = kernels(RATES)
-    rows = record["rows"]["all"]["measurements"]
-    record["rows"]["all"]["measurements"] = [row for row in rows if row["operation"] == "product"]
-    _, rates = calibrated(written(tmp_path, record), H100)
-    assert (rates.flash, rates.moved, rates.loss) == (RATES.flash, RATES.moved, RATES.loss)
 
 
 def link(axis: str, processes: int, stride: int, rates: Rates) -> dict[str, Any]:
@@ -103,6 +38,14 @@ def link(axis: str, processes: int, stride: int, rates: Rates) -> dict[str, Any]
 
 def environment(*links: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"device": DEVICE, "world_size": 16, "preflight": {"nodes": 2, "links": list(links)}} | more
+
+
+def test_name_without_a_memory_may_be_of_either_h100(tmp_path: Path) -> None:
+    file = written(tmp_path, environment(link("shard", 8, 1, RATES), device="NVIDIA H100"))
+    names = [calibrated(file, GPUS[name])[0].name for name in ("H100", "H100-500W")]
+    assert names == ["H100", "H100-500W"]
+    with pytest.raises(UserError, match="not on H100-500W"):
+        calibrated(written(tmp_path, environment(link("shard", 8, 1, RATES))), GPUS["H100-500W"])
 
 
 def test_two_sizes_of_messages_tell_latency_and_bandwidth_apart_in_both_places(tmp_path: Path) -> None:
@@ -176,12 +119,12 @@ def test_folder_of_a_run_gives_its_network_and_its_speed(tmp_path: Path) -> None
 
 
 BAD = {
-    "nothing": ("", "holds no record; write a record of"),
+    "nothing": ("", "holds no record; write a run's environment"),
     "no JSON": ("{", "holds no record"),
     "a list": ("[]", "holds no record"),
-    "another record": ('{"a": 1}', "is of no known kind; write a record of"),
-    "a record without rows": ('{"suite": "gpu", "environment": {"device": "NVIDIA H100"}, "rows": {}}', "no kernels"),
-    "half a record": ('{"suite": "gpu"}', "is damaged"),
+    "another record": ('{"a": 1}', "is of no known kind; write a run's environment"),
+    "a record of kernels": ('{"suite": "gpu", "environment": {"device": "NVIDIA H100"}}', "is of no known kind"),
+    "half a record": ('{"preflight": {}}', "is damaged"),
     "a CPU's, of an older version": ('{"suite": "calibrate", "processes": {"1": {}}}', "is of no known kind"),
     "messages in negative time": (
         '{"device": "NVIDIA H100", "preflight": {"links": [{"axis": "shard", "processes": 8, "stride": 1,'
@@ -206,18 +149,6 @@ def test_file_that_is_no_record_of_the_gpu_is_refused_in_one_line(tmp_path: Path
     assert "\n" not in str(caught.value) and str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("factor", "expected"), [(-1.0, "times of 0 or less"), (0.1, "products beyond what is promised")]
-)
-def test_impossible_times_are_refused(tmp_path: Path, factor: float, expected: str) -> None:
-    record = kernels(RATES)
-    for row in record["rows"]["all"]["measurements"]:
-        if row["operation"] == "product" and "seconds" in row:
-            row["seconds"] *= factor
-    with pytest.raises(UserError, match=expected):
-        calibrated(written(tmp_path, record), None)
-
-
 def test_messages_without_a_time_are_refused(tmp_path: Path) -> None:
     found = link("shard", 8, 1, RATES)
     found["all_gather"] = found["reduce_scatter"] = [[2**20, float("nan")], [2**26, 1e-3]]
@@ -227,7 +158,7 @@ def test_messages_without_a_time_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_record_and_no_folder_of_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b"\xff\xfe\x00")
-    half = written(tmp_path, {"suite": "gpu", "rows": {}})
+    half = written(tmp_path, {"preflight": {}})
     refused = {tmp_path / "missing.json": "cannot be read", tmp_path / "a.json": "is not UTF-8", half: "is damaged"}
     for path, message in (refused | {tmp_path: "cannot be read"}).items():
         with pytest.raises(UserError, match=message):

@@ -1,21 +1,24 @@
-"""Predictions beside the record of the gpu suite: kernels, and steps of the same recipes."""
+"""The record of the gpu suite: rates from its kernels, and predictions beside its kernels and steps."""
 
+import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from parallel.config import MeshDegrees
-from recipes.lab.bench.gpu import Record
 from recipes.lab.sweep.grid import Sweep, read_sweep
 from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict as predict_memory
-from recipes.plan.rates import RATES
-from recipes.plan.time import attention_seconds, step_time
+from recipes.plan.rates import RATES, Rates
+from recipes.plan.time import attention_seconds, product_seconds, step_time
 from recipes.recipe.load import CONFIGS, load
+from tests.gpu.suite import Record
 from tests.published.gpu import SWEEP, kernels_table, step_table
+from tests.published.kernels import rates_of
 
-H200 = GPUS["H200"]
+H100, H200 = GPUS["H100"], GPUS["H200"]
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +111,57 @@ def test_steps_are_compared_if_their_recipe_is_still_the_same(sweep: Sweep) -> N
     assert line == f"| zero2 | 16,384 | {error:+.1%} | 75.2 | {memory:+.2%} |"
     other = {"rows": {"zero2": found | {"overrides": {"run.steps": 7}}}}
     assert len(step_table(other, [sweep], gpu=H200, rates=RATES)) == 2
+
+
+def kernels(rates: Rates) -> dict[str, Any]:
+    """A record of the gpu suite on an H100 that has these rates."""
+    shapes = [(8192, 2048, 11008), (8192, 11008, 2048), (8192, 2048, 2048)]
+    rows: list[dict[str, Any]] = []
+    for kind, float8 in (("bf16", "none"), ("float8 tensorwise", "tensorwise")):
+        for m, k, n in shapes:
+            seconds = product_seconds(m, n, k, gpu=H100, rates=rates, float8=float8)
+            facts = {"operation": "product", "linear": "gate_proj, up_proj", "kind": kind, "shape": [m, k, n]}
+            rows.append(facts | {"seconds": seconds})
+    flops = 2.0 * 16 * 128 * 8192**2
+    for backend in ("flash", "cudnn"):
+        forward, backward = attention_seconds(flops, backend, gpu=H100, rates=rates, sequence=8192)
+        for passes, seconds, amount in (("forward", forward, flops), ("both", forward + backward, 3 * flops)):
+            facts = {"operation": "attention", "backend": backend, "model": "m", "passes": passes, "tokens": 8192}
+            rows.append(facts | {"seconds": seconds, "tflops": amount / seconds / 1e12})
+    rows.append({"operation": "copy", "seconds": 1.0, "bytes_per_second": rates.moved * H100.bandwidth})
+    rows.append(
+        {
+            "operation": "loss",
+            "kind": "eager",
+            "seconds": 1.0,
+            "logits": rates.moved * H100.bandwidth / rates.loss_chunked,
+        }
+    )
+    rows.append({"operation": "product", "linear": "down_proj", "kind": "bf16", "error": "out of memory"})
+    return {"suite": "gpu", "rows": {"all": {"measurements": rows}}}
+
+
+def test_record_of_kernels_gives_the_rates_that_they_were_measured_with() -> None:
+    true = replace(
+        RATES, products=0.61, float8=0.7, flash=0.3, cudnn=0.5, attention_backward=0.7, moved=0.8, loss_chunked=44.0
+    )
+    rates = rates_of(kernels(true), H100)
+    for field in ("products", "float8", "flash", "cudnn", "attention_backward", "moved", "loss_chunked"):
+        assert getattr(rates, field) == pytest.approx(getattr(true, field), rel=1e-3), field
+
+
+def test_rates_in_use_are_those_of_the_record_of_the_h200() -> None:
+    record = json.loads((CONFIGS.parent / "docs/benchmarks/gpu-nvidia-h200.json").read_text())
+    rates = rates_of(record, GPUS["H200"])
+    kernels = ("moved", "added", "updated", "cast", "cast_eager")
+    for field in ("products_h200", "float8", "rowwise", "flash", "cudnn", "attention_backward", *kernels):
+        assert getattr(RATES, field) == pytest.approx(getattr(rates, field), rel=1e-3), field
+    assert rates.rowwise > 1  # cuBLAS's products with a scale per row are faster than those with one per tensor
+
+
+def test_record_without_attention_leaves_its_rates() -> None:
+    record = kernels(RATES)
+    rows = record["rows"]["all"]["measurements"]
+    record["rows"]["all"]["measurements"] = [row for row in rows if row["operation"] == "product"]
+    rates = rates_of(record, H100)
+    assert (rates.flash, rates.moved, rates.loss) == (RATES.flash, RATES.moved, RATES.loss)

@@ -3,7 +3,7 @@
 import pytest
 
 from parallel.errors import UserError
-from recipes.lab.plan.world import gpu_named
+from recipes.plan.hardware import gpu_named
 from tests.published.gpu import gpu_of_device
 
 

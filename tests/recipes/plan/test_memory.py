@@ -5,7 +5,6 @@ import json
 import os
 import pstats
 import random
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from recipes.plan.sizes import Sizes
 from recipes.plan.tracked import CPU, fake_processes
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
+from tests import write_docs
 from tests.live_bytes import build, tracked_step
 from tests.meshes import mesh_degrees
 
@@ -350,7 +350,7 @@ def test_the_peak_of_a_large_model_takes_a_few_hundred_calls() -> None:
     peak(recipe, degrees)  # fills caches
     profile = cProfile.Profile()
     profile.runcall(peak, recipe, degrees)
-    assert pstats.Stats(profile).total_calls < 1700, "the search asks for tens of thousands"
+    assert pstats.Stats(profile).total_calls < 1800, "the search asks for tens of thousands"
 
 
 EAGER_ON_GPU = ["--compile.enabled=false", "--model.layers=8"]
@@ -380,19 +380,16 @@ def test_a_gpu_that_computes_nothing_allocates_what_is_predicted(
     assert predicted.peak / 1e9 == pytest.approx(seen, rel=0.04)
 
 
-SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/write_docs.py"))
-
-
 def test_no_recipe_needs_more_than_94_percent_of_its_gpu() -> None:
-    found = SCRIPT["predictions"]()
+    found = write_docs.predictions()
     assert len(found) >= 16
     shares = {name: prediction.peak / hardware.memory for name, (_, hardware, prediction) in found.items()}
     assert round(FULL, 2) == 0.94 and not {name: share for name, share in shares.items() if share > FULL}
 
 
 def test_the_page_about_memory_is_up_to_date() -> None:
-    text = SCRIPT["MEMORY"].read_text()
-    assert text == SCRIPT["with_memory"](text), "run python scripts/write_docs.py"
+    text = write_docs.MEMORY.read_text()
+    assert text == write_docs.with_memory(text), "run python -m tests.write_docs"
 
 
 @pytest.mark.parametrize(

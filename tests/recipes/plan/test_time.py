@@ -7,9 +7,8 @@ import pytest
 from models.sizes import SIZES
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
-from recipes.lab.plan.world import gpu_named
 from recipes.plan.evidence import ROWS
-from recipes.plan.hardware import GPUS
+from recipes.plan.hardware import GPUS, gpu_named
 from recipes.plan.rates import RATES, Rates
 from recipes.plan.time import StepTime, attention_seconds, product_seconds, step_time, time_of
 from recipes.plan.work import work_of

@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from recipes.recipe.load import load, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import at_several_lengths, stages_of
 from recipes.training.same_run import identity_differences
+from tests import write_docs
 
 ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = sorted((ROOT / "configs/benchmarks").glob("*.toml"))
@@ -359,6 +359,5 @@ def test_a_run_may_resume_with_other_loss_chunks() -> None:
 
 
 def test_the_page_about_recipes_is_up_to_date() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
-    text = script["PAGE"].read_text()
-    assert text == script["with_fields"](text), "run python scripts/write_docs.py"
+    text = write_docs.PAGE.read_text()
+    assert text == write_docs.with_fields(text), "run python -m tests.write_docs"

@@ -12,7 +12,7 @@ from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.data.config import DataConfig
 from recipes.recipe import command_line
-from recipes.recipe.fields import describe, field_docs, field_types, sections
+from recipes.recipe.fields import GONE, describe, field_docs, field_types, sections
 from recipes.recipe.load import CONFIGS, load, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.recipe.synonyms import FIELDS, SECTIONS
@@ -687,7 +687,7 @@ def test_every_field_with_a_path_is_looked_for_beside_its_own_file() -> None:
         f'{MODEL}weights = "sub/run"\nconfig = "sub/run"\n[run]\ncontinue_from = "sub/run@12"\n[data]\n'
         'mixture = {"sub/a.txt" = 1.0, "sub/b.txt" = 2.0}\ntokenizer = "sub/tokenizer.json"\n'
         'chat_template = "sub/chat.jinja"\n[validation]\nsources = {c = "sub/c.txt"}\n'
-        'tasks = ["sub/task.yaml", "arc_easy"]\n[metrics]\ncalibrated_by = "sub/run"\n'
+        'tasks = ["sub/task.yaml", "arc_easy"]\n'
     )
     Path("x.toml").write_text(
         'base = "far/base.toml"\n[run]\nsteps = 9\n[[stages]]\nname = "one"\nuntil = 3\n'
@@ -700,7 +700,6 @@ def test_every_field_with_a_path_is_looked_for_beside_its_own_file() -> None:
     assert (recipe.data.tokenizer, recipe.data.chat_template) == ("far/sub/tokenizer.json", "far/sub/chat.jinja")
     assert recipe.validation.sources == {"c": "far/sub/c.txt"}
     assert recipe.validation.tasks == ("far/sub/task.yaml", "arc_easy")
-    assert recipe.metrics.calibrated_by == "far/sub/run"
 
 
 @pytest.mark.parametrize("name", ["[D] x", ".hidden", "a?b", "sub/../sub"])
@@ -801,3 +800,15 @@ def test_the_page_about_models_shows_a_custom_one_that_loads() -> None:
     shown = page.partition("    [model]\n")[2].partition("\n\n")[0]
     recipe = recipe_of("[model]\n" + shown.replace("    ", "") + '\n[data]\ntokenizer = "train:32000"\n')
     assert recipe.model.num_params() > 1e8
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_field_that_is_gone_is_refused_but_in_the_recipe_of_a_run(key: str, tmp_path: Path) -> None:
+    section, _, name = key.partition(".")
+    recipe = Recipe(model=SIZES["smollm3_debug"])
+    of_run = to_toml(recipe).replace(f"[{section}]\n", f'[{section}]\n{name} = "x"\n')
+    (tmp_path / "recipe.toml").write_text(of_run)
+    assert load(tmp_path / "recipe.toml", rules=False) == recipe
+    (tmp_path / "own.toml").write_text(f'{MODEL}[{section}]\n{name} = "x"\n')
+    with pytest.raises(UserError, match=rf"{key} = \"x\".*\n *is gone; "):
+        load(tmp_path / "own.toml", rules=False)

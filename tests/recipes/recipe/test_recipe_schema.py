@@ -1,7 +1,6 @@
 """docs/recipe.schema.json: it is up to date, accepts what loads, and refuses what does not."""
 
 import json
-import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 
 from recipes.recipe.fields import field_docs, field_types, sections
 from recipes.recipe.load import CONFIGS
+from tests import write_docs
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = [*sorted(CONFIGS.glob("*.toml")), *sorted((CONFIGS / "benchmarks").glob("*.toml"))]
@@ -25,8 +25,7 @@ def validator() -> Any:
 
 
 def test_schema_is_up_to_date() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
-    assert script["SCHEMA"].read_text() == script["schema_text"](), "run python scripts/write_docs.py"
+    assert write_docs.SCHEMA.read_text() == write_docs.schema_text(), "run python -m tests.write_docs"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -482,7 +482,21 @@ def test_another_recipe_is_refused_with_its_differences(tmp_path: Path) -> None:
     assert "\n  optimizer.lr: 0.0003 in the folder's recipe.toml, 0.001 now\n" in message
     assert '\n  model.name: "smollm3_debug" in the folder\'s recipe.toml, "llama3_debug" now\n' in message
     assert '\n  schedule.kind: "wsd" in' in message
-    assert message.endswith("give this run another name (--run.name OTHER), or put these keys back")
+    assert message.endswith("give this run another name: --run.name r-2, or put these keys back")
+
+
+def test_an_automatic_name_is_that_of_the_file_with_a_number_if_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def name() -> str:
+        return load(CONFIGS / "llama3_debug.toml", ["--run.name", "auto", "--run.output", str(tmp_path)]).run.name
+
+    assert name() == "llama3_debug"
+    for folder in ("llama3_debug", "llama3_debug-2"):
+        (tmp_path / folder).mkdir()
+    assert name() == "llama3_debug-3"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert name() == "llama3_debug-7"
 
 
 def test_only_the_fields_that_identify_a_run_count_as_differences() -> None:

@@ -108,13 +108,13 @@ def test_jobs_that_start_after_the_end_of_the_run_bring_their_rows_with_step_and
     last = log.splitlines()[-1]
     assert "checkpoints of steps 4, 8, 12: their evaluation goes on; by hand: python " in last
     assert not evaluated(place, name)
-    drawn = (picture := place / "runs" / name / "curves.png").stat().st_mtime_ns
+    drawn = (picture := place / "runs" / name / "report.html").stat().st_mtime_ns
     held = jobs_of(cluster, name)
     assert 1 <= len(held) <= 2
     cluster.do("scontrol", "release", *held)
     wait_for("the rows", lambda: sorted(evaluated(place, name)) == [4, 8, 12])
     require_as_inside(evaluated(place, name), losses)
-    wait_for("a new picture", lambda: picture.stat().st_mtime_ns > drawn)
+    wait_for("a new report", lambda: picture.stat().st_mtime_ns > drawn)
     wait_for("an empty queue", lambda: not jobs_of(cluster, name))
     printed = (place / "runs" / name / "evaluations.txt").read_text()
     assert printed.count("evaluating step ") == 3 and "Submitted batch job " in printed

@@ -12,7 +12,7 @@ import pytest
 from models.hf import export_of
 from models.sizes import SIZES
 from parallel.config import MeshDegrees
-from recipes.data.config import BatchConfig
+from recipes.data.config import BatchConfig, DataConfig
 from recipes.training.console import Console, last_lines
 from tests.processes import untimed
 
@@ -245,14 +245,27 @@ def test_training_goes_on_when_the_screen_lacks_a_character(tmp_path: Path) -> N
 def test_a_finished_run_offers_an_export_that_can_be_made(softcap: float, tmp_path: Path) -> None:
     folder, model = tmp_path / "run", replace(SIZES["moe_debug"], logit_softcap=softcap)
     (folder / "checkpoints").mkdir(parents=True)
-    offered = [line for line in last_lines(folder, model) if "convert_hf.py export" in line]
+    offered = [line for line in last_lines(folder, model, DataConfig()) if "convert_hf.py export" in line]
     assert len(offered) == (0 if softcap else 1)
     said = (
         "cannot be exported to Hugging Face, because of model.logit_softcap = 30.0" if softcap else "can be exported as"
     )
     assert export_of(model).startswith(said)
     (tmp_path / "run-hf").mkdir()
-    assert not [line for line in last_lines(folder, model) if "convert_hf.py export" in line]
+    assert not [line for line in last_lines(folder, model, DataConfig()) if "convert_hf.py export" in line]
+
+
+def test_a_finished_run_on_chats_offers_a_chat(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    lines = last_lines(tmp_path, SIZES["smollm3_debug"], DataConfig(messages_field="messages"))
+    assert any(line.endswith(f"generate.py {tmp_path} --chat") for line in lines)
+
+
+def test_shares_that_do_not_add_up_to_1_are_said() -> None:
+    assert DataConfig(mixture={"a": 2.0, "b": 1.0}).shares_note == (
+        "data.mixture adds up to 3, not 1: of the tokens, 'a' 66.7%, 'b' 33.3%"
+    )
+    assert not DataConfig(mixture={"a": 0.333, "b": 0.333, "c": 0.333}).shares_note and not DataConfig().shares_note
 
 
 def test_a_batch_is_divided_among_data_ranks_and_shared_by_tensor_and_context_ranks() -> None:

@@ -10,7 +10,7 @@ from parallel.errors import UserError
 from recipes.plan.hardware import GPUS
 from recipes.recipe.load import CONFIGS, load
 from recipes.recipe.schema import Recipe
-from recipes.training.foresight import Foresight, foresight, line
+from recipes.training.foresight import Foresight, foresight
 from tests.processes import run_processes
 from tests.training import change, rows, run_all
 
@@ -41,7 +41,11 @@ def test_calibrated_run_says_how_far_its_plan_was_off(small: Recipe, file: Path)
     assert plan["calibrated"] == "by h100.json: its network's speed"
     seconds = sorted(row["step_seconds"] for row in steps[1:])  # the first one compiles
     assert plan["measured_seconds"] == seconds[len(seconds) // 2]
-    assert line(last).endswith("times as long; by h100.json: its network's speed)")
+    assert (
+        Foresight(1.0, last["plan"]["calibrated"])
+        .line(last)
+        .endswith("times as long; by h100.json: its network's speed)")
+    )
     links = json.loads((recipe.run.folder / "environment.json").read_text())["preflight"]["links"]
     assert [link["axis"] for link in links] == ["shard"]
 

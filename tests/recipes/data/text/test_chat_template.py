@@ -1,5 +1,6 @@
 """Chat templates are programs that came with somebody's weights: what they use is bounded; their files may be odd."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 
 from parallel.errors import UserError
 from recipes.data.text import chat as chat_module
-from recipes.data.text.chat import ChatTemplate, chat_settings, read_chat_files
+from recipes.data.text.chat import ChatTemplate, chat_settings, ends_of_answers, read_chat_files
+from recipes.data.text.pair_format import ANSWERS, PairFormat, template_of
+from recipes.data.text.tokenizer import load_tokenizer, text_library
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -95,3 +98,18 @@ def test_template_files_that_never_end_are_refused_at_once(tmp_path: Path) -> No
         file_.truncate(20_000_000_000)
     with pytest.raises(UserError, match="it has more than 10,000,000 bytes"):
         chat_settings({}, template=str(tmp_path / "large.jinja"), date="")
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "qwen3"])
+def test_a_template_by_name_has_its_tokens_in_a_tokenizer_that_is_trained_for_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    format = PairFormat(messages="messages", rules=ANSWERS, **chat_settings({}, template=name, date=""))
+    sources = [str(tmp_path / "chats.jsonl")]
+    trained = load_tokenizer("train:300", sources=sources, text_field=format, cache=tmp_path, log=lambda line: None)
+    one = template_of(format, trained)
+    rendered, (ends, note) = one.render(CHAT), ends_of_answers(one, trained)
+    assert not isinstance(rendered, str) and len(ends) == 1 and not note
+    tokens = text_library(trained.json, spelled_out=True).encode(rendered.text).tokens
+    assert {*format.tokens} <= {*tokens} and trained.backend.id_to_token(ends[0]) in tokens
+    begin, end = rendered.answers[-1]
+    assert rendered.text[begin:end].endswith(f"{CHAT[-1]['content']}{trained.backend.id_to_token(ends[0])}")

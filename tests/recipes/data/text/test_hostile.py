@@ -134,8 +134,18 @@ def test_file_that_is_one_json_array_names_the_command_that_makes_rows_of_it(tmp
         (problem, *_) = [row.problem for row in rows_of(tmp_path)]
         assert problem.endswith("jq -c '.[]' OLD > NEW.jsonl")
     (tmp_path / "a.jsonl").rename(tmp_path / "a.json")
-    for source in (tmp_path / "a.json", tmp_path, tmp_path / "*"):
-        assert str(sources.source_problem(str(source))).endswith("jq -c '.[]' OLD > NEW.jsonl"), source
+    for source in (tmp_path, tmp_path / "*"):
+        assert str(sources.source_problem(str(source))).endswith(f'; to read .json, name them: "{tmp_path}/**/*.json"')
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("[1", "broken file: Expecting ',' delimiter"), ("[" * 99_999, "broken file: not JSON: nested too deeply")],
+)
+def test_array_that_is_damaged_is_a_broken_file(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    (row,) = rows_of(tmp_path / "a.json")
+    assert row.problem.startswith(problem)
 
 
 # --------------------------------------------------------------------------------------------------- what is in folders
@@ -155,6 +165,7 @@ def test_notes_count_what_is_read_and_what_is_not(tmp_path: Path) -> None:
     assert first == (
         f"'{tmp_path}': reads 3 .jsonl, 1 .txt; does not read"
         " 3 .pdf, 1 .csv, 1 broken link, 1 pipe or device, 1 without a suffix"
+        f'; to read .csv, name them: "{tmp_path}/**/*.csv"'
     )
     assert "up to the first blank line after 2,048 bytes; without any in 65,536 bytes, up to the last line" in second
     (globbed,) = sources.notes(str(tmp_path / "*.jsonl"), text_documents="auto")

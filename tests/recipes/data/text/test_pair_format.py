@@ -183,7 +183,8 @@ def test_chat_that_its_template_refuses_is_a_bad_row() -> None:
     [
         ("hello", "not messages: the text in field 'messages' is not JSON"),
         ({"role": "user"}, "not messages: field 'messages' holds dict, not a list"),
-        ([{"from": "human", "value": "hi"}], 'not messages: a message needs a "role"'),
+        ([{"name": "human", "value": "hi"}], 'not messages: a message needs a "role"'),
+        ([{"from": "human", "value": "hi"}], 'no answer: no message has the role "assistant"'),
         ([{"role": "user", "content": "hi"}], 'no answer: no message has the role "assistant"'),
         ([CHAT[0], {"role": "assistant", "content": ""}], "no answer"),
         ([{"role": "user", "content": [{"type": "image"}]}, CHAT[2]], 'not messages: a "content" is list, not text'),
@@ -195,6 +196,14 @@ def test_chat_that_cannot_be_learned_is_a_bad_row_with_the_reason(messages: Any,
     found = encoded(chat(CHAT_ML), {"messages": messages})
     assert isinstance(found, str)
     assert found.startswith(problem)
+
+
+def test_chat_of_share_gpt_is_read_as_one_with_roles() -> None:
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    messages = [{"from": names[message["role"]], "value": message["content"], "weight": None} for message in CHAT]
+    found, plain = (encoded(chat(CHAT_ML), {"messages": one}) for one in (messages, CHAT))
+    assert not isinstance(found, str) and not isinstance(plain, str)
+    assert found.tolist() == plain.tolist()
 
 
 def test_template_cannot_leave_its_sandbox() -> None:

@@ -93,6 +93,40 @@ def test_parquet_gives_the_texts_of_the_named_column(tmp_path: Path) -> None:
     assert read(path, text_field="body") == texts
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("a.md", "# One\n\ntwo\n", ["# One\n\ntwo\n"]),
+        ("a.py", "def f():\n    return 1\n", ["def f():\n    return 1\n"]),
+        ("a.tsv", "id\ttext\n1\tone, two\n2\tthree\n", ["one, two", "three"]),
+        ("a.json", '[{"text": "one"}, "two", {"text": ""}]', ["one", "two"]),
+        ("a.json", '{"text": "one"}\n{"text": "two"}\n', ["one", "two"]),
+        (
+            "a.html",
+            "<!doctype html><head><title>t</title></head><script>if (a<b) x()</script><h1>A &amp; B</h1>"
+            "<p>one <b>two</b>\nthree<!-- no --><ul><li>if 1 < 2</ul>",
+            ["A & B\none two\nthree\nif 1 < 2"],
+        ),
+    ],
+)
+def test_further_files_are_read_where_the_source_names_them(
+    tmp_path: Path, name: str, content: str, texts: list[str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    (tmp_path / "a.txt").write_text("plain")
+    assert read(tmp_path / name) == read(tmp_path / f"*{Path(name).suffix}") == texts
+    assert read(tmp_path) == ["plain"]
+
+
+def test_an_array_goes_on_after_any_row(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"text": str(number)} for number in range(5)]))
+    rows = open_rows(str(tmp_path / "a.json"), text_field="text")
+    for number in range(5):
+        assert next(rows).text == str(number)
+        again = open_rows(str(tmp_path / "a.json"), text_field="text", cursor=rows.cursor)
+        assert [row.text for row in again] == [str(later) for later in range(number + 1, 5)]
+
+
 def test_plain_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path: Path) -> None:
     paragraphs = [f"Paragraph {number}\n" + "some more words\n" * 20 + "\n" for number in range(100)]
     (tmp_path / "book.txt").write_text("".join(paragraphs), encoding="utf-8")

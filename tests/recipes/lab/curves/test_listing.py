@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from models.sizes import SIZES
+from recipes.data.config import DataConfig
 from recipes.files.end import write_end
 from recipes.lab.curves.listing import listing
 from recipes.training.console import BORDER_UNSAVED, UNSAVED, done_line, interrupted_message, last_lines
@@ -37,10 +38,10 @@ def test_runs_are_listed_newest_first_with_their_steps_loss_and_age(tmp_path: Pa
     for file in old.iterdir():
         os.utime(file, (time.time() - 7300,) * 2)
     [head, new, other] = listing(tmp_path)
-    assert head == ["run", "state", "steps", "loss", "last written"]
-    assert new[:4] == ["new", "cut off", "1,600", "0.2581"] and new[4].startswith("0:00:0")
+    assert head == ["run", "state", "steps", "loss", "validation", "tokens/s", "eta", "last written"]
+    assert new[:7] == ["new", "cut off", "1,600", "0.2581", "2.0000", "500", "-"] and new[7].startswith("0:00:0")
     assert other[:4] == ["sweeps/cpu/fp8/runs/bf16", "cut off", "10 of 50", "nan"]
-    assert other[4].startswith("2:01:4") and other[4].endswith(" ago")
+    assert other[7].startswith("2:01:4") and other[7].endswith(" ago")
 
 
 def test_the_end_of_the_log_says_how_a_run_ended(folder: Path) -> None:
@@ -48,7 +49,7 @@ def test_the_end_of_the_log_says_how_a_run_ended(folder: Path) -> None:
     goodput = "goodput 45.2% of 12.2 s; start 27.3%, first step 6.9%"
     interrupted = interrupted_message("SIGTERM", 20, saved=True, every=10)
     (folder / "checkpoints").mkdir()
-    assert state(folder, STEP, done, goodput, *last_lines(folder, SIZES["llama3_debug"])) == "done"
+    assert state(folder, STEP, done, goodput, *last_lines(folder, SIZES["llama3_debug"], DataConfig())) == "done"
     assert state(folder, "this run has its 50 steps already; --run.steps N makes it longer") == "done"
     assert state(folder, STEP, done, goodput, UNSAVED) == "last checkpoint not saved"
     assert state(folder, STEP, goodput, BORDER_UNSAVED) == "last checkpoint not saved"
@@ -74,12 +75,21 @@ def test_a_run_that_holds_its_lock_is_running(folder: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", locks], cwd=folder, stdin=-1, stdout=-1) as process:
         assert process.stdout is not None and process.stdout.readline()
         assert state(folder, STEP) == "running"
+        [_, [*_, eta, _]] = listing(folder.parent)
+        assert eta != "-"
         process.communicate(b"\n")
 
 
 def test_a_start_without_a_step_is_listed(tmp_path: Path) -> None:
     run_folder(tmp_path / "a", recipe=RECIPE)
     assert listing(tmp_path)[1][1:4] == ["did not reach a step", "0 of 50", "-"]
+
+
+def test_an_average_of_checkpoints_is_no_failed_run(folder: Path, tmp_path: Path) -> None:
+    average = run_folder(tmp_path / "average", recipe=RECIPE)
+    (average / "checkpoints" / "step-00000050").mkdir(parents=True)
+    (average / "metrics.jsonl").unlink()
+    assert listing(average)[1][1] == "checkpoints alone"
 
 
 def test_linked_runs_are_listed_once(tmp_path: Path) -> None:

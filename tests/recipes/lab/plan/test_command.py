@@ -1,13 +1,11 @@
 """`train.py RECIPE --plan`: what it prints, and what it refuses."""
 
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.image import imread
 
 from models.sizes import SIZES
 from parallel.errors import UserError
@@ -19,6 +17,7 @@ from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict
 from recipes.plan.time import step_time
 from recipes.recipe.load import CONFIGS, load
+from tests import write_docs
 from tests.recipes.lab.plan.asked import numbers, printed, refused
 
 ROOT = CONFIGS.parent
@@ -38,8 +37,8 @@ LARGE = str(CONFIGS / "llama3_405b_128x8h100.toml")
     "options",
     [
         ["--price", "2.5"],
-        ["--processes", "8,64", "--picture", "plan.png"],
-        ["--search", "--picture", "plan.png", "--write", "plan.toml"],
+        ["--processes", "8,64"],
+        ["--search", "--write", "plan.toml"],
     ],
 )
 def test_plan_is_one_screen_on_standard_output_without_torch(options: list[str], tmp_path: Path) -> None:
@@ -68,9 +67,8 @@ def test_a_search_says_after_a_moment_that_it_goes_on(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_examples_of_the_page_are_what_the_command_prints() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
-    text = script["PLAN"].read_text()
-    assert text == script["with_plans"](text), "run python scripts/write_docs.py"
+    text = write_docs.PLAN.read_text()
+    assert text == write_docs.with_plans(text), "run python -m tests.write_docs"
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
@@ -161,8 +159,7 @@ def test_a_recipe_is_planned_where_its_data_and_weights_are_not() -> None:
         (["--price"], "--price: expected one argument; "),
         (["--price", "$3"], "--price $3: must be a number, what one GPU costs for an hour"),
         (["--price", "-1"], "--price -1: must be a number"),
-        (["--picture", "plan.toml"], "--picture plan.toml: must end in .png, .svg or .pdf"),
-        (["--picture", "/not/here/plan.png"], "--picture /not/here/plan.png: there is no folder /not/here"),
+        (["--search", "--write", "/not/here/plan.toml"], "--write /not/here/plan.toml: there is no folder /not/here"),
         (["--check"], "--check and --plan: write one of them"),
         (["--search", "--processes", "8,16"], "--search: goes with one number of processes"),
         (["--write", "new.toml"], "--write: needs --search"),
@@ -186,14 +183,6 @@ def test_an_option_of_plan_needs_plan() -> None:
         load(NODE, ["--calibrated-by", "record.json"])
     with pytest.raises(UserError, match="did you mean --price"):
         load(NODE, ["--prize", "3"])
-
-
-@pytest.mark.parametrize("arguments", [["--picture", "{}"], ["--processes", "8,64", "--picture", "{}"]])
-def test_picture_is_drawn_beside_the_numbers(arguments: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "plan.png"
-    numbers(NODE, *(argument.format(file) for argument in arguments))
-    height, width, _ = imread(file).shape
-    assert (height > 500, width > 1000) == (True, True)
 
 
 @pytest.mark.slow

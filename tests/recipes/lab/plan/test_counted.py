@@ -47,7 +47,7 @@ def test_the_plan_of_an_encoder_decoder_counts_both_texts_of_its_longest_pairs(
 
 @pytest.mark.parametrize(
     "options",
-    [["--search"], ["--processes", "2,4"], ["--picture", "plan.png"], ["--price", "2"], ["--tokens", "1B"]],
+    [["--search"], ["--processes", "2,4"], ["--price", "2"], ["--tokens", "1B"]],
     ids=lambda options: options[0],
 )
 def test_what_needs_a_time_is_refused_by_name(options: list[str]) -> None:

@@ -15,7 +15,6 @@ from recipes.lab.sweep.numerics import (
     compare,
     numerics_table,
 )
-from recipes.lab.sweep.plots import OPERANDS, UNDERFLOW, draw_sweep, loss_curves, underflow
 from recipes.lab.sweep.results import LEAST_STEPS, Result, result_of
 from recipes.lab.sweep.runner import Ended
 from recipes.recipe.load import CONFIGS
@@ -189,31 +188,3 @@ def test_a_result_has_gradient_norms_and_the_worst_casts(sweep: Sweep) -> None:
     found = result_of(row, Ended("done", "", 1.0))
     assert found["grad_norms"] == [[step, step / 2] for step in STEPS]
     assert found["float8"] == [["a", "input", 0.125, 0.5], ["b", "input", 0.25, 0.0]]
-
-
-def test_the_underflow_picture_shows_the_worst_cast_of_each_layer(sweep: Sweep) -> None:
-    casts = (
-        *(("blocks.0.attention.q_proj", "input", 0.0, 0.1), ("blocks.0.attention.k_proj", "input", 0.0, 0.2)),
-        ("blocks.0.attention.q_proj", "input_for_grad_weight", 0.0, 0.3),
-        *(("blocks.1.attention.q_proj", "input", 0.0, 0.05), ("lm_head", "input", 0.0, 0.4)),
-        ("blocks.0.attention.q_proj", "grad_output", 0.0, 0.01),
-    )
-    results = {"bf16": result("bf16"), "fp8": result("fp8", casts=casts)}
-    panels = underflow(sweep, results).axes
-    assert len(panels) == len(OPERANDS)
-    [inputs] = panels[0].get_lines()
-    assert list(inputs.get_ydata()) == pytest.approx([30.0, 5.0, 40.0]) and inputs.get_label() == "fp8"
-    assert [label.get_text() for label in panels[-1].get_xticklabels()] == ["0", "1", "lm_head"]
-    assert list(panels[2].get_lines()[0].get_ydata()) == [1.0]
-    loss = loss_curves(sweep, results).axes[0].get_lines()
-    assert [line.get_color() for line in loss] == ["black", inputs.get_color()]
-
-
-@pytest.mark.slow
-def test_the_underflow_picture_is_drawn_only_if_casts_were_sampled(sweep: Sweep) -> None:
-    sweep.folder.mkdir(parents=True)
-    speed = {"final_loss": 4.0, "tokens_per_second_per_device": 1.0, "peak_memory_gib": 1.0}
-    times = {"step_seconds": 1.0, "step_seconds_least": 1.0, "step_seconds_most": 1.0}
-    for casts in ((), CLEAN):
-        found = result("fp8", casts=casts) | speed | times
-        assert (sweep.folder / UNDERFLOW in draw_sweep(sweep, {"fp8": found})) == bool(casts)

@@ -1,4 +1,4 @@
-"""Numbers, table and pictures made from run folders with known contents."""
+"""Numbers, table and page of curves made from run folders with known contents."""
 
 import json
 import math
@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
 from models.sizes import SIZES
 from parallel.errors import UserError
+from recipes.files.layout import REPORT
 from recipes.lab.sweep.grid import Sweep, read_sweep
-from recipes.lab.sweep.plots import BARS, LOSS, bars, draw_sweep, loss_curves
+from recipes.lab.sweep.loop import write_sweep_page
 from recipes.lab.sweep.results import append, current_results, loss_gaps, mean_gap, read_results, result_of, table
 from recipes.lab.sweep.runner import Ended
 from recipes.recipe.load import CONFIGS
@@ -154,9 +154,24 @@ def test_speeds_are_relative_to_the_first_measured_row(sweep: Sweep) -> None:
     page = table(sweep, results)
     assert "Speed-up: over row fp8." in page
     assert [line[1] for line in cells(page).values()] == ["speed-up", "", "1.00", "2.00", "", ""]
-    written = [text.get_text() for text in bars(sweep, results).axes[0].texts]
-    assert written == ["crashed", "3,724", "7,447  (2.00x)", "out of memory"]
     assert "Speed-up: over nothing yet." in table(sweep, {})
+
+
+def test_a_speed_up_within_the_spread_of_its_steps_is_noise(sweep: Sweep) -> None:
+    results = current_results(sweep)
+    results["fp8"] = results["fp8"] | {"tokens_per_second_per_device": 1.2 * 16 * 256 / 0.55 / 2}
+    assert cells(table(sweep, results))["fp8"][1] == "noise"
+    results["fp8"] = results["fp8"] | {f"step_seconds_{end}": 0.55 for end in ("least", "most")}
+    assert cells(table(sweep, results))["fp8"][1] == "1.20"
+
+
+def test_rows_are_ranked_by_validation_loss_where_a_number_is_swept(sweep: Sweep) -> None:
+    results = current_results(sweep)
+    results["longer"] = results["longer"] | {"validation_loss": 2.5}
+    results["fp8"] = results["fp8"] | {"validation_loss": None}
+    assert "\nBy validation loss: longer (2.5000), bf16 (9.0000).\n" in table(sweep, results)
+    words_alone = replace(sweep, rows=sweep.rows[:2])
+    assert "By validation loss" not in table(words_alone, current_results(sweep))
 
 
 def test_the_page_lists_skipped_steps(sweep: Sweep) -> None:
@@ -217,7 +232,6 @@ def test_a_loss_that_is_not_finite_is_marked(sweep: Sweep) -> None:
     append(sweep.folder, result_of(row, Ended("done", "", 40.0)))
     results = current_results(sweep)
     assert cells(table(sweep, results))["fp8"][-2:] == ["not finite", "+0.0000"]
-    assert draw_sweep(sweep, results)
 
 
 def test_the_reason_of_a_failed_run_includes_its_last_logged_step(sweep: Sweep) -> None:
@@ -246,29 +260,16 @@ def test_the_newest_result_of_the_current_recipe_is_used(sweep: Sweep) -> None:
     assert list(current_results(other)) == ["bf16", "fp8", "longer"]
 
 
-def test_the_pictures_show_the_numbers(sweep: Sweep) -> None:
-    results = current_results(sweep)
-    rates, memory = bars(sweep, results).axes
-    assert [label.get_text() for label in rates.get_yticklabels()] == list(results)
-    expected = [result.get("tokens_per_second_per_device", 0) for result in results.values()]
-    assert [bar.get_width() for bar in rates.patches] == expected
-    assert [bar.get_width() for bar in memory.patches] == pytest.approx([1.18] * 3 + [0])
-    written = [text.get_text() for text in rates.texts]
-    assert written == ["3,724", "3,724  (1.00x)", "7,447  (2.00x)", "out of memory"]
-
-    curves, gaps = loss_curves(sweep, results).axes
-    assert [line.get_label() for line in curves.get_lines()] == ["bf16 (reference)", "fp8", "longer"]
-    for line, label in zip(curves.get_lines(), ("bf16", "fp8", "longer"), strict=True):
-        assert [list(point) for point in line.get_xydata()] == [point[1:] for point in results[label]["curve"]]
-    assert [list(line.get_ydata()) for line in gaps.get_lines()][1] == pytest.approx([0.02] * len(SECONDS))
+def test_the_page_of_curves_has_the_finished_rows_whose_folders_are_there(sweep: Sweep) -> None:
+    write_sweep_page(sweep)
+    page = (sweep.folder / REPORT).read_text()
+    assert page.count("<label") == 3 and "loss, last tenth" in page and "too large" not in page
+    sweep.rows[1].recipe.run.folder.rename(sweep.folder / "elsewhere")
+    write_sweep_page(sweep)
+    assert (sweep.folder / REPORT).read_text().count("<label") == 2
 
 
-def test_the_picture_files_are_not_blank(sweep: Sweep) -> None:
-    results = current_results(sweep)
-    assert draw_sweep(sweep, results) == [sweep.folder / BARS, sweep.folder / LOSS]
-    for name in (BARS, LOSS):
-        pixels = imread(sweep.folder / name)
-        assert min(pixels.shape[:2]) > 300
-        assert 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.6
-    assert draw_sweep(sweep, {}) == []
-    assert draw_sweep(sweep, {"too large": results["too large"]}) == [sweep.folder / BARS]
+def test_a_sweep_without_a_finished_row_has_a_table_alone(sweep: Sweep) -> None:
+    (sweep.folder / "results.jsonl").unlink()
+    write_sweep_page(sweep)
+    assert (sweep.folder / "table.md").exists() and not (sweep.folder / REPORT).exists()

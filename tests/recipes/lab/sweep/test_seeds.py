@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from recipes.lab.sweep.grid import Sweep, read_sweep
 from recipes.lab.sweep.numerics import compare, numerics_table
-from recipes.lab.sweep.plots import UNDERFLOW_SHOWS, bars, draw_sweep, loss_curves, underflow
 from recipes.lab.sweep.results import Result, by_seed, loss_gaps, table
 from recipes.recipe.load import CONFIGS
 
@@ -62,11 +60,6 @@ def seeds(tmp_path: Path) -> tuple[Sweep, dict[str, Result]]:
     return sweep, results(sweep, [4.0, 4.2, 3.9, 4.01, 4.22, 3.91])
 
 
-def texts(figure: Figure) -> str:
-    legends = [legend for axes in figure.axes if (legend := axes.get_legend())]
-    return "\n".join(text.get_text() for legend in legends for text in legend.get_texts())
-
-
 def test_rows_are_compared_with_the_reference_of_their_seed(seeds: tuple[Sweep, dict[str, Result]]) -> None:
     gaps = loss_gaps(*seeds)
     assert [gap[-1][1] for gap in gaps.values()] == pytest.approx([0, 0, 0, 0.01, 0.02, 0.01])
@@ -85,19 +78,6 @@ def test_the_spread_over_seeds_is_in_the_table(seeds: tuple[Sweep, dict[str, Res
     assert "to the reference of the same seed" in page and "to row recipe=none, 3 seeds." in page
 
 
-def test_the_spread_over_seeds_is_a_band_of_the_picture(seeds: tuple[Sweep, dict[str, Result]]) -> None:
-    top, bottom = loss_curves(*seeds).axes
-    assert [line.get_label() for line in top.get_lines()] == [
-        "recipe=none, 3 seeds (reference)",
-        "recipe=tensorwise, 3 seeds (emulated)",
-    ]
-    assert list(top.get_lines()[0].get_ydata()) == pytest.approx([4.0333] * 3, abs=1e-4)
-    band = bottom.collections[0].get_paths()[0].vertices[:, 1]
-    assert (band.min(), band.max()) == pytest.approx((3.9 - 4.0333, 4.2 - 4.0333), abs=1e-4)
-    assert list(bottom.get_lines()[1].get_ydata()) == pytest.approx([0.0133] * 3, abs=1e-4)
-    assert "noise: the reference's spread over seeds" in texts(bottom.figure)  # type: ignore[arg-type]
-
-
 def test_a_repeated_row_is_no_spread(tmp_path: Path) -> None:
     sweep = read(tmp_path, "run.seed = [0, 1]")
     sweep = replace(sweep, rows=(replace(sweep.rows[0], label="again"), *sweep.rows))
@@ -111,32 +91,11 @@ def test_float8_that_is_emulated_is_called_so_everywhere(tmp_path: Path) -> None
     page = table(sweep, found) + numerics_table(sweep, found)
     assert page.startswith("# mine, float8 emulated\n") and page.count("\n| recipe=rowwise (emulated) |") == 2
     assert "\n| recipe=none |" in page and "**Float8 is emulated: its speed and memory say nothing" in page
-    assert [label.get_text() for label in bars(sweep, found).axes[0].get_yticklabels()][
-        1
-    ] == "recipe=rowwise (emulated)"
-    for picture in (loss_curves, underflow):
-        assert "recipe=rowwise (emulated)" in texts(picture(sweep, found))
 
 
 def test_float8_of_a_gpu_is_not_called_emulated(tmp_path: Path) -> None:
     sweep = read(tmp_path, 'float8.recipe = ["none"]')  # no effect without a recipe
     assert "emulated" not in table(sweep, results(sweep, [4.0]))
-
-
-@pytest.mark.slow
-def test_pictures_say_above_them_what_to_know_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = read(tmp_path, 'float8.recipe = ["none", "rowwise"]', steps=50)
-    sweep.folder.mkdir()
-    said: dict[str, str] = {}
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: said.update({file.name: figure.get_suptitle()}))
-    draw_sweep(sweep, results(sweep, [4.0, 4.0]))
-    assert list(said) == ["bars.png", "loss.png", "underflow.png"]
-    for text in said.values():
-        assert (
-            "\nFloat8 is emulated: its speed" in text
-            and "\nRuns of fewer than 100 steps are too short to judge" in text
-        )
-    assert said["underflow.png"].endswith(f"\n{UNDERFLOW_SHOWS}")
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
 """Time the operations of a training step on this device: matrix products, attention, loss, casts, optimizer, copies.
 
 Every measurement is one object: the operation, its shape, the median seconds and the rates that follow from them. An
-operation that the device cannot do has an "error" instead, and the others go on. `bench.py --suite gpu` runs each group
-of GROUPS in a process of its own, which main() is, so that one that crashes or hangs costs only itself.
+operation that the device cannot do has an "error" instead, and the others go on. suite.py runs each group of GROUPS in
+a process of its own, which main() is, so that one that crashes or hangs costs only itself.
 """
 
 import argparse
 import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,13 +32,13 @@ from parallel.config import AttentionConfig
 from parallel.dist import let_segments_grow
 from parallel.errors import UserError
 from parallel.kernels import choose_attention, compiled_loss_kernels
-from recipes.lab.bench.gpu import GROUPS
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.metrics.breakdown import ATTENTION_NAMES
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from recipes.plan.time import update_bytes
 from recipes.training.process import environment
+from tests.gpu.suite import GROUPS
 
 Measurement = dict[str, Any]
 FORWARD, INPUT, WEIGHT = "forward", "gradient of the input", "gradient of the weight"
@@ -79,7 +80,7 @@ def bench_of(*, tiny: bool) -> Bench:
 
 def main(arguments: list[str]) -> int:
     """Append one line of JSON per measurement of a group to a file. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="bench.py --suite kernels", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.kernels", allow_abbrev=False)
     parser.add_argument("--group", choices=[*GROUPS, "environment"], required=True)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
@@ -324,3 +325,7 @@ def _heads(model: ModelConfig, tokens: int, device: torch.device) -> list[Tensor
 def _causal_tflops(model: ModelConfig, tokens: int) -> float:
     """TFLOP of one layer's forward pass: 4 x N x H x T^2, half of it masked."""
     return 2 * model.heads * model.head_width * tokens * tokens / 1e12
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

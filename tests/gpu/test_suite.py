@@ -1,11 +1,10 @@
-"""scripts/bench.py: the choice of a suite, and the whole gpu suite on tiny shapes."""
+"""The gpu suite: what it refuses, and all of it on tiny shapes."""
 
 import contextlib
 import io
 import json
 import math
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -16,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.lab.bench import gpu, kernels
-from recipes.lab.bench.gpu import GROUPS
 from recipes.lab.sweep import loop, runner
+from tests.gpu import kernels, suite
+from tests.gpu.suite import GROUPS
 from tests.recipes.lab.sweep.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(ROOT / "scripts/bench.py")
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -30,7 +28,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def bench_here(home: Path, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and errors of scripts/bench.py, called in this process."""
+    """Exit code, output and errors of the suite, called in this process."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
@@ -40,21 +38,14 @@ def bench_here(home: Path, *arguments: str) -> tuple[int, str, str]:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(runner, "stop_signals", contextlib.nullcontext)  # signals are for pytest
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = runpy.run_path(SCRIPT)["main"](list(arguments))
+            code = suite.main(list(arguments))
     return code, out.getvalue(), err.getvalue()
-
-
-@pytest.mark.parametrize("arguments", [[], ["--suite"], ["--suite", "gup"], ["gpu"]])
-def test_a_suite_must_be_named(arguments: list[str], tmp_path: Path) -> None:
-    code, out, err = bench_here(tmp_path, *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("usage: bench.py --suite {") and "gpu" in err
 
 
 def test_the_gpu_suite_measures_nothing_without_a_gpu(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "run", kernels_here)
-        code, out, err = bench_here(tmp_path, "--suite", "gpu")
+        patch.setattr(suite, "run", kernels_here)
+        code, out, err = bench_here(tmp_path)
     assert (code, out) == (2, "")
     assert err == "this machine has no GPU to measure; --tiny runs the suite on a CPU\n"
     assert list(tmp_path.iterdir()) == []
@@ -72,7 +63,7 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    code, out, err = bench_here(tmp_path, "--suite", "gpu", "--tiny", *arguments)
+    code, out, err = bench_here(tmp_path, "--tiny", *arguments)
     assert (code, out) == (2, "")
     assert message in err and "Traceback" not in err
     assert not (tmp_path / "runs").exists()
@@ -82,17 +73,17 @@ def measured_here(home: Path, *arguments: str) -> tuple[int, str, str]:
     """The tiny suite with every row in this process or a fork of it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "run", run_forked)
-        patch.setattr(gpu, "run", kernels_here)
-        return bench_here(home, "--suite", "gpu", "--tiny", "--output", "record", *arguments)
+        patch.setattr(suite, "run", kernels_here)
+        return bench_here(home, "--tiny", "--output", "record", *arguments)
 
 
 def kernels_here(
     command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, environment: dict[str, str]
 ) -> runner.Ended:
     """recipes.lab.sweep.runner.run, in this process for a group of kernels."""
-    assert command[2:4] == ["--suite", "kernels"]
+    assert command[1:3] == ["-m", "tests.gpu.kernels"]
     with stderr.open("w", encoding="utf-8") as file, contextlib.redirect_stderr(file):
-        code = kernels.main(list(command[4:]))
+        code = kernels.main(list(command[3:]))
     return runner.Ended(*runner.outcome_and_reason(code, ""), 0.0)
 
 
@@ -172,22 +163,27 @@ def test_a_suite_killed_without_notice_goes_on_with_the_next_row(tmp_path: Path,
     code = f"""if True:
         import os, signal, sys
         sys.path.insert(0, {str(ROOT)!r})
-        from recipes.lab.bench import gpu
-        gpu.GROUP_LIMIT = 0.3
+        from tests.gpu import suite
+        suite.GROUP_LIMIT = 0.3
         facts = {{"device": "cpu", "python": "3", "cuda": None, "packages": {{}}}}
-        gpu._environment = lambda tiny: facts | {{"git_commit": "abc", "git_uncommitted_changes": False}}
-        write = gpu.write_whole
+        suite._environment = lambda tiny: facts | {{"git_commit": "abc", "git_uncommitted_changes": False}}
+        write = suite.write_whole
 
         def write_and_die(file, text, **options):
             write(file, text, **options)
             if '"products"' in text and sys.argv.pop() == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        gpu.write_whole = write_and_die
-        sys.exit(gpu.main(sys.argv[1:-1]))
+        suite.write_whole = write_and_die
+        sys.exit(suite.main(sys.argv[1:-1]))
     """
     start = [sys.executable, "-c", code, "--tiny", "--output", "record", "--data.source", str(corpus), "--no-steps"]
-    options: dict[str, Any] = {"cwd": tmp_path, "env": environment(tmp_path), "text": True, "capture_output": True}
+    options: dict[str, Any] = {
+        "cwd": tmp_path,
+        "env": environment(tmp_path) | {"PYTHONPATH": str(ROOT)},
+        "text": True,
+        "capture_output": True,
+    }
     assert subprocess.run([*start, "die"], **options).returncode == -signal.SIGKILL
     file, names = tmp_path / "record/gpu-cpu.json", list(GROUPS)
     rows = json.loads(file.read_text())["rows"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel.errors import UserError
-from recipes.lab.bench import gpu
+from tests.gpu import kernels, suite
 
 FACTS = {
     **{"device": "NVIDIA H200", "python": "3.12", "cuda": "13.0", "packages": {"torch": "2.11.0"}},
@@ -21,20 +21,20 @@ def test_a_file_that_is_no_record_is_refused_and_kept(text: str, tmp_path: Path)
     file = tmp_path / "gpu.json"
     file.write_text(text)
     with pytest.raises(UserError, match="is not a record that can be continued; move it away, or write another"):
-        gpu.open_record(file, FACTS)
+        suite.open_record(file, FACTS)
     assert file.read_text() == text
 
 
 def test_a_record_of_other_code_or_versions_is_refused_by_what_differs(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    old = gpu.open_record(file, FACTS) | {"rows": {"loss": {"outcome": "done"}}}
+    old = suite.open_record(file, FACTS) | {"rows": {"loss": {"outcome": "done"}}}
     file.write_text(json.dumps(old))
-    assert gpu.open_record(file, FACTS | {"host": "another"}) == old | {"environment": FACTS | {"host": "another"}}
+    assert suite.open_record(file, FACTS | {"host": "another"}) == old | {"environment": FACTS | {"host": "another"}}
     file.write_text(json.dumps(old | {"code": "other"}))
     with pytest.raises(
         UserError, match=r"has 1 rows of another state; different: cuda \(13.0 there\), the code \(commit"
     ):
-        gpu.open_record(file, FACTS | {"cuda": "12.9"})
+        suite.open_record(file, FACTS | {"cuda": "12.9"})
 
 
 def test_a_write_that_fails_leaves_the_record_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_a_write_that_fails_leaves_the_record_before(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(UserError, match="No space left on device; free space, or"), gpu._saved(file, {"rows": {}}):
+    with pytest.raises(UserError, match="No space left on device; free space, or"), suite._saved(file, {"rows": {}}):
         pass
     assert file.read_text() == "before"
 
@@ -53,8 +53,6 @@ def test_a_write_that_fails_leaves_the_record_before(tmp_path: Path, monkeypatch
 def test_kernels_are_measured_with_the_memory_allocator_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recipes.lab.bench import kernels
-
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels, "let_segments_grow", lambda: done.append("segments grow"))

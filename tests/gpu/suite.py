@@ -1,4 +1,4 @@
-"""Measure the kernels of one GPU and training runs on it: `--suite gpu`.
+"""Measure the kernels of one GPU and training runs on it: `python -m tests.gpu.suite`.
 
 The runs are the sweep gpu_bench, as scripts/sweep.py runs it. Each finished group of kernels and each run is written at
 once, and the same command continues where an earlier one stopped, however it ended.
@@ -33,7 +33,6 @@ Record = dict[str, Any]
 GROUPS = ("bandwidth", "products", "attention", "loss", "documents")
 """Groups of kernels, each measured in a process of its own."""
 PAGES = CONFIGS.parent / "docs" / "benchmarks"
-SCRIPT = CONFIGS.parent / "scripts" / "bench.py"
 GROUP_LIMIT = 180.0
 """Seconds after which a group of kernels is treated as hung."""
 SOURCES = ("train.py", *(f"{folder}/**/*.py" for folder in ("models", "parallel", "recipes", "scripts")))
@@ -44,7 +43,7 @@ SAME = ("device", "python", "cuda", "packages")
 def main(arguments: list[str]) -> int:
     """Measure and write NAME.json. Returns the exit code: 0, 2 for a user error, 128 + n after signal n."""
     parser = argparse.ArgumentParser(
-        prog="bench.py --suite gpu",
+        prog="python -m tests.gpu.suite",
         description=__doc__.removesuffix("Imports no torch.\n"),
         epilog="Further options, such as --data.source FOLDER, go to the training runs.",
         allow_abbrev=False,
@@ -160,7 +159,7 @@ def _run_group(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:
     """How a group of kernels ended, and what it had measured until then."""
     out = folder / f"{name}.jsonl"
     out.unlink(missing_ok=True)
-    command = [sys.executable, str(SCRIPT), "--suite", "kernels", "--group", name, "--out", str(out)]
+    command = [sys.executable, "-m", "tests.gpu.kernels", "--group", name, "--out", str(out)]
     ended = run(
         [*command, *["--tiny"] * tiny],
         stdout=folder / f"{name}.out",
@@ -170,3 +169,7 @@ def _run_group(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:
     )
     facts = {"outcome": ended.outcome, "reason": ended.reason, "seconds": round(ended.seconds, 3)}
     return facts | {"measurements": json_lines(out)}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Write what the documentation takes from the code: the reference of recipes, their memory, what was combined.
+"""Writes what the pages take from the code, `python -m tests.write_docs`: fields, memory, what was combined, plans.
 
 docs/recipes.md and docs/recipe.schema.json come from the schema, docs/benchmarks/memory.md from configs/, the table of
 docs/parallelism.md from its tests, the examples of docs/plan.md from the command. Imports no torch.
@@ -6,7 +6,6 @@ docs/parallelism.md from its tests, the examples of docs/plan.md from the comman
 
 import json
 import re
-import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from contextlib import chdir, redirect_stdout
 from dataclasses import MISSING, Field, fields
@@ -15,34 +14,28 @@ from tempfile import TemporaryFile
 from textwrap import wrap
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from models.sizes import SIZES
+from recipes.files.markdown import between, markdown_table
+from recipes.files.screen import say
+from recipes.lab.plan.command import answer
+from recipes.metrics.hardware import Hardware, hardware_of
+from recipes.plan.memory import CUDA, FULL, NCCL, NCCL_PAIR, RESERVED, Prediction, predict
+from recipes.recipe.fields import describe, field_docs, field_types, sections, toml
+from recipes.recipe.load import CONFIGS, load
+from recipes.recipe.schema import Recipe
+from recipes.recipe.stage_tables import FIELDS, REASONS, SECTIONS, Until
+from tests.parallel import combinations
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
-
-explain_wrong_interpreter()
-
-from pydantic import TypeAdapter  # noqa: E402
-
-from models.sizes import SIZES  # noqa: E402
-from recipes.files.markdown import between, markdown_table  # noqa: E402
-from recipes.files.screen import say  # noqa: E402
-from recipes.lab.plan.command import answer  # noqa: E402
-from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
-from recipes.plan.memory import CUDA, FULL, NCCL, NCCL_PAIR, RESERVED, Prediction, predict  # noqa: E402
-from recipes.recipe.fields import describe, field_docs, field_types, sections, toml  # noqa: E402
-from recipes.recipe.load import CONFIGS, load  # noqa: E402
-from recipes.recipe.schema import Recipe  # noqa: E402
-from recipes.recipe.stage_tables import FIELDS, REASONS, SECTIONS, Until  # noqa: E402
-from tests.parallel import combinations  # noqa: E402
-
 PAGE = ROOT / "docs" / "recipes.md"
 SCHEMA = ROOT / "docs" / "recipe.schema.json"
 PARALLELISM = ROOT / "docs" / "parallelism.md"
 MEMORY = ROOT / "docs" / "benchmarks" / "memory.md"
 PLAN = ROOT / "docs" / "plan.md"
 COLUMNS = combinations.COLUMNS + combinations.STAGED + combinations.EXPERT
-BEGIN, END = "<!-- Written by scripts/write_docs.py. -->\n", "<!-- Written by scripts/write_docs.py: end. -->\n"
+BEGIN, END = "<!-- Written by tests/write_docs.py. -->\n", "<!-- Written by tests/write_docs.py: end. -->\n"
 STAGE_NAME = "^[A-Za-z][A-Za-z0-9_]*$"
 
 
@@ -207,7 +200,7 @@ PLANS = {
 def with_plans(text: str) -> str:
     """The page about plans with new examples between its marks."""
     for example, arguments in PLANS.items():
-        begin = f"<!-- Written by scripts/write_docs.py: {example}. -->\n"
+        begin = f"<!-- Written by tests/write_docs.py: {example}. -->\n"
         with TemporaryFile("w+", encoding="utf-8") as screen, redirect_stdout(screen), chdir(ROOT):
             answer(arguments)
             screen.seek(0)
