@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 MOST_MODULES = 88
-MOST_LINES = 10_830
+MOST_LINES = 10_870
 """Lines of code."""
 WITH_CHECKPOINTS = {"modules": 102, "lines": 13_050}
 """The same of a run that saves checkpoints."""
