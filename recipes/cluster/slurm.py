@@ -142,7 +142,8 @@ class Job:
         states: dict[str, str | None] = dict.fromkeys(names)
         # One task per node, with all of its CPUs. A node that fails ends the others, which might wait for it for hours.
         srun = ["srun", f"--ntasks={self.nodes}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
-        with subprocess.Popen([*srun, *command], env={**self.environment, **variables}, stderr=subprocess.PIPE) as process:
+        environment = {**self.environment, **variables}
+        with subprocess.Popen([*srun, *command], env=environment, stderr=subprocess.PIPE) as process:
             assert process.stderr
             for line in process.stderr:
                 text = line.decode(errors="replace").rstrip("\n")
