@@ -47,6 +47,7 @@ PATTERNS = {
 }
 """The method that says what a layer is -> the fields it follows from: an interval, and a list of single layers."""
 LISTS = tuple(fields[-1] for fields in PATTERNS.values())
+WINDOWS = {"full_attention_every": 0, "full_attention_layers": (), "rope_local_theta": 0, "rope_scaled_layers": "all"}
 
 
 @dataclass(frozen=True)
@@ -243,9 +244,7 @@ class ModelConfig:
             found["full_attention_every"] = "leaves no layer a window; write 2 or more, or 0 for a window in all"
         elif self.window and not any(map(self.window_of, range(self.layers))):
             found["full_attention_layers"] = "leaves no layer a window; name fewer layers"
-        of_windows = {"full_attention_every": 0, "full_attention_layers": (), "rope_local_theta": 0.0}
-        of_windows |= {"rope_scaled_layers": "all"}
-        for field, default in of_windows.items():
+        for field, default in WINDOWS.items():
             if not self.window and getattr(self, field) != default:
                 found[field] = f"has no effect without windows; write window = 4096 or so, or {default!r} here"
         if self.activation == "swiglu_clamped" and not self.experts:

@@ -30,7 +30,8 @@ checkpoint.py list PATH      a table of checkpoints: step, size, visible damage
        checkpoint.py average RUN@STEP RUN@STEP ... [--weights equal|2,1,1] OUT
        checkpoint.py delete RUN --keep N [--keep-every N] [--keep-best COLUMN] [--yes]
 
-delete: lists, and with --yes deletes, what checkpoint.keep, keep_every and keep_best of a recipe would not keep.
+delete: lists, and with --yes deletes, what checkpoint.keep, keep_every and keep_best of a recipe would not keep; never
+the best of the run's own recipe, nor what runs beside it were forked from. RUN is on this disk.
 PATH: runs/NAME, its folder of checkpoints, one checkpoint, or the address of one of these, s3://bucket/runs/NAME.
 `show` takes the newest of several. RUN: runs/NAME, or its address. OUT: a new folder like a run's, with the average in
 it, which after a constant learning rate is like a decay of it: a linear one, or with --weights decay by 1 - sqrt."""

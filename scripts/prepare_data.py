@@ -50,7 +50,9 @@ def say(text: str) -> None:
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 2 for an error that the user can fix, 71 for a fault that may pass, 130 for Ctrl-C."""
     open_missing()
-    options = _parser().parse_args(arguments)
+    options = (parser := _parser()).parse_args(arguments)
+    if options.folder is None and not options.show:
+        parser.error("write a folder for the shards, or --show N")
     if options.cores:
         os.environ["RAYON_NUM_THREADS"] = str(options.cores)  # read by the tokenizers library when it is imported
     try:
@@ -75,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__.removesuffix(" Imports no torch.\n"), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", help="as data.source in a recipe: a file, folder or glob of text, hf:ID, ...")
-    parser.add_argument("folder", type=path_argument, help="folder for the shards")
+    parser.add_argument("folder", type=path_argument, nargs="?", help="folder for the shards; --show needs none")
     parser.add_argument("--tokenizer", required=True, help='as data.tokenizer: a tokenizer.json, its folder, "train:N"')
     parser.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
     for name in OF_PAIRS:
@@ -120,7 +122,7 @@ def prepare(options: argparse.Namespace) -> None:
     from recipes.data.tokens.workspace import preparation, unclaim, would_read_itself
 
     _require_valid(options)
-    folder = user_path(options.folder)
+    folder = user_path(options.folder or ".")
     if is_prepared(options.source):
         raise UserError(f"'{options.source}' holds tokens already, so nothing needs preparing; use it as data.source")
     if folder.exists() and not folder.is_dir():

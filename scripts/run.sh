@@ -138,6 +138,7 @@ case "${SLURM_JOB_ID:+job} $* " in
             [ "$before$word" != --run.nameauto ] || word=${name:-auto} # --prove needs no name
             words+=("${word/#--run.name=auto/--run.name=${name:-auto}}") before=$word
         done
+        [ -z "$name" ] || echo "run: --run.name $name; that resumes it" >&2
         set -- "${words[@]}"
         ;;
 esac

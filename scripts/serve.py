@@ -51,6 +51,8 @@ def main(arguments: list[str]) -> int:
 def _serve(options: argparse.Namespace) -> int:
     if find_spec("aiohttp") is None:
         raise UserError("scripts/serve.py needs the package aiohttp: .venv/bin/pip install -e '.[serve]'")
+    if options.waiting < 0:
+        raise UserError(f"--waiting {options.waiting}: must be 0 or more")
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         listener = socket.create_server((options.host, options.port), family=family)

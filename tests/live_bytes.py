@@ -62,6 +62,7 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
         grad_clip=recipe.optimizer.grad_clip,
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
+        logits=None,
     )
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,13 +13,13 @@ from parallel.errors import TemporaryError, UserError
 from recipes.checkpoint.best import BestOf, best_among
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.checkpoint.files import AtHand, check_files, read_manifest, verify
-from recipes.checkpoint.folder import ASIDE, delete, dispensable, left_overs, taken_by
+from recipes.checkpoint.folder import ASIDE, check, delete, dispensable, left_overs, taken_by
 from recipes.checkpoint.manifest import MANIFEST, Damage
 from recipes.files.atomic import utc_of
 from recipes.files.exit_codes import FAILED, FINISHED, TEMPORARY
-from recipes.files.layout import CHECKPOINTS, checkpoint_steps, step_folder
+from recipes.files.layout import CHECKPOINTS, RECIPE, checkpoint_steps, step_folder
 from recipes.files.lock import FolderLock
-from recipes.files.reading import is_folder, is_remote, named_faults, names_in, similar
+from recipes.files.reading import is_folder, is_remote, named_faults, names_in, similar, toml_table, user_path
 from recipes.files.screen import say
 from recipes.files.units import size
 
@@ -101,6 +101,7 @@ def table(paths: Sequence[Path], *, thorough: bool, at_hand: AtHand = nullcontex
 
 def prune(run: Path, config: CheckpointConfig, *, really: bool) -> Iterator[str]:
     """Say which checkpoints of a run its config would not keep, and delete them if `really`. Raises UserError."""
+    run = run.parent if run.name == CHECKPOINTS else run
     folder, lock = run / CHECKPOINTS, FolderLock()
     steps = checkpoint_steps(folder)
     if not steps:
@@ -110,7 +111,10 @@ def prune(run: Path, config: CheckpointConfig, *, really: bool) -> Iterator[str]
     best = BestOf(config.keep_best, lambda step: read_manifest(step_folder(folder, step))).kept(steps)
     if config.keep_best and not best:
         raise UserError(f"--keep-best {config.keep_best}: no checkpoint has this value; write a column of validation")
-    doomed, freed = dispensable(steps, config, best=best), 0
+    own = BestOf(_recipe_of(run, "checkpoint", "keep_best"), lambda step: read_manifest(step_folder(folder, step)))
+    doomed, freed = dispensable(steps, config, best={*best, *own.kept(steps), *_continued(run)}), 0
+    for step in steps[-config.keep :]:  # a damaged one is no reason to delete others
+        check(folder, step)
     for step in doomed:
         freed += (taken := taken_by(step_folder(folder, step)))
         with named_faults(folder):
@@ -118,6 +122,21 @@ def prune(run: Path, config: CheckpointConfig, *, really: bool) -> Iterator[str]
                 delete(folder, step)
         yield f"step {step}: {size(taken)} {'deleted' if really else 'to delete'}"
     yield f"{len(doomed)} of {len(steps)} checkpoints, {size(freed)}{'' if really else '; --yes deletes them'}"
+
+
+def _recipe_of(run: Path, section: str, key: str) -> str:
+    """What the recipe of a run says there; "" if it cannot be read."""
+    with suppress(OSError, ValueError):
+        return str(toml_table((run / RECIPE).read_text(encoding="utf-8")).get(section, {}).get(key, ""))
+    return ""
+
+
+def _continued(run: Path) -> Iterator[int]:
+    """The steps that runs beside this one were forked from, which they need until they have saved."""
+    for fork in run.parent.iterdir():
+        trunk, _, step = _recipe_of(fork, "run", "continue_from").rpartition("@")
+        if step.isdecimal() and user_path(trunk).resolve() == run.resolve():
+            yield int(step)
 
 
 def aside(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 from recipes.checkpoint import look
 from recipes.checkpoint.files import AtHand
 from recipes.checkpoint.manifest import Manifest
+from recipes.files.layout import checkpoint_steps
 from tests.commands import run_command
 from tests.recipes.checkpoint.golden import GOLDEN
 
@@ -138,6 +139,19 @@ def test_delete_lists_what_the_rules_do_not_keep_and_deletes_it_with_yes(run: Pa
     assert checkpoint(*rules, "--keep-best", "validation_los")[0] == 2
     assert re.match(r"step 1: .* kB deleted\n1 of 3 checkpoints", checkpoint(*rules, "--yes")[1])
     assert sorted(path.name for path in folder.iterdir()) == [name for name in before if name != "step-00000001"]
+
+
+def test_delete_spares_what_a_fork_needs_and_nothing_goes_while_what_stays_is_damaged(run: Path) -> None:
+    fork = run.parent / "fork"
+    fork.mkdir()
+    (fork / "recipe.toml").write_text(f'[run]\ncontinue_from = "{run}@1"\n')
+    code, said, _ = checkpoint("delete", run, "--keep", "1")
+    assert code == 0 and "step 0: " in said and "step 1: " not in said
+    shard = run / "checkpoints" / "step-00000002" / SHARD
+    shard.write_bytes(shard.read_bytes()[:-1])
+    code, said, error = checkpoint("delete", run, "--keep", "1", "--yes")
+    assert (code, said) == (2, "") and f"{shard} is cut off" in error
+    assert len(checkpoint_steps(run / "checkpoints")) == 3
 
 
 def test_delete_without_a_rule_deletes_nothing(run: Path) -> None:

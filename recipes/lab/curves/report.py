@@ -1,6 +1,8 @@
 """What a report says of one run besides its curves: what was asked, what happened, what was predicted, how to go on.
 The same sections are in report.html and in report.md, the card of the model. Imports no torch."""
 
+import html
+import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from models.hf import beyond_hf
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.files.interpreter import ROOT
@@ -70,18 +73,22 @@ def sections(run: LoggedRun) -> list[Section]:
 
 def model_card(run: LoggedRun) -> str:
     """The text of report.md. What follows its head can go with an export."""
-    size, folder = run.about("model", "name") or "custom", plain(str(run.folder))
-    lines = ["---", "library_name: transformers", "license: unknown  # yours to say, after those of the data", "---"]
-    lines += ["", f"# {run.name}", "", f"A language model ({size}), trained with Shardwright; {state_of(run)}."]
-    call = f'pipeline("text-generation", "{folder}-hf")("Once upon a time")'
-    lines += ["", "## Usage", "", "    from transformers import pipeline", f"    print({call})"]
+    size, folder = html.escape(str(run.about("model", "name") or "custom")), plain(str(run.folder))
+    exports = _exports(run)
+    lines = ["---", *(["library_name: transformers"] if exports else [])]
+    lines += ["license: unknown  # yours to say, after those of the data", "---", "", f"# {html.escape(run.name)}", ""]
+    lines += [f"A language model ({size}), trained with Shardwright; {state_of(run)}.", "", "## Usage", ""]
+    call = f'pipeline("text-generation", {json.dumps(folder + "-hf")})("Once upon a time")'
+    usage = ["from transformers import pipeline", f"print({call})"]
+    lines += [f"    {line}" for line in (usage if exports else list(_commands(run))[2:3])]
     column = next(iter(run.named(VALIDATION)), "loss")
     x, y = run.columns[column].steps, run.columns[column].values
     places = np.unique(np.linspace(0, len(x) - 1, min(MOST, len(x))).round().astype(int))
     curve = [["step", column.replace("_", " ")], *([f"{x[at]:,.0f}", f"{y[at]:.4f}"] for at in places)]
     for part in [*sections(run), Section("Curve", curve)]:
         lines += ["", f"## {part.title}", ""]
-        lines += markdown_table(part.rows[0], part.rows[1:], align="l" * len(part.rows[0])) if part.rows else []
+        rows = [[html.escape(cell, quote=False) for cell in row] for row in part.rows]
+        lines += markdown_table(rows[0], rows[1:], align="l" * len(rows[0])) if rows else []
         lines += [f"    {line}".rstrip() for line in part.text.splitlines()]
     return "\n".join(lines) + "\n"
 
@@ -200,7 +207,15 @@ def _commands(run: LoggedRun) -> Iterator[str]:
     with suppress(UserError):
         if checkpoint_steps(run.folder / CHECKPOINTS):
             yield f"python scripts/generate.py {folder} " + ("--chat" if messages else '"Once upon a time"')
-            yield f"python scripts/convert_hf.py export {folder} {folder}-hf"
+            if _exports(run):
+                yield f"python scripts/convert_hf.py export {folder} {folder}-hf"
+
+
+def _exports(run: LoggedRun) -> bool:
+    """Whether transformers can have the model, as far as its recipe tells without code of the run."""
+    with suppress(UserError):
+        return not run.about("plugins") and beyond_hf(load(run.folder / RECIPE, rules=False).model) is None
+    return True
 
 
 def _versions(run: LoggedRun) -> list[list[str]]:

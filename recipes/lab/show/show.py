@@ -1,5 +1,6 @@
 """`train.py RECIPE --show`: what a step of a run reads, past or to come, and which steps read a row of a file."""
 
+import os
 import re
 import sys
 from bisect import bisect_left, bisect_right
@@ -48,19 +49,25 @@ def answer(arguments: Sequence[str]) -> int:
     """Print what these arguments of train.py ask for. Returns the exit code. Raises UserError."""
     at, words = [*arguments].index("--show"), [word for word in arguments if word != "--show"]
     what = words.pop(at) if at < len(words) and not words[at].startswith("--") else ""
-    asked = re.fullmatch("([0-9]*)(?::([0-9]+))?|(.+):([0-9]+)", what)
+    asked = re.fullmatch("([1-9][0-9]*)?(?::([1-9][0-9]*))?|(.+):([0-9]+)", what)
     if not asked or not words or words[0].startswith("-"):
         raise UserError(f"write train.py RECIPE {FORMS}; the recipe comes first")
     folder = user_path(words[0])
+    if folder.is_dir():  # which may have been moved
+        words[1:1] = ["--run.name", folder.absolute().name, "--run.output", str(folder.absolute().parent)]
     loaded = load_run(folder / RECIPE if folder.is_dir() else words[0], words[1:])
     world = start("cpu", seed=0)
     stages = stages_with_data(loaded, Process(world, Console(silent=False), RunClock(world.device)))
-    if asked[3]:
-        show_steps(stages, asked[3], int(asked[4]))
-    else:
-        saved = checkpoint_steps(loaded.recipe.run.folder / CHECKPOINTS)
-        step = int(asked[1] or 0) or min(max([0, *saved]) + 1, loaded.recipe.run.steps)
-        show_rows(loaded, stages, step, int(asked[2] or 0))
+    try:
+        if asked[3]:
+            show_steps(stages, asked[3], int(asked[4]))
+        else:
+            saved = checkpoint_steps(loaded.recipe.run.folder / CHECKPOINTS)
+            step = int(asked[1] or 0) or min(max([0, *saved]) + 1, loaded.recipe.run.steps)
+            show_rows(loaded, stages, step, int(asked[2] or 0))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     stop()
     return 0
 
