@@ -50,7 +50,7 @@ def say(text: str) -> None:
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 2 for an error that the user can fix, 71 for a fault that may pass, 130 for Ctrl-C."""
     open_missing()
-    options = (parser := _parser()).parse_args(arguments)
+    options = (parser := _parser()).parse_intermixed_args(arguments)  # the folder may stand last
     if options.folder is None and not options.show:
         parser.error("write a folder for the shards, or --show N")
     if options.cores:
