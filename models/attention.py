@@ -5,7 +5,6 @@ multiple of K), H head width.
 """
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,9 +76,10 @@ def attend(
         flash: whether windows may be computed by flash kernels for lengths, where the device has them.
     """
     if narrower := query.shape[-1] - value.shape[-1]:  # few kernels take that: they get zeros beside it
-        padded = partial(attend, query, key, pad(value, (0, narrower)), documents, sinks)
-        return padded(window=window, scale=scale, flash=flash)[..., :-narrower]
-    new, seen, window = query.shape[2], key.shape[2], window if window < key.shape[2] else 0
+        out = attend(query, key, pad(value, (0, narrower)), documents, sinks, window=window, scale=scale, flash=flash)
+        return out[..., :-narrower]
+    new, seen = query.shape[2], key.shape[2]
+    window = 0 if window >= seen else window
     mask = None  # (B or 1, 1, T, S), True = attends
     if documents is not None or window or sinks is not None:
         # Most runs have neither. For kernels that take lengths, every row is one document.

@@ -125,8 +125,8 @@ def prune(run: Path, config: CheckpointConfig, *, really: bool) -> Iterator[str]
 
 
 def _recipe_of(run: Path, section: str, key: str) -> str:
-    """What the recipe of a run says there; "" if it cannot be read."""
-    with suppress(OSError, ValueError):
+    """What the recipe of a run says there; "" if it says nothing, or cannot be read."""
+    with suppress(OSError, ValueError, AttributeError):  # a section that is no table has no keys
         return str(toml_table((run / RECIPE).read_text(encoding="utf-8")).get(section, {}).get(key, ""))
     return ""
 

@@ -2,9 +2,9 @@
 
 They form a tree in which each is connected to the one above it and to at most BRANCHES below it, so that what each
 sends and hears does not grow with the nodes. Both ends of a connection say that they live every BEAT_SECONDS. Whoever
-hears nothing for longer than the limit, or loses a connection that was not taken leave of, gives the reason to all. A
-launcher that was stopped itself, as by Ctrl-Z of the whole run, counts anew. Lines of text, nothing is unpickled; a
-connection whose first line lacks the run's secret is closed. Imports no torch.
+hears nothing for longer than run.node_timeout, or loses a connection whose other end has not said that it leaves, tells
+all which node is lost. A launcher that was stopped itself, as by Ctrl-Z of the whole run, counts anew. Messages are
+lines of text, and a connection whose first line lacks the run's secret is closed. Imports no torch.
 """
 
 import hmac
@@ -41,11 +41,12 @@ Place = tuple[str, int]
 
 
 def above(node: int) -> int:
-    """The node that this one is connected to; -1 for node 0."""
+    """The node that connects to this one; -1 for node 0."""
     return (node - 1) // BRANCHES
 
 
 def below(node: int, nodes: int) -> range:
+    """The nodes that this one connects to."""
     return range(min(nodes, node * BRANCHES + 1), min(nodes, node * BRANCHES + BRANCHES + 1))
 
 
@@ -117,7 +118,7 @@ class Neighbours:
         self._heard(line)
 
     def leave(self) -> None:
-        """Take leave: that this process ends is no loss from now on."""
+        """Tell the neighbours that the end of this process will be no loss."""
         for link in [*self._links]:
             link.send(LEFT.decode())
 

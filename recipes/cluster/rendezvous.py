@@ -2,7 +2,8 @@
 
 torchrun sees only its own workers: when another node's crash, hang or start again, it would wait as long as NCCL does.
 Its store has no password and listens on all networks, and its c10d rendezvous unpickles what others write there. So the
-store is made here, on one address, and the rendezvous is torchrun's static one, which unpickles nothing.
+store is made here, on one address, and the rendezvous is torchrun's static one, which unpickles nothing. Once they have
+met there, launchers notify each other along the tree of neighbours.py, which also notices who is lost.
 """
 
 import errno
@@ -120,7 +121,7 @@ class Launchers:
         timeout: run.node_timeout.
         """
         self._address, self._node, self._nodes, self._log = address, node, nodes, log
-        self._timeout, self._own_address, self._ends = timeout, "", False
+        self._timeout, self._own_address, self._has_given = timeout, "", False
         self._store: TCPStore | None = None
         self._neighbours: Neighbours | None = None
         self._connecting = threading.Lock()
@@ -221,7 +222,7 @@ class Launchers:
         why = f": rank {worker[0]} on {worker[2]} {words_of(worker[1])}" if worker else ""
         cause = Cause(f"node {self._node} ended with exit code {code}{why}", code, crashed, worker)
 
-        self._ends = True
+        self._has_given = True
         self._tell(self._published(cause))
         if self._node == 0:
             time.sleep(3 * LOOK_SECONDS)  # the store ends with this process
@@ -273,7 +274,7 @@ class Launchers:
 
     def _hear(self, line: str) -> None:
         """Take the cause that all launchers get, unless this one has given it."""
-        if not self._ends:
+        if not self._has_given:
             self.cause = Cause(*json.loads(line))
             self._cause_known.set()
 

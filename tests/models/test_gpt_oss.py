@@ -26,10 +26,11 @@ from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer, matrices_of
-from recipes.weights.convert import export_checkpoint, import_folder, load_weights
+from recipes.weights.convert import export_checkpoint, import_folder
 from recipes.weights.description import upcycling_problems
 from recipes.weights.locate import find_weights
 from tests.lengths_on_cpu import lengths_on_cpu
+from tests.models.references import loaded, saved
 
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False}
 SETTINGS: dict[str, Any] = {
@@ -61,23 +62,7 @@ def reference() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """As transformers saves it, with a tokenizer."""
-    from recipes.data.text.tokenizer import load_tokenizer
-
-    place = tmp_path_factory.mktemp("gpt_oss")
-    options: dict[str, Any] = {"text_field": "text", "cache": place / "cache", "log": lambda line: None}
-    tokenizer = load_tokenizer("train:300", sources=[str(corpus)], **options)
-    reference().save_pretrained(place / "hf")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, eos_token="<|endoftext|>")
-    fast.save_pretrained(place / "hf")
-    return place / "hf"
-
-
-def loaded(folder: Path) -> Decoder:
-    weights = find_weights(folder)
-    model = Decoder(weights.model)
-    load_weights(model, weights)
-    return model
+    return saved({"hf": reference()}, tmp_path_factory.mktemp("gpt_oss"), corpus)["hf"]
 
 
 def tokens_of() -> Tensor:

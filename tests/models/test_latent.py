@@ -19,8 +19,9 @@ from models.hf import beyond_hf, config_to_hf, export_of, layout_of, parameter_s
 from models.hf_families import FAMILIES, unsaid
 from models.hf_reading import Unsupported, config_from_hf
 from models.sizes import SIZES
-from recipes.weights.convert import export_checkpoint, import_folder, load_weights
+from recipes.weights.convert import export_checkpoint, import_folder
 from recipes.weights.locate import find_weights
+from tests.models.references import loaded, saved, with_random_routers
 
 LENGTH, END = 48, 7
 SHARED: dict[str, Any] = {
@@ -77,39 +78,12 @@ def settings_of(case: str) -> dict[str, Any]:
 
 @cache
 def reference(case: str) -> Any:
-    """transformers' model with random weights, norms, routers and biases of routers included."""
-    config = transformers.AutoConfig.for_model(**settings_of(case))
-    torch.manual_seed(0)
-    model = getattr(transformers, FAMILIES[CASES[case][0]].head)._from_config(config, attn_implementation="sdpa")
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.dim() == 1 and "inv_freq" not in name:
-                tensor += 0.2 * torch.randn_like(tensor)
-            if name.endswith("gate.weight"):
-                tensor.copy_(torch.randn_like(tensor))
-    return model
+    return with_random_routers(settings_of(case))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, Path]:
-    """The folder of each case, as transformers saves it, with a tokenizer."""
-    from recipes.data.text.tokenizer import load_tokenizer
-
-    place = tmp_path_factory.mktemp("latent")
-    options: dict[str, Any] = {"text_field": "text", "cache": place / "cache", "log": lambda line: None}
-    tokenizer = load_tokenizer("train:300", sources=[str(corpus)], **options)
-    for number, case in enumerate(CASES):
-        reference(case).save_pretrained(place / str(number))
-        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, eos_token="<|endoftext|>")
-        fast.save_pretrained(place / str(number))
-    return {case: place / str(number) for number, case in enumerate(CASES)}
-
-
-def loaded(folder: Path) -> Decoder:
-    weights = find_weights(folder)
-    model = Decoder(weights.model)
-    load_weights(model, weights)
-    return model
+    return saved({case: reference(case) for case in CASES}, tmp_path_factory.mktemp("latent"), corpus)
 
 
 def tokens_of(rows: int = 2) -> Tensor:

@@ -80,7 +80,7 @@ def model_card(run: LoggedRun) -> str:
     lines += [f"A language model ({size}), trained with Shardwright; {state_of(run)}.", "", "## Usage", ""]
     call = f'pipeline("text-generation", {json.dumps(folder + "-hf")})("Once upon a time")'
     usage = ["from transformers import pipeline", f"print({call})"]
-    lines += [f"    {line}" for line in (usage if exports else list(_commands(run))[2:3])]
+    lines += [f"    {line}" for line in (usage if exports else [_generate(run)])]
     column = next(iter(run.named(VALIDATION)), "loss")
     x, y = run.columns[column].steps, run.columns[column].values
     places = np.unique(np.linspace(0, len(x) - 1, min(MOST, len(x))).round().astype(int))
@@ -201,21 +201,27 @@ def _samples(run: LoggedRun) -> Iterator[Section]:
 def _commands(run: LoggedRun) -> Iterator[str]:
     """What to type next."""
     folder, processes = shlex.quote(plain(str(run.folder))), run.environment.get("world_size")
-    words, messages = _command(run)[1:] or [f"{run.folder}/{RECIPE}"], run.about("data", "messages_field")
+    words = _command(run)[1:] or [f"{run.folder}/{RECIPE}"]
     yield f"NPROC={processes or 1} scripts/run.sh {shlex.join(map(plain, words))}"
     yield f"python scripts/plot.py {folder} --watch"
     with suppress(UserError):
         if checkpoint_steps(run.folder / CHECKPOINTS):
-            yield f"python scripts/generate.py {folder} " + ("--chat" if messages else '"Once upon a time"')
+            yield _generate(run)
             if _exports(run):
                 yield f"python scripts/convert_hf.py export {folder} {folder}-hf"
 
 
+def _generate(run: LoggedRun) -> str:
+    """The command that lets the model write."""
+    asks = "--chat" if run.about("data", "messages_field") else '"Once upon a time"'
+    return f"python scripts/generate.py {shlex.quote(plain(str(run.folder)))} {asks}"
+
+
 def _exports(run: LoggedRun) -> bool:
-    """Whether transformers can have the model, as far as its recipe tells without code of the run."""
+    """Whether transformers can have the model, as far as a recipe tells that can be read without code of the run."""
     with suppress(UserError):
         return not run.about("plugins") and beyond_hf(load(run.folder / RECIPE, rules=False).model) is None
-    return True
+    return False
 
 
 def _versions(run: LoggedRun) -> list[list[str]]:
