@@ -21,7 +21,7 @@ from recipes.files.exit_codes import exit_code, leave_after  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
 USAGE = """\
-usage: train.py RECIPE [--section.field value ...]    train; scripts/run.sh uses all devices (recipes: configs/)
+usage: train.py RECIPE [--section.field value ...]   train; recipes: configs/
   train.py RECIPE --check [--processes N [--nodes M]]   print it resolved
   train.py RECIPE --prove [--json]      compare these processes with one
   train.py RECIPE --show [STEP[:ROW]]   show what a step reads; FILE:ROW: when

@@ -81,12 +81,11 @@ def attend(
     new, seen = query.shape[2], key.shape[2]
     window = 0 if window >= seen else window
     mask = None  # (B or 1, 1, T, S), True = attends
-    if documents is not None or window or sinks is not None:
-        # Most runs have neither. For kernels that take lengths, every row is one document.
+    if documents is not None or window or sinks is not None:  # most runs have neither
         from models.documents import Lengths, has_kernel_for_lengths, whole_rows
 
         if documents is None and flash and has_kernel_for_lengths(query):
-            documents = whole_rows(query, key)
+            documents = whole_rows(query, key)  # for kernels that take lengths, every row is one document
         if isinstance(documents, Lengths) and sinks is not None:
             from models.sinks import with_sinks  # most models have none
 

@@ -268,7 +268,12 @@ class Recorder:
     def close(self, *, in_a_hurry: bool = False) -> None:
         """Finish writing, which may wait for the network, and write the report, unless it is in a hurry."""
         self.metrics.close()
-        if self._report and not in_a_hurry:
+        if not in_a_hurry:
+            self.write_report()
+
+    def write_report(self) -> None:
+        """Write the report of the rows so far, if this process writes one, and wait for it."""
+        if self._report:
             self._report.write(log=self._console.log)
 
 

@@ -163,7 +163,7 @@ class Trainer:
         if recipe.validation.sample_tokens or recipe.checkpoint.export_hf:
             from recipes.training.validation import write_results
 
-            write_results(self.built_run, saved=saved)
+            write_results(self.built_run, saved=saved, write_report=self.recorder.write_report)
         self.recorder.log_consumed(self.step)
         if done:
             tokens = self.loader.tokens(self.step) - self.loader.tokens(process.first_step)

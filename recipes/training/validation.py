@@ -1,6 +1,6 @@
 """What a run makes of its model: losses on held-out text, also of averaged weights; at its end, a sample and files."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from parallel.dist import on_main
 from recipes.evaluation.losses import mean_loss
@@ -54,7 +54,7 @@ def _sample(run: Run) -> None:
         show_sample(model, run.loader, recipe.batch, count, device=device, seed=seed, log=log)
 
 
-def write_results(run: Run, *, saved: bool) -> None:
+def write_results(run: Run, *, saved: bool, write_report: Callable[[], None]) -> None:
     """Write a sample to the log and the weights to files, if the recipe asks for them. All processes must call it.
 
     saved: whether the last checkpoint is, of which weights are exported.
@@ -62,6 +62,7 @@ def write_results(run: Run, *, saved: bool) -> None:
     recipe, world = run.stage.recipe, run.process.world
     _sample(run)
     if recipe.checkpoint.export_hf and saved:
+        write_report()  # its curve goes with the export
         from recipes.weights.convert import export_checkpoint
 
         checkpoint = own_checkpoint(recipe, recipe.run.steps)

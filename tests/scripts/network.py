@@ -1,4 +1,4 @@
-"""Several hosts on this machine: network namespaces whose links can be cut and slowed down."""
+"""Several hosts on this machine: network namespaces whose links can be cut."""
 
 import os
 import shutil
@@ -11,9 +11,8 @@ DEVICE = "eth0"
 
 def missing() -> str | None:
     """Why network namespaces are not available here, or None."""
-    for program in ("ip", "tc"):
-        if shutil.which(program) is None:
-            return f"{program} (iproute2) is not installed"
+    if shutil.which("ip") is None:
+        return "ip (iproute2) is not installed"
     name = f"shardwright-{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode != 0:
@@ -55,12 +54,6 @@ class Network:
 
     def reconnect(self, host: int) -> None:
         self._in_switch("link", "set", f"port{host}", "up")
-
-    def slow_down(self, host: int, rate: str) -> None:
-        """Limit both directions of a host's link. rate: in tc's notation, such as "20mbit"."""
-        for name, device in ((self._name(host), DEVICE), (self._switch, f"port{host}")):
-            limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
-            do("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *limit)
 
     def close(self) -> None:
         for host in ("switch", *self.hosts):

@@ -13,7 +13,7 @@ import pytest
 
 from recipes.files.exit_codes import PREEMPTED, is_there
 from tests.commands import Command, rank_of_fork
-from tests.processes import descendants, free_ports, untimed, wait_for
+from tests.processes import descendants, free_ports, wait_for
 from tests.scripts import network
 from tests.scripts.network import DEVICE, Network
 from tests.scripts.nodes import EVERY, STEPS, arguments, kill, launch, losses, reached, run_sh
@@ -312,39 +312,3 @@ def test_check_refuses_a_batch_that_does_not_fit_the_processes_of_all_nodes(tmp_
     code, out, err = checked(tmp_path, [*arguments(tmp_path, corpus, "none"), "--check"], NPROC="4", NNODES="3")
     assert (code, out) == (2, "")
     assert re.search(r"multiple of\s+micro_batch_size 1 x 12 data-parallel\s+processes", err)
-
-
-@pytest.mark.skipif(network.missing() is not None, reason=str(network.missing()))
-def test_a_node_whose_link_becomes_slow_is_named(tmp_path: Path, corpus: Path) -> None:
-    """All processes wait longer; only measuring the links shows for which one."""
-    hosts, nodes = Network(3), []
-    long = ("--batch.global_batch_size", "12", "--checkpoint.every", "0", "--run.steps", "100000")
-    words = arguments(tmp_path, corpus, "slow", *long)
-    shared = {"NPROC": "1", "NNODES": "3", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": free_port()}
-
-    def logged() -> int:
-        assert nodes[0].poll() is None, ends(nodes)
-        return len(losses(tmp_path, "slow"))
-
-    try:
-        for rank in hosts.hosts:
-            variables = shared | {"NODE_RANK": str(rank), "GLOO_SOCKET_IFNAME": DEVICE}
-            nodes.append(launch(tmp_path, words, network=hosts.namespace(rank), **variables))
-        wait_for("30 steps", lambda: logged() >= 30)
-        before = logged()
-        hosts.slow_down(1, "100mbit")
-        after, log = logged(), tmp_path / "runs/slow/log.txt"
-        wait_for("its name", lambda: logged() and "STRAGGLER" in log.read_text())
-        for node in nodes:
-            node.terminate()
-        said = ends(nodes)
-    finally:
-        kill(process for node in nodes for process in (node.pid, *descendants(node.pid)))
-        hosts.close()
-    assert [node.returncode for node in nodes] == [128 + signal.SIGTERM] * 3, said
-    host = socket.gethostname()
-    [(step, name)] = re.findall(r"^step +(\d+)  STRAGGLER: (.*)$", untimed(log.read_text()), re.M)
-    assert re.fullmatch(
-        rf"rank 1 on {host}#1 reaches [\d.]+ \wB/s in communication, the median process [\d.]+ \wB/s", name
-    )
-    assert before < int(step) <= after + 20

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 MOST_MODULES = 88
-MOST_LINES = 10_870
+MOST_LINES = 10_950
 """Lines of code."""
-WITH_CHECKPOINTS = {"modules": 102, "lines": 13_050}
+WITH_CHECKPOINTS = {"modules": 102, "lines": 13_080}
 """The same of a run that saves checkpoints."""
 MOST_FILES_OF_A_STEP = 16
 NOT_ASKED_FOR = {
