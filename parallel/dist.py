@@ -63,6 +63,11 @@ class World:
         return next(node.name for node in self.nodes if rank in node.ranks)
 
     @property
+    def node(self) -> Node:
+        """The node of this process."""
+        return next(node for node in self.nodes if self.rank in node.ranks)
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which prints and writes for all."""
         return self.rank == 0
@@ -291,8 +296,7 @@ def on_node(world: World, work: Callable[[], Result]) -> Result:
     """Run `work`, which must not communicate, on the first process of each node and send its (small) result to the
     others of the node. A UserError on any node is raised on all processes."""
     own = on_all(world, work if world.leads_node else lambda: None)
-    neighbours = next(node.ranks for node in world.nodes if world.rank in node.ranks)
-    return cast(Result, world.messages.from_first(own, neighbours))
+    return cast(Result, world.messages.from_first(own, world.node.ranks))
 
 
 def wait_for(work: dist.Work) -> None:

@@ -23,6 +23,8 @@ BRANCHES = 16
 """Blocks that one block hears from."""
 FRAME = 4096
 """Bytes of the first message of a value, which is all of it if it fits."""
+BLOCK = 16 << 20
+"""Bytes of the largest message of pass_bytes()."""
 PATIENCE = timedelta(hours=6)
 """How long a process waits for a message of one that it has met: rank 0 may be tokenizing a corpus."""
 
@@ -36,6 +38,7 @@ class Channel(IntEnum):
     SAVES = 2
     COPIES = 3
     VOTES = 4
+    MEMORY = 5
 
 
 def parent_of(rank: int) -> int:
@@ -111,6 +114,26 @@ class Messages:
         for rank in ranks[1:]:
             frame = self._send(value, rank, frame)
         return value
+
+    def pass_on(self, value: Value, *, to: int | None, source: int | None) -> Value | None:
+        """Send a value to one process, while that of another comes. to, source: None = there is none."""
+        parts = packed(value) if to is not None else ()
+        works = [dist.isend(part, to, group=self._group, tag=self._channel) for part in parts]
+        came = None if source is None else self._receive(source)
+        for work in works:
+            _wait(work)
+        return came
+
+    def pass_bytes(
+        self, mine: Sequence[Tensor], theirs: Sequence[Tensor], *, to: int | None, source: int | None
+    ) -> None:
+        """Send these bytes to one process, while those of another fill the others."""
+        works = []
+        for tensors, move, rank in ((mine, dist.isend, to), (theirs, dist.irecv, source)):
+            pieces = [piece for tensor in tensors for piece in tensor.split(BLOCK)]
+            works += [move(piece, rank, group=self._group, tag=self._channel) for piece in pieces]
+        for work in works:
+            _wait(work)
 
     def barrier(self) -> None:
         """Returns on no process before all have called it."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, MinLen
 
 VALIDATION = "validation"
 """The key of a checkpoint's progress with the values of the validation at its step, by column of metrics.jsonl."""
@@ -30,6 +30,10 @@ class CheckpointConfig:
     """Also keep the best checkpoint by a column of metrics.jsonl: "validation_loss", "max:validation_task/x/acc"."""
     asynchronous: bool = True
     """Write checkpoints in the background, from a copy in host memory, while training continues; false = wait."""
+    memory_every: Annotated[int, Ge(0)] = 0
+    """Also keep the state in the memory of the nodes every this many steps, in two nodes each; 0 = never."""
+    memory_folder: Annotated[str, MinLen(1)] = "/dev/shm"
+    """A folder of every node's own, in memory or on a fast disk, for what memory_every keeps."""
     remote: str = ""
     """Also copy checkpoints to a server, such as "s3://bucket/runs", in the background; resume there without a disk."""
     resume: Literal["auto", "never"] = "auto"

@@ -24,6 +24,7 @@ EXPORT = "hf"  # folder of the exported weights
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints
 SAVED = ".saved"  # the step of the newest checkpoint of the run, so that it is missed if it is gone
 
+MEMORY = ".memory"  # what of the run is in the memory of its nodes (recipes/checkpoint/memory_folder.py)
 RUN_ID = ".run-id"  # the id of the run, where its checkpoints are copied to a server: the same is there
 
 # In a checkpoint

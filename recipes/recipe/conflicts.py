@@ -232,6 +232,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     ("checkpoint.keep_every", lambda r: r.checkpoint.keep_every
        and (r.checkpoint.every == 0 or r.checkpoint.keep_every % r.checkpoint.every),
      "must be a multiple of checkpoint.every = {checkpoint.every}, or 0 to keep none forever"),
+    ("checkpoint.memory_every", lambda r: r.checkpoint.memory_every and not r.checkpoint.every,
+     "needs checkpoints on the disk, which outlive the nodes; write checkpoint.every = 500, for example"),
     # An export may fail on a full disk.
     ("checkpoint.export_hf", lambda r: r.checkpoint.export_hf and r.checkpoint.every == 0,
      "needs checkpoints, or a failed export loses the run; write every = run.steps"),

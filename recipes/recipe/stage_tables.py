@@ -55,6 +55,7 @@ FIELDS = (
     "checkpoint.keep",
     "checkpoint.keep_every",
     "checkpoint.asynchronous",
+    "checkpoint.memory_every",
 )
 """Fields of other sections that a stage may change."""
 REASONS = {

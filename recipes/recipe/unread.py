@@ -68,6 +68,7 @@ NEEDS: tuple[tuple[str, Callable[[Recipe], object], str], ...] = (
      'schedule.kind = "wsd" and schedule.decay_steps'),
     ("schedule.steps", lambda r: r.schedule.kind != "constant" or r.schedule.warmup_steps % 1,
      "a schedule.kind that decays, or a share as schedule.warmup_steps"),
+    ("checkpoint.memory_folder", lambda r: r.checkpoint.memory_every, "checkpoint.memory_every = 10 or so"),
     ("checkpoint.keep checkpoint.asynchronous", lambda r: r.checkpoint.every, "checkpoint.every = 1000 or so"),
     ("metrics.wandb_project", lambda r: r.metrics.wandb, "metrics.wandb = true"),
     ("validation.batches", lambda r: r.validation.every or r.validation.job, "validation.every = 1000 or so"),

@@ -30,10 +30,18 @@ from recipes.training.build import Built, build
 from recipes.training.console import early_notes, run_header
 from recipes.training.process import Process
 from recipes.training.recorder import Recorder
-from recipes.training.run_folder import check_output_folder, claim_run_folder, is_of_trunk, own_checkpoint, step_of
+from recipes.training.run_folder import (
+    check_output_folder,
+    claim_run_folder,
+    is_in_memory,
+    is_of_trunk,
+    own_checkpoint,
+    step_of,
+)
 
 if TYPE_CHECKING:
     from recipes.checkpoint.checkpoints import Checkpoints
+    from recipes.checkpoint.memory import Memory
     from recipes.evaluation.beside import Beside
     from recipes.metrics.float8_samples import CastSampler
     from recipes.metrics.profile import StepProfiler
@@ -54,6 +62,8 @@ class Run:
     loader: DataLoader
     checkpoints: "Checkpoints | None"
     """None for a run that neither saves nor resumes."""
+    memory: "Memory | None"
+    """The copies in the memory of the nodes, if the recipe asks for them."""
     guard: StepGuard
     recorder: Recorder
     observers: "tuple[Observer, ...]"
@@ -78,6 +88,10 @@ def build_run(loaded: LoadedRecipe, process: Process, *, after: int | None = Non
         require_fits_world(stage.recipe.mesh, stage.recipe.batch, nodes=world.nodes, pipeline=stage.recipe.pipeline)
     on_main_first(world, lambda: check_output_folder(recipe))
     checkpoint = on_main(world, lambda: _find_checkpoint(loaded, process))
+    if recipe.checkpoint.memory_every:
+        from recipes.checkpoint.memory import newest
+
+        checkpoint = newest(recipe, world, after=step_of(checkpoint), log=process.console.log) or checkpoint
     if recipe.profile.trace_steps:
         from recipes.metrics.profile import StepProfiler
 
@@ -114,7 +128,7 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     """
     stage = stage_of(loaded.recipe, step_of(checkpoint))
     recipe, world, console, clock = stage.recipe, process.world, process.console, process.clock
-    if checkpoint is not None:  # every process reads some of its files
+    if checkpoint is not None and not is_in_memory(checkpoint):  # every process reads some of its files
         from recipes.checkpoint.together import wait_for_small_files
 
         wait_for_small_files(checkpoint, world)
@@ -153,6 +167,9 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     guard = StepGuard(built.mesh, device=world.device, max_skipped_steps=most, loss_spike_z=spike)
     guard.restore(progress)
     recorder = Recorder(stage, process, built, loader, guard=guard, throughput=throughput, progress=progress)
+    memory = None
+    if checkpoints and recipe.checkpoint.memory_every and clock.step < recipe.run.steps:
+        memory = _memory(recipe, process, built, checkpoints, checkpoint)
     observers, beside = observers_of(recipe, process, built), process.beside
     if recipe.validation.job and world.is_main:
         from recipes.evaluation.beside import Beside
@@ -163,7 +180,26 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     if process.metrics is None:
         process = replace(process, first_step=clock.step, trains_since=time.perf_counter())
     process = replace(process, metrics=recorder.metrics, goodput=recorder.goodput, beside=beside)
-    return Run(process, stage, built, loader, checkpoints, guard, recorder, observers, tasks)
+    return Run(process, stage, built, loader, checkpoints, memory, guard, recorder, observers, tasks)
+
+
+def _memory(
+    recipe: Recipe, process: Process, built: Built, checkpoints: "Checkpoints", checkpoint: Path | None
+) -> "Memory":
+    from recipes.checkpoint.memory import Memory
+    from recipes.checkpoint.storage import local
+
+    parts, matrices = [local(one) for one in built.parameters], [local(one) for one in matrices_of(built.optimizer)]
+    elements, of_matrices = (sum(part.numel() for part in some) for some in (parts, matrices))
+    moments = recipe.optimizer.state_bytes(elements, len(parts), matrices=(of_matrices, len(matrices)))
+    return Memory(
+        recipe,
+        process.world,
+        begun_from=checkpoint if is_in_memory(checkpoint) else None,
+        own_bytes=sum(part.nbytes for part in parts) + moments,
+        files=checkpoints.files,
+        log=process.console.log,
+    )
 
 
 def weights_for(loaded: LoadedRecipe, checkpoint: Path | None) -> "Weights | None":

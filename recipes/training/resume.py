@@ -18,7 +18,7 @@ from recipes.files.layout import CHECKPOINTS, DATA, SAVED
 from recipes.files.reading import read_text
 from recipes.recipe.load import LoadedRecipe
 from recipes.recipe.schema import Recipe
-from recipes.training.run_folder import is_of_trunk, own_checkpoint, step_of
+from recipes.training.run_folder import is_in_memory, is_of_trunk, own_checkpoint, step_of
 from recipes.training.same_run import require_same_data
 from recipes.weights.description import Description, checkpoint_files
 from recipes.weights.locate import Weights, find_weights, trained_description
@@ -133,7 +133,11 @@ def resume(
     if checkpoint is None:
         return checkpoints, {}
     model, optimizer, check = built.model, built.optimizer, partial(require_same_data, data_state=loader.data_state)
-    if is_of_trunk(checkpoint, recipe):
+    if is_in_memory(checkpoint):
+        from recipes.checkpoint.memory import load
+
+        progress = load(model, optimizer, checkpoint, check=check)
+    elif is_of_trunk(checkpoint, recipe):
         from recipes.training.fork import taken_over
 
         progress = taken_over(checkpoints.fork(model, optimizer, checkpoint=checkpoint, check=check), checkpoint)

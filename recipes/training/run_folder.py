@@ -174,7 +174,12 @@ def own_checkpoint(recipe: Recipe, step: int) -> Path:
 
 def is_of_trunk(checkpoint: Path, recipe: Recipe) -> bool:
     """Whether the checkpoint that a run begins from is another run's, see fork.py."""
-    return checkpoint.parent != recipe.run.folder / CHECKPOINTS
+    return checkpoint.parent.name == CHECKPOINTS and checkpoint.parent != recipe.run.folder / CHECKPOINTS
+
+
+def is_in_memory(checkpoint: Path | None) -> bool:
+    """Whether this is a process's own part, see recipes/checkpoint/memory.py."""
+    return checkpoint is not None and checkpoint.parent.name != CHECKPOINTS
 
 
 def step_of(checkpoint: Path | None) -> int:

@@ -4,6 +4,7 @@ import signal
 import time
 from contextlib import ExitStack
 from statistics import fmean
+from typing import Any
 
 from parallel.dist import lost_a_peer
 from parallel.errors import CorruptState, UserError
@@ -22,7 +23,7 @@ class Trainer:
     def __init__(self, run: Run) -> None:
         self.built_run, self.recipe, process = run, run.stage.recipe, run.process
         self.world, self.console, self.clock = process.world, process.console, process.clock
-        self.built, self.loader, self.checkpoints = run.built, run.loader, run.checkpoints
+        self.built, self.loader, self.checkpoints, self.memory = run.built, run.loader, run.checkpoints, run.memory
         self.guard, self.recorder, self.interruption = run.guard, run.recorder, process.interruption
         self.stage, self.first_step = run.stage, process.clock.step
         has_copies = self.built.mesh.degrees.have_copies(tied=self.recipe.model.tied_embeddings)
@@ -72,6 +73,9 @@ class Trainer:
                 self.validate()
             if self._due(self.recipe.checkpoint.every):
                 self._save()
+            if self.memory and self._due(self.recipe.checkpoint.memory_every):
+                with self.clock.synchronized(SAVE):
+                    self.memory.save(self.built.model, self.built.optimizer, step=self.step, progress=self._progress())
             if self.checkpoints:
                 self.checkpoints.report()
                 self.checkpoints.prepare(self.built.model, self.built.optimizer)
@@ -111,13 +115,16 @@ class Trainer:
 
     def _save(self) -> None:
         assert self.checkpoints is not None
-        self.recorder.log_skipped()  # a run that resumes from here does not take these steps again
         with self.clock.synchronized(SAVE):
             require_sound_state(self.built, self.world)  # last, so that little happens before it is copied
             self.recorder.metrics.sync()
-            progress = self.loader.progress(self.step) | self.guard.state()
-            progress |= self.recorder.state(finished=self.step == self.recipe.run.steps)
-            self.checkpoints.save(self.built.model, self.built.optimizer, step=self.step, progress=progress)
+            self.checkpoints.save(self.built.model, self.built.optimizer, step=self.step, progress=self._progress())
+
+    def _progress(self) -> dict[str, Any]:
+        """What is saved of the run beside its tensors."""
+        self.recorder.log_skipped()  # a run that resumes from here does not take these steps again
+        recorded = self.recorder.state(finished=self.step == self.recipe.run.steps)
+        return self.loader.progress(self.step) | self.guard.state() | recorded
 
     def _save_last(self) -> bool:
         """Save this step unless it is saved already, trying again after a failure. Returns whether it is saved."""
@@ -131,7 +138,7 @@ class Trainer:
         """End the run after a signal: save, if the run saves at all. Returns the exit code."""
         self.recorder.log_skipped()
         saved, every = self._save_last(), self.recipe.checkpoint.every
-        self._end(interrupted_message(signal.Signals(number).name, self.step, saved=saved, every=every))
+        self._end(interrupted_message(signal.Signals(number).name, self.step, saved=saved, every=every), safe=saved)
         return PREEMPTED if saved else ended_by(number)
 
     def _give_up(self, error: NonFiniteRun | CorruptState) -> int:
@@ -172,14 +179,14 @@ class Trainer:
             if not recipe.checkpoint.every:
                 self.console.log(NOT_SAVED)
         is_safe = saved or not recipe.checkpoint.every
-        self._end("" if is_safe else UNSAVED)
+        self._end("" if is_safe else UNSAVED, safe=is_safe)
         return FINISHED if is_safe else CANNOT_WRITE
 
     def _hand_over(self, *, saved: bool) -> int | None:
         """End what does not go on after the last step of a stage. Returns None if the next stage can follow."""
         self.recorder.log_plan(self.step)
         if not saved:
-            self._end(BORDER_UNSAVED)
+            self._end(BORDER_UNSAVED, safe=False)
             return CANNOT_WRITE
         if number := self.interruption.agreed_now():
             return self._stop_early(number)
@@ -188,8 +195,11 @@ class Trainer:
         self.clock.rebuild()
         return None
 
-    def _end(self, last_line: str) -> None:
-        """last_line: "" for the results, which are all there once the report is written."""
+    def _end(self, last_line: str, *, safe: bool = True) -> None:
+        """last_line: "" for the results, which are all there once the report is written. safe: whether no copy in
+        memory is needed, because the disk has this step, or because it must not be loaded."""
+        if self.memory:
+            self.memory.end(keep=not safe)
         self.console.log(self.recorder.goodput.line())
         if last_line:
             self.console.log(last_line)

@@ -1,0 +1,303 @@
+"""Keeps the newest steps of a run in the memory of its nodes, and begins from there; memory_folder.py says where.
+
+After every checkpoint.memory_every steps each process copies its part of the state, behind the step, to memory that
+outlives the processes but not the node. A process of the next node gets a copy, unless a replica elsewhere has the same
+part. Those of a step before are deleted once all processes have the new ones: however many processes end, and whichever
+node is lost, some step is whole.
+"""
+
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from parallel.dist import World, on_all, on_main
+from parallel.errors import UserError
+from parallel.messages import Channel, Messages
+from recipes.checkpoint import memory_folder
+from recipes.checkpoint.files import complete, read_manifest, verify, write_shard
+from recipes.checkpoint.folder import partial_folder, reason, taken_by
+from recipes.checkpoint.manifest import Damage, shard_name
+from recipes.checkpoint.memory_folder import OF, Mark, Parts, folder_of, require
+from recipes.checkpoint.state import checked_progress, hyperparameters, named_tensors, restore
+from recipes.checkpoint.storage import HostCopies, assemble, local, make_plan, read_tensors, spreads_of
+from recipes.checkpoint.together import Together
+from recipes.files.atomic import free_bytes
+from recipes.files.layout import MEMORY, METRICS, checkpoint_step, checkpoint_steps, step_folder
+from recipes.files.reading import logged_rows
+from recipes.files.units import size
+from recipes.recipe.schema import Recipe
+
+SHARD = shard_name(0, 1)
+GENERATIONS = 2
+"""Steps of which there are copies at the same time: the newest, and the one that is being written."""
+
+
+class Place:
+    """This process's part, its folder, and those that it keeps for others."""
+
+    def __init__(self, recipe: Recipe, world: World, mark: Mark) -> None:
+        """Raises UserError if this node has no such place."""
+        self.root, self.mark, self.node = memory_folder.own_folder(recipe), mark, world.node
+        self.folder = self.root / mark.id / self.node.name
+        self.parts = Parts(world.nodes, recipe.mesh.fit(world.size, nodes=len(world.nodes)))
+        takers = self.parts.takers()
+        self.to = takers.get(world.rank)
+        self.source = next((giver for giver, taker in takers.items() if taker == world.rank), None)
+        self.part, self.own = self.parts.of(world.rank), folder_of(self.folder, world.rank)
+        self.kept = [self.own] if self.source is None else [self.own, folder_of(self.folder, self.source)]
+
+
+def newest(recipe: Recipe, world: World, *, after: int, log: Callable[[str], None]) -> Path | None:
+    """This process's part of the newest step after this one that is whole over all nodes; what its node has lost comes
+    from another. None if there is no such step. All processes call it.
+
+    log: receives what was found. Raises UserError.
+    """
+    mark = on_main(world, lambda: memory_folder.read_mark(recipe.run.folder))
+    if mark is None or not mark.step:
+        return None
+    if mark.of != memory_folder.hash_of(recipe, world.size):
+        log(f"step {mark.step} in memory is of another recipe or number of processes, and not used")
+        return None
+    place = on_all(world, lambda: Place(recipe, world, mark))
+    share = slice(place.node.ranks.index(world.rank), None, len(place.node.ranks))
+    found = [*memory_folder.look(place.folder, mark, place.parts, share=share)]
+    held = {(step, part): [(world.rank, rank)] for step, part, rank in (one for one in found if type(one) is tuple)}
+    held, problems = world.messages.reduce((held, [one for one in found if type(one) is str]), _joined)
+    chosen = place.parts.choose(held, after=after) if world.is_main else None
+    chosen, problems = world.messages.from_main((chosen, problems[:3]))
+    for problem in problems:
+        log(f"in memory: {problem}")
+    if chosen is None:
+        log(f"step {mark.step} is not whole in the memory of the nodes; nor is another one after {after}")
+        return None
+    step, moves = chosen
+    path = step_folder(place.own, step)
+    for giver, rank, taker in moves:
+        source = step_folder(folder_of(place.folder, rank), step) if world.rank == giver else None
+        if world.rank in (giver, taker):
+            to, giver_or_none = (taker, None) if source else (None, giver)
+            with suppress(OSError, UserError):  # which the taker finds
+                exchange(world.messages, source, path, to=to, source=giver_or_none)
+    try:
+        on_all(world, lambda: require(path, mark, place.part))
+    except UserError as error:
+        log(f"step {step} in memory is not used: {error}")
+        return None
+    log(on_main(world, lambda: _said(recipe.run.folder / METRICS, step, after)))
+    if lost := sorted({world.node_of(taker) for _, _, taker in moves}):
+        log(f"  what {' '.join(lost)} lacked of it came from other nodes")
+    return path
+
+
+def _joined(one: Any, other: Any) -> Any:
+    (held, problems), (more, others) = one, other
+    return held | {key: held.get(key, []) + there for key, there in more.items()}, problems + others
+
+
+def _said(metrics: Path, step: int, on_disk: int) -> str:
+    text = f"begins from the memory of the nodes: step {step}; on the disk is step {on_disk}"
+    if not metrics.exists():
+        return text
+    repeated = max((row["step"] for row in logged_rows(metrics)), default=step) - step
+    ago = time.time() - metrics.stat().st_mtime
+    return f"{text}; steps to repeat: {repeated}, the last of them logged {ago:.1f} s ago"
+
+
+def exchange(messages: Messages, mine: Path | None, theirs: Path, *, to: int | None, source: int | None) -> None:
+    """Send a folder to one process, while that of another comes. mine: None = there is none to send. Raises Damage or
+    OSError if one of them cannot be read or written; the contents are not verified."""
+    sent, names, problem = list[Tensor](), None, ""
+    place = partial_folder(theirs.parent, checkpoint_step(theirs.name) or 0)
+    try:
+        if mine is not None:
+            names = {name: (mine / name).stat().st_size for name in os.listdir(mine)}
+            sent = [_mapped(mine / name, length) for name, length in names.items()]
+    except OSError as error:
+        problem, names = reason(error), None
+    coming, came = messages.pass_on(names, to=to, source=source), list[Tensor]()
+    try:
+        if coming:
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir(parents=True)
+            came = [_mapped(_created(place / Path(name).name, length), length) for name, length in coming.items()]
+    except OSError as error:
+        problem = reason(error)
+    ready = messages.pass_on(bool(came), to=source, source=to)
+    messages.pass_bytes(sent if ready else [], came, to=to, source=source)
+    if source is not None:
+        if not came:
+            raise Damage(problem or f"rank {source} has nothing to send")
+        os.rename(place, theirs)
+    if problem:
+        raise Damage(problem)
+
+
+def _created(path: Path, length: int) -> Path:
+    """A new file whose space is there: writing to a mapped file without it would kill the process."""
+    with path.open("xb") as file:
+        if length:
+            os.posix_fallocate(file.fileno(), 0, length)
+    return path
+
+
+def _mapped(path: Path, length: int) -> Tensor:
+    return torch.from_file(str(path), shared=True, size=length, dtype=torch.uint8) if length else torch.empty(0)
+
+
+def load(model: nn.Module, optimizer: Optimizer, path: Path, *, check: Callable[[Path], None]) -> dict[str, Any]:
+    """Load this process's part into model and optimizer. Returns what Checkpoints.resume() does.
+
+    check: called with the path before any tensor is read. Raises Damage, on all processes, if one of them cannot.
+    """
+    state, groups = named_tensors(model, optimizer)
+    progress = dict[str, Any]()
+
+    def read() -> None:
+        check(path)
+        manifest = read_manifest(path)
+        progress.update(checked_progress(manifest, groups, path))
+        read_tensors(path, manifest, {name: local(value) for name, value in state.items()})
+
+    Together(Channel.MEMORY).on_all(read)
+    restore(model, optimizer, state, [dict(group) for group in groups])
+    return progress | {"step": checkpoint_step(path.name)}
+
+
+class Memory:
+    """The copies of a run that trains. All processes call all methods, in the same order."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        *,
+        begun_from: Path | None,
+        own_bytes: int,
+        files: Mapping[str, str],
+        log: Callable[[str], None],
+    ) -> None:
+        """Delete what is in memory of other starts.
+
+        begun_from: what newest() returned. own_bytes: of this process's part. files: name -> text of the small files of
+        a checkpoint. log: receives one line of text per message. Raises UserError if a node has no room for the copies.
+        """
+        self._run, self._files, self._log = recipe.run.folder, files, log
+        self._copies, self._messages = HostCopies(), deque[str]()
+        self._thread: threading.Thread | None = None
+        self._together, self._channel = Together(Channel.MEMORY), Messages(Channel.MEMORY)
+
+        def write_mark() -> Mark:
+            mark = memory_folder.read_mark(self._run) if begun_from else None
+            mark = mark or memory_folder.new_mark(recipe, world.size)
+            mark.write(self._run)
+            return mark
+
+        mark = on_main(world, write_mark)
+        self._place = place = on_all(world, lambda: Place(recipe, world, mark))
+        wanted = own_bytes * GENERATIONS * (2 if place.parts.takers() else 1) * len(place.node.ranks)
+
+        def make_room() -> None:
+            if world.leads_node:
+                memory_folder.remove_stale(place.root, mark, self._run)
+            for other in (one for folder in place.kept if folder.is_dir() for one in folder.iterdir()):
+                if begun_from is None or other.name != begun_from.name:
+                    shutil.rmtree(other, ignore_errors=True)
+            free = free_bytes(place.root)
+            if free is not None and (free := free + taken_by(place.folder)) < wanted:
+                raise UserError(
+                    f"checkpoint.memory_every: the copies need {size(wanted)} on {place.node.name}, and {place.root}"
+                    f" has {size(free)} free; write another checkpoint.memory_folder, or memory_every = 0"
+                )
+
+        on_all(world, make_room)
+        whose = "of two nodes each" if place.parts.takers() else "of the nodes"
+        each = f"every {recipe.checkpoint.memory_every} steps, in the memory {whose}"
+        log(f"  copies: {each}, {size(wanted)} on this node in {place.root}")
+
+    def save(self, model: nn.Module, optimizer: Optimizer, *, step: int, progress: Mapping[str, Any]) -> None:
+        """Copy the state after `step` steps. Waits for the copies before, and for the state to be copied to the host;
+        all else happens on a thread. A lack of memory is only logged."""
+        self.finish()
+        state, groups = named_tensors(model, optimizer)
+        parts = {name: local(value) for name, value in state.items()}
+        plan = make_plan(parts, [(None, spreads_of(parts))], rank=0, processes=1)
+        own = [hyperparameters(group) for group in groups]
+        record = {"progress": dict(progress), "optimizer": own, OF: [self._place.mark.id, self._place.part]}
+        contents, problem = list[memoryview](), ""
+        try:
+            contents = self._copies.copy([*plan.tensors(parts)])
+        except Exception as error:  # out of memory
+            problem = reason(error)
+
+        def write(path: Path) -> None:
+            if problem:
+                raise UserError(problem)
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+            shard = write_shard(path / SHARD, plan.pieces, contents)
+            complete(path, assemble(step, record, plan.stored, {SHARD: shard}), self._files)
+            os.rename(path, step_folder(self._place.own, step))
+
+        # Not a daemon: see Checkpoints.save().
+        self._thread = threading.Thread(target=self._keep, args=(step, write))
+        self._thread.start()
+
+    def _keep(self, step: int, write: Callable[[Path], None]) -> None:
+        """Write this process's part, exchange copies, and delete other steps once all processes have this one."""
+        place, (path, *copies) = self._place, [step_folder(folder, step) for folder in self._place.kept]
+
+        def take() -> None:
+            if problem:
+                raise UserError(problem)
+            for copy in copies:
+                verify(copy)
+
+        try:
+            self._together.on_all(lambda: write(partial_folder(path.parent, step)))
+            problem = ""
+            try:
+                mine = None if place.to is None else path
+                exchange(self._channel, mine, copies[0] if copies else path, to=place.to, source=place.source)
+            except (OSError, UserError) as error:
+                problem = reason(error)
+            self._together.on_all(take)
+            self._together.on_main(lambda: replace(place.mark, step=step).write(self._run))
+            kept = {step}
+        except Exception as error:  # training continues whatever the error is
+            self._messages.append(f"step {step:>6}  NOT KEPT in memory: {reason(error)}; the step before is")
+            kept = {*checkpoint_steps(path.parent)} - {step}
+        for folder in place.kept:
+            for other in checkpoint_steps(folder):
+                if other not in kept:
+                    shutil.rmtree(step_folder(folder, other), ignore_errors=True)
+
+    def finish(self) -> None:
+        """Wait for the copies that are being made, and log what became of them."""
+        if self._thread is not None:
+            self._thread.join()
+        while self._messages:
+            self._log(self._messages.popleft())
+
+    def end(self, *, keep: bool) -> None:
+        """End with the run. keep: whether a later start may need the copies, because the disk has no such step."""
+        self.finish()
+        if keep:
+            return
+        for folder in self._place.kept:
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            self._place.folder.rmdir()
+        if self._together.is_main:
+            (self._run / MEMORY).unlink(missing_ok=True)

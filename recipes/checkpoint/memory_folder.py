@@ -1,0 +1,164 @@
+"""Where the nodes of a run keep its newest steps in memory, and what they have of them.
+
+Every process keeps its own part of the state, as a checkpoint of one process whose tensors are what it has of them, so
+that a part is written, verified and read like any checkpoint:
+
+/dev/shm/shardwright-1000/ID/node7/rank-00003/step-00000010/    ID.json beside ID says which run it is of
+
+The folder belongs to this user alone. ID is new at every start that does not begin from memory, and is noted in the
+run's folder with the recipe and number of processes that it is for. So what is in memory of another run, or of this one
+before it began anew, is not found, and the next start on that node deletes it.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from parallel.config import MeshDegrees
+from parallel.errors import UserError
+from parallel.nodes import Node
+from recipes.checkpoint.files import verify
+from recipes.checkpoint.manifest import Damage
+from recipes.files.atomic import write_whole
+from recipes.files.layout import MEMORY, checkpoint_steps, step_folder
+from recipes.files.reading import fault, names_in, user_path
+from recipes.recipe.load import to_toml
+from recipes.recipe.schema import Recipe
+
+OF = "memory"
+"""The key of a manifest's state with the ID and the part."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the folder of a run notes of its copies in memory."""
+
+    id: str
+    of: str
+    """Hash of the recipe and the number of processes."""
+    step: int
+    """The newest that all nodes have kept; 0 = none yet."""
+
+    def write(self, run: Path) -> None:
+        write_whole(run / MEMORY, json.dumps(asdict(self)) + "\n")
+
+
+def hash_of(recipe: Recipe, processes: int) -> str:
+    return xxhash.xxh3_128_hexdigest(f"{processes} {to_toml(recipe)}".encode())
+
+
+def new_mark(recipe: Recipe, processes: int) -> Mark:
+    return Mark(secrets.token_hex(8), hash_of(recipe, processes), 0)
+
+
+def read_mark(run: Path) -> Mark | None:
+    """What the folder of a run notes; None if that is nothing that can be read."""
+    with suppress(OSError, ValueError, TypeError):
+        mark = Mark(**json.loads((run / MEMORY).read_text(encoding="utf-8")))
+        return mark if mark.id.isalnum() else None
+    return None
+
+
+def own_folder(recipe: Recipe) -> Path:
+    """The folder of this user on this node, which is made. Raises UserError if others could write there."""
+    place = user_path(recipe.checkpoint.memory_folder) / f"shardwright-{os.geteuid()}"
+    try:
+        with suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+        about = os.lstat(place)
+    except OSError as error:
+        raise fault(f"checkpoint.memory_folder: {place} cannot be made", error, "; write another folder") from None
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        what = "is no folder of this user alone (mode 700)"
+        raise UserError(f"checkpoint.memory_folder: {place} {what}; remove it, or write another folder")
+    return place
+
+
+def remove_stale(place: Path, mark: Mark, run: Path) -> None:
+    """Say which run this mark is of, and delete what this node has in memory of marks that no run has any more."""
+    write_whole(place / f"{mark.id}.json", json.dumps({"run": str(run.resolve())}))
+    for about in place.glob("[!.]*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            found = read_mark(Path(json.loads(about.read_text(encoding="utf-8"))["run"]))
+            if found and found.id == about.stem:
+                continue
+        shutil.rmtree(about.with_suffix(""), ignore_errors=True)
+        about.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Who has which part of the state, and of whom another node has a copy."""
+
+    nodes: Sequence[Node]
+    degrees: MeshDegrees
+
+    def of(self, rank: int) -> int:
+        """The number of a process among those of one replica: those with the same number have the same part."""
+        layer, replicas = self.degrees.per_layer, self.degrees.replicate
+        return rank // (replicas * layer) * layer + rank % layer
+
+    def takers(self) -> dict[int, int]:
+        """Process -> the one in the next node that keeps a copy, where no replica in another node has the same part."""
+        nodes_with: dict[int, set[int]] = {}
+        for number, node in enumerate(self.nodes):
+            for rank in node.ranks:
+                nodes_with.setdefault(self.of(rank), set()).add(number)
+        pairs = zip(self.nodes, [*self.nodes[1:], self.nodes[0]], strict=True) if len(self.nodes) > 1 else ()
+        both = [pair for node, after in pairs for pair in zip(node.ranks, after.ranks, strict=False)]
+        return {giver: taker for giver, taker in both if len(nodes_with[self.of(giver)]) == 1}
+
+    def choose(self, held: Mapping[tuple[int, int], list["Held"]], *, after: int) -> "tuple[int, list[Move]] | None":
+        """The newest step after this one of which all parts are held, and what must move. None if there is none.
+
+        held: (step, part) -> by whom, and as whose.
+        """
+        node_of = {rank: node.name for node in self.nodes for rank in node.ranks}
+        for step in sorted({step for step, _ in held if step > after}, reverse=True):
+            holders = {rank: held.get((step, self.of(rank)), []) for rank in node_of}
+            if all(holders.values()):
+                missing = [
+                    (rank, there)
+                    for rank, there in holders.items()
+                    if not any(folder == rank and node_of[holder] == node_of[rank] for holder, folder in there)
+                ]
+                return step, [(*there[rank % len(there)], rank) for rank, there in missing]
+        return None
+
+
+Held = tuple[int, int]
+"""A process, and the rank whose folder in its node has a part."""
+Move = tuple[int, int, int]
+"""The same, and the process that needs the part in its own folder."""
+
+
+def folder_of(node: Path, rank: int) -> Path:
+    return node / f"rank-{rank:05d}"
+
+
+def look(node: Path, mark: Mark, parts: Parts, *, share: slice) -> Iterator[tuple[int, int, int] | str]:
+    """(step, part, rank of the folder) of what is whole in a node's folder, and in words what is not. share: of the
+    folders, those that this process looks at."""
+    for name in [name for name in names_in(node) if name.startswith("rank-")][share]:
+        rank = int(name.removeprefix("rank-"))
+        for step in checkpoint_steps(node / name):
+            try:
+                require(step_folder(node / name, step), mark, part := parts.of(rank))
+                yield step, part, rank
+            except UserError as error:
+                yield str(error)
+
+
+def require(path: Path, mark: Mark, part: int) -> None:
+    """Verify a part in memory. Raises Damage if it is not as it was written, or of another run or part."""
+    manifest = verify(path)
+    if manifest.state.get(OF) != [mark.id, part] or path != step_folder(path.parent, manifest.step or 0):
+        raise Damage(f"{path} is of another run, step or process")
