@@ -5,11 +5,14 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from queue import SimpleQueue
 
 import torch.distributed as dist
 
+from parallel.dist import lost_a_peer
 from parallel.messages import Channel, Messages
+from recipes.files.end import read_end
 from recipes.files.exit_codes import ECHO_SECONDS, PREEMPTED, SIGNALS, ended_by
 from recipes.files.screen import SHOW_CURSOR, put
 
@@ -89,6 +92,14 @@ class Interruption:
                 signal.signal(number, lambda number, frame: None)  # without a handler Python writes nothing to the pipe
             threading.Thread(target=self._listen, args=(ours,), daemon=True, name="signals").start()
         self.agreed_now()
+
+    def cut_short(self, error: Exception, folder: Path, *, done: bool) -> str:
+        """The last line of a run in this folder that an error ended after a signal, which ended a compiler, perhaps, or
+        came twice to a rank; or another rank failed first. done: whether its last step was taken."""
+        lost = "a process was lost; " if lost_a_peer(error) else ""
+        cause = f"{end}; that" if (end := read_end(folder)) else lost + signal.Signals(self.noted).name
+        when = "after its last step; run the same command again" if done else "in the middle of a step; NOT SAVED"
+        return f"{cause} ended the run {when}"
 
     def agreed(self) -> int:
         """The signal that any rank had received by the previous call, or 0. Every rank calls it once per step."""

@@ -4,11 +4,8 @@ import signal
 import time
 from contextlib import ExitStack
 from statistics import fmean
-from typing import Any
 
-from parallel.dist import lost_a_peer
 from parallel.errors import CorruptState, UserError
-from recipes.files.end import read_end
 from recipes.files.exit_codes import CANNOT_WRITE, CORRUPTED, FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
 from recipes.optimization.skip_steps import NonFiniteRun
@@ -52,12 +49,8 @@ class Trainer:
             number = self.interruption.noted
             if not number or isinstance(error, UserError):
                 raise
-            # The signal ended a compiler, or a rank that got it twice; or another rank failed first.
             done = self.step == self.recipe.run.steps
-            lost = "a process was lost; " if lost_a_peer(error) else ""
-            end = read_end(self.recipe.run.folder)
-            when = "after its last step; run the same command again" if done else "in the middle of a step; NOT SAVED"
-            self.console.log(f"{f'{end}; that' if end else lost + signal.Signals(number).name} ended the run {when}")
+            self.console.log(self.interruption.cut_short(error, self.recipe.run.folder, done=done))
             return ended_by(number)
 
     def _loop(self) -> int:
@@ -73,9 +66,8 @@ class Trainer:
                 self.validate()
             if self._due(self.recipe.checkpoint.every):
                 self._save()
-            if self.memory and self._due(self.recipe.checkpoint.memory_every):
-                with self.clock.synchronized(SAVE):
-                    self.memory.save(self.built.model, self.built.optimizer, step=self.step, progress=self._progress())
+            if self._due(self.recipe.checkpoint.memory_every) and self.step < self.stage.last:
+                self._save(in_memory=True)
             if self.checkpoints:
                 self.checkpoints.report()
                 self.checkpoints.prepare(self.built.model, self.built.optimizer)
@@ -113,18 +105,17 @@ class Trainer:
             self.validation_loss = validate(self.built_run)
             self.recorder.end_validation(self.step, self.built_run.tasks(), loss=fmean(self.validation_loss.values()))
 
-    def _save(self) -> None:
-        assert self.checkpoints is not None
-        with self.clock.synchronized(SAVE):
-            require_sound_state(self.built, self.world)  # last, so that little happens before it is copied
-            self.recorder.metrics.sync()
-            self.checkpoints.save(self.built.model, self.built.optimizer, step=self.step, progress=self._progress())
-
-    def _progress(self) -> dict[str, Any]:
-        """What is saved of the run beside its tensors."""
+    def _save(self, *, in_memory: bool = False) -> None:
+        to = self.memory if in_memory else self.checkpoints
+        assert to is not None
         self.recorder.log_skipped()  # a run that resumes from here does not take these steps again
-        recorded = self.recorder.state(finished=self.step == self.recipe.run.steps)
-        return self.loader.progress(self.step) | self.guard.state() | recorded
+        with self.clock.synchronized(SAVE):
+            if not in_memory:
+                require_sound_state(self.built, self.world)  # last, so that little happens before it is copied
+                self.recorder.metrics.sync()
+            progress = self.loader.progress(self.step) | self.guard.state()
+            progress |= self.recorder.state(finished=self.step == self.recipe.run.steps)
+            to.save(self.built.model, self.built.optimizer, step=self.step, progress=progress)
 
     def _save_last(self) -> bool:
         """Save this step unless it is saved already, trying again after a failure. Returns whether it is saved."""
@@ -196,8 +187,7 @@ class Trainer:
         return None
 
     def _end(self, last_line: str, *, safe: bool = True) -> None:
-        """last_line: "" for the results, which are all there once the report is written. safe: whether no copy in
-        memory is needed, because the disk has this step, or because it must not be loaded."""
+        """last_line: "" for the results, which the report completes. safe: whether no copy in memory is needed."""
         if self.memory:
             self.memory.end(keep=not safe)
         self.console.log(self.recorder.goodput.line())

@@ -105,9 +105,9 @@ class Watched(Trainer):
         super().validate()
         [self.record.validation[self.step]] = self.validation_loss.values()
 
-    def _save(self) -> None:
-        super()._save()
-        if self.step == SAVED:
+    def _save(self, *, in_memory: bool = False) -> None:
+        super()._save(in_memory=in_memory)
+        if self.step == SAVED and not in_memory:
             self.record.state[SAVED] = self._whole()
             self.record.guard[SAVED] = [self.guard.state()["skipped_in_a_row"]]
 
