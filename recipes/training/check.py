@@ -190,6 +190,8 @@ class Facts:
     degrees: MeshDegrees
     states: int
     """Bytes of parameters, gradients and moments of a process."""
+    saved: int
+    """Those without gradients, which are saved."""
     prediction: Prediction | None
     """That of a GPU's memory; None for a recipe for CPUs, or if nothing says that it is for GPUs."""
 
@@ -199,15 +201,16 @@ class Facts:
         degrees = _degrees(recipe, processes, nodes, hardware)
         parameters, optimizer = recipe.model.num_params(), recipe.optimizer
         matrices = matrix_params(recipe.model) if optimizer.facts.orthogonalizes else 0
-        states = (8 * parameters + optimizer.state_bytes(parameters, 0, matrices=(matrices, 0))) // degrees.copy
+        moments = optimizer.state_bytes(parameters, 0, matrices=(matrices, 0)) // degrees.copy
+        saved = 4 * parameters // degrees.copy + moments
         if degrees.pipeline > 1:
             kept = replace(recipe, fsdp=replace(recipe.fsdp, cpu_offload=False))
             found = [part.state for _, part in parts(kept, degrees)]
-            states = max(2 * state["parameters"] + state["moments"] for state in found)
+            saved, moments = max((state["parameters"] + state["moments"], state["moments"]) for state in found)
         asked = recipe.run.device == "cuda" or hardware is not None or os.environ.get(FORCE) == "0"
         asked = asked and not recipe.model.uncounted(by_plan=True)
         prediction = predict(recipe, degrees) if asked and recipe.run.device != "cpu" else None
-        return cls(stage, hardware, degrees, states, prediction)
+        return cls(stage, hardware, degrees, 2 * saved - moments, saved, prediction)
 
     @property
     def recipe(self) -> Recipe:
@@ -237,6 +240,9 @@ def _lines_of_stages(stages: Sequence[Facts], other: str) -> list[str]:
             lines.append(f"pipeline: {recipe.pipeline.schedule}, {recipe.pipeline_stages(degrees.pipeline)}")
         lines.append(f"batch: {recipe.batch.global_batch_size:,} sequences = {recipe.batch.divided(degrees)}")
         lines += _parts(recipe)
+        if every := recipe.checkpoint.memory_every:
+            copies = f"{size(4 * facts.saved)} of {recipe.checkpoint.memory_folder} per process"
+            lines.append(f"copies: every {every:,} steps, of two steps in two nodes each: {copies}")
         indent = "  " if facts.stage.name else ""
         found += [_steps(facts.stage), *(f"{indent}{line}" for line in lines if line not in before)]
         before = lines
