@@ -38,6 +38,8 @@ PARTS = {
     "next step": r"^step +\d+/",
 }
 """Part of a recovery -> the line that ends it."""
+Times = list[tuple[str, dict[str, float]]]
+"""What was killed, and what recovery() has found."""
 
 
 class Nodes:
@@ -189,11 +191,9 @@ def recovery(run: Nodes, kind: str, draw: random.Random, *, back_after: float) -
     return found | {"lost steps": before - max(began_from, 0)}
 
 
-def torment(
-    run: Nodes, options: argparse.Namespace, kills: int, draw: random.Random
-) -> list[tuple[str, dict[str, float]]]:
+def torment(run: Nodes, options: argparse.Namespace, kills: int, draw: random.Random) -> Times:
     """Start a run, kill this often, and let it end."""
-    times: list[tuple[str, dict[str, float]]] = []
+    times: Times = []
     run.start(range(run.count + run.spares))
     kinds = [*KINDS, *(SPARE_KINDS if run.spares else ())]
     while len(times) < kills and not run.has_ended():
@@ -235,7 +235,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: a temporary folder)")
     options, changes = parser.parse_known_args(arguments)
-    draw, rows, verdicts = random.Random(options.seed), list[tuple[str, dict[str, float]]](), list[bool]()
+    rows: Times = []
+    draw, verdicts = random.Random(options.seed), list[bool]()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(exist_ok=True)
@@ -259,7 +260,10 @@ def main(arguments: list[str]) -> int:
     print("|---|---:|" + "---:|" * (len(PARTS) + 1))
     for kind in dict.fromkeys(kind for kind, _ in rows):
         of_kind = [found for one, found in rows if one == kind and found]
-        cells = [f"{median(found[part] for found in of_kind):.1f} s" if of_kind else "-" for part in PARTS]
+        cells = [
+            f"{median(seconds):.1f} s" if (seconds := [f[part] for f in of_kind if part in f]) else "-"
+            for part in PARTS
+        ]
         lost = max((found["lost steps"] for found in of_kind), default=0)
         print(f"| {kind} | {sum(one == kind for one, _ in rows)} | {' | '.join(cells)} | {lost:.0f} |")
     print(f"\n{len(rows)} kills, {sum(verdicts)} of {len(verdicts)} runs ended as the undisturbed one, to the bit")
