@@ -119,7 +119,9 @@ def saved(log: str) -> list[int]:
 def test_a_job_restarts_on_its_nodes_after_a_process_is_frozen_and_all_of_a_node_are_killed(
     cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
 ) -> None:
-    job = Job(cluster, folder, corpus, "lost", "--run.hang_timeout", "5")
+    """It begins from the memory of the nodes, as the disk has nothing."""
+    memory = ("--checkpoint.memory_every", "2", "--checkpoint.memory_folder", str(folder), "--checkpoint.every", "1000")
+    job = Job(cluster, folder, corpus, "lost", "--run.hang_timeout", "5", *memory)
     job.reach(SEEN)
     [worker] = [process for process in cluster.processes("node1") if rank_of(process) is not None]
     os.kill(worker, signal.SIGSTOP)
@@ -136,6 +138,7 @@ def test_a_job_restarts_on_its_nodes_after_a_process_is_frozen_and_all_of_a_node
     assert "slurm: attempt 2 crashed; newest checkpoint: step " in job.log
     assert "slurm:   lost: killed, or the node failed: node1\n" in job.log
     assert "attempt 3 on node[0-1], from step " in job.log and "attempt 4 " not in job.log
+    assert job.log.count("begins from the memory of the nodes: step ") == 2 and "on the disk is step 0" in job.log
     assert job.losses == whole
 
 
