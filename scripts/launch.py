@@ -6,6 +6,7 @@ workers, which get as long as they need; a second one ends them at once. No work
 node listen on its loopback network only. LOGLEVEL=INFO shows torchrun's log.
 """
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -30,7 +31,11 @@ def trained() -> Recipe | None:
     if script not in sys.argv[:-1] or PROVE in sys.argv:
         return None
     recipe, *overrides = sys.argv[sys.argv.index(script) + 1 :]
-    return load(recipe, overrides, rules=False)
+    loaded = load(recipe, overrides, rules=False)
+    if (spare := loaded.run.spare_nodes) and ("--standalone" in sys.argv or (os.environ.get("RESTARTS") or "0") == "0"):
+        what = "needs several nodes that restart by themselves (RESTARTS=10 on all); or write --run.spare_nodes 0"
+        raise UserError(f"run.spare_nodes = {spare}: {what}")
+    return loaded
 
 
 def main() -> int:
@@ -40,7 +45,10 @@ def main() -> int:
         return 0
     try:
         recipe = trained()
-        workers = Workers(recipe.run.folder, node_timeout=recipe.run.node_timeout) if recipe else Workers()
+        workers = Workers()
+        if recipe:
+            run = recipe.run
+            workers = Workers(run.folder, node_timeout=run.node_timeout, spare_nodes=run.spare_nodes)
         handle_stop_signals(workers.stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/restarts.py blocks them until this line
         if recipe is None or not recipe.run.prove_first:

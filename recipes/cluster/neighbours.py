@@ -79,13 +79,16 @@ class Neighbours:
         loss: Callable[[str], str],
         heard: Callable[[str], None],
         log: Callable[[str], None],
+        spare: Callable[[int], bool] = lambda node: False,
     ) -> None:
         """secret: of the run. timeout: seconds of silence that are a loss; 0 = only the end of a process is one.
         loss: makes the line for all nodes of the words that say which node is lost. heard: gets the first line for all,
-        once, also if it comes from here. log: gets what a person should know.
+        once, also if it comes from here. log: gets what a person should know. spare: whether this node does not train,
+        so that its loss ends nothing.
         """
         self._secret, self._node, self._nodes = secret, node, nodes
         self._timeout, self._loss, self._heard, self._log = timeout or float("inf"), loss, heard, log
+        self._spare = spare
         self.above: Link | None = None
         self.line = ""  # the first for all
         self._links: list[Link] = []
@@ -193,10 +196,16 @@ class Neighbours:
             self._links.remove(link)
             self._selector.unregister(link.connection)
             link.connection.close()
+        if link is self.above and link.node is not None and (self._spare(link.node) or self._spare(self._node)):
+            self.above = None  # this one may have to go on without it, or to wait for what only the store says
 
     def _lose(self, link: Link, how: str) -> None:
         self._drop(link)
-        self.tell(self._loss(f"node {link.node}{f' on {link.host}' if link.host else ''} is lost: {how}"))
+        what = f"node {link.node}{f' on {link.host}' if link.host else ''} is lost: {how}"
+        if link.node is not None and self._spare(link.node):
+            self._log(f"{what}; it was a spare node, and the run goes on")
+        else:
+            self.tell(self._loss(what))
 
     def _read(self, link: Link) -> None:
         try:

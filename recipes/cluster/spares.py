@@ -1,0 +1,46 @@
+"""Spare nodes: which of the nodes that have come train, and which wait to take the place of a lost one."""
+
+import json
+import time
+from collections.abc import Callable, Collection
+
+from torch.distributed import TCPStore
+
+from parallel.dist import PREFIX
+
+ACTIVE = PREFIX + "active"
+"""The numbers of the nodes that train, by place, as JSON."""
+SETTLE_SECONDS = 5.0
+"""How long node 0 waits for more nodes after the last one has come, once there are enough."""
+LOOK_SECONDS = 0.5
+
+
+def chosen(came: Collection[int], needed: int) -> list[int]:
+    """Place -> node. A node that has come keeps the place of its number; spare ones, lowest first, take the others."""
+    spare = iter(sorted(node for node in came if node >= needed))
+    return [place if place in came else next(spare) for place in range(needed)]
+
+
+def known(store: TCPStore) -> list[int]:
+    """Place -> node; empty if node 0 has not decided yet."""
+    return list(json.loads(store.get(ACTIVE))) if store.check([ACTIVE]) else []
+
+
+def agreed(
+    store: TCPStore, came: Callable[[TCPStore], Collection[int]], *, node: int, nodes: int, spares: int
+) -> list[int]:
+    """Place -> node; empty if node 0 has not decided yet, which it does when all nodes have come, or enough have and no
+    other came for some seconds.
+
+    came: the nodes that have. node: this one. Raises RuntimeError if the store goes.
+    """
+    latest, since = came(store), time.monotonic()
+    while node == 0 and len(latest) < nodes:
+        if len(latest) >= nodes - spares and time.monotonic() - since > SETTLE_SECONDS:
+            break
+        time.sleep(LOOK_SECONDS)
+        if (now := came(store)) != latest:
+            latest, since = now, time.monotonic()
+    if node == 0:
+        store.set(ACTIVE, json.dumps(chosen(latest, nodes - spares)))
+    return known(store)
