@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from parallel.errors import UserError
 from parallel.nodes import raise_limit, require_store
 from recipes.cluster.quiet import import_torch_distributed
-from recipes.cluster.restarts import EXPLAINED, rank_of_code
+from recipes.cluster.restarts import EXPLAINED, NODE, rank_of_code
 from recipes.files.atomic import Lines
 from recipes.files.end import words_of, write_end
 from recipes.files.exit_codes import (
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from recipes.cluster.rendezvous import Launchers, Served
 
 PROVE = "--prove"
-NODE = "SHARDWRIGHT_NODE"
-"""What tells workers the number of their node, which stays when it takes the place of another one."""
 FROZEN_SECONDS = 5
 """How long torchrun waits for a worker to stop after another one ended because of a hang."""
 
@@ -126,7 +124,7 @@ class Workers:
     def kill(self) -> None:
         """Kill the workers and the processes they have started."""
         if self.others and self.others.is_spare():
-            return  # wait_as_spare() ends
+            return  # launch() ends
         if self._context and all(handler.proc.poll() == 0 for handler in self._context.subprocess_handlers.values()):
             self._exit(0)  # this node is done; torchrun would wait for the other launchers for 5 minutes
         if not self.starting and self.others and self.others.cause:  # torchrun still waits for the other nodes
@@ -242,11 +240,14 @@ def launch(arguments: list[str], workers: Workers, proof: "Proof | None" = None)
         option = _option(proof, per_node=args.nproc_per_node, others=workers.others)
         args.training_script_args += option
         if workers.others and workers.others.is_spare():
-            if code := _wait_as_spare(workers.others):
-                return code
+            log("waits as a spare node")
+            if (cause := workers.others.wait_for_cause(None)) and cause.code:
+                log(cause.message)
+                return cause.code
         else:
             run(args)
-            _tell_spares(0, args, workers)
+            if workers.others:
+                workers.others.end_spares(0)
         del served
     except UserError as error:
         log(str(error))
@@ -254,7 +255,7 @@ def launch(arguments: list[str], workers: Workers, proof: "Proof | None" = None)
     except SignalException as error:
         return ended_by(error.sigval)
     except ChildFailedError as error:
-        return _code_after(error.failures, args, workers)
+        return _code_after(error.failures, workers)
     except (DistError, RendezvousError) as error:
         log(f"the processes could not find each other: {error}")
         return NOT_MET
@@ -263,7 +264,7 @@ def launch(arguments: list[str], workers: Workers, proof: "Proof | None" = None)
     return _train(workers, None if args.node_rank else proof) if option else 0
 
 
-def _code_after(failures: Mapping[int, Any], args: Namespace, workers: Workers) -> int:
+def _code_after(failures: Mapping[int, Any], workers: Workers) -> int:
     """The exit code after workers have failed, which the other nodes are told. failures: torchrun's, by rank."""
     rank, failure = min(failures.items(), key=lambda item: workers.blame_order(item[1]))
     others = workers.others
@@ -273,28 +274,12 @@ def _code_after(failures: Mapping[int, Any], args: Namespace, workers: Workers) 
             workers.note(*cause.worker)
         return cause.code
     code = exit_code_of(rank, failure.exitcode, sent=workers.signal)
-    if code == PREEMPTED:  # all nodes have saved together
-        _tell_spares(code, args, workers)
+    if others and code == PREEMPTED:  # all nodes have saved together
+        others.end_spares(code)
     elif others:
         worker = None if code in EXPLAINED else (rank, failure.exitcode, platform.node())
         others.announce_end(code, crashed=code not in EXPLAINED, worker=worker)
     return code
-
-
-def _wait_as_spare(others: "Launchers") -> int:
-    """Wait for the end of the processes on the other nodes. Returns the exit code for it."""
-    log("waits as a spare node")
-    while (cause := others.wait_for_cause()) is None:
-        pass
-    if cause.code:
-        log(cause.message)
-    return cause.code
-
-
-def _tell_spares(code: int, args: Namespace, workers: Workers) -> None:
-    """From node 0: let the spare nodes end with this code, too. The workers of all others have ended by themselves."""
-    if workers.others and workers.spare_nodes and args.node_rank == 0:
-        workers.others.announce_end(code, crashed=False)
 
 
 def _option(proof: "Proof | None", *, per_node: str, others: "Launchers | None" = None) -> list[str]:
@@ -359,7 +344,7 @@ def _join_nodes(args: Namespace, workers: Workers) -> "Served | None":
     workers.others = nodes
     workers.exit_on_early_signals()
     served = serve(args.master_addr, args.master_port, remote=True) if args.node_rank == 0 else None
-    if args.node_rank == 0 and served is None and nodes.answers():
+    if args.node_rank == 0 and served is None and (nodes.answers() or workers.spare_nodes):
         raise UserError(
             f"NODE_RANK=0 runs at {args.master_addr}, no address of this node: number nodes from 0, each once"
         )

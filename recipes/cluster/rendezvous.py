@@ -164,29 +164,15 @@ class Launchers:
             time.sleep(LOOK_SECONDS)
 
     def place(self) -> int | None:
-        """Wait until node 0 has decided which nodes train. Returns this node's place among them; None: it is a spare.
-
-        Raises UserError if node 0 cannot decide.
-        """
+        """Wait until node 0 has decided which nodes train. Returns the place of this one; None: it is a spare."""
         from recipes.cluster.spares import agreed
 
-        self._require_own_store("run.spare_nodes")
-        while not self._active:
-            with suppress(RuntimeError):  # of a store that goes, which the thread of watch() notices
-                if (store := self._connected()) is not None:
-                    self._active = agreed(store, self._came, node=self._node, nodes=self._nodes, spares=self._spares)
-            time.sleep(0 if self._active else LOOK_SECONDS)
-        if self.is_spare() and self._neighbours and self._neighbours.line:  # it came before this
-            self._hear(self._neighbours.line)
+        self._active = agreed(self._connected, self._came, node=self._node, nodes=self._nodes, spares=self._spares)
         return None if self.is_spare() else self._active.index(self._node)
 
     def is_spare(self, node: int | None = None) -> bool:
         """Whether a node, by default this one, only waits."""
         return bool(self._active) and (self._node if node is None else node) not in self._active
-
-    def _require_own_store(self, field: str) -> None:
-        if self._node == 0 and not self.answers():
-            raise UserError(f"{field}: MASTER_ADDR={self._address[0]} must be an address of node 0")
 
     def reach(self) -> str:
         """Wait until node 0's store answers. Returns its address, by which torch must connect.
@@ -236,7 +222,8 @@ class Launchers:
 
     def agree(self, decide: Callable[[Sequence[str]], bool]) -> bool:
         """What node 0 decides for all nodes from the names of their hosts. Waits until all have started."""
-        self._require_own_store("run.prove_first")
+        if self._node == 0 and not self.answers():
+            raise UserError(f"run.prove_first: MASTER_ADDR={self._address[0]} must be an address of node 0")
         hosts = [f"{PREFIX}host {node}" for node in self._active[1:] or range(1, self._nodes)]
         while (store := self._connected()) is None or not store.check([AGREED] if self._node else hosts):
             time.sleep(LOOK_SECONDS)
@@ -245,9 +232,9 @@ class Launchers:
             store.set(AGREED, str(decide(names)))
         return store.get(AGREED) == b"True"
 
-    def wait_for_cause(self) -> Cause | None:
-        """The cause that another launcher gives within the next seconds, or None."""
-        self._cause_known.wait(3 * LOOK_SECONDS)
+    def wait_for_cause(self, seconds: float | None = 3 * LOOK_SECONDS) -> Cause | None:
+        """The cause that another launcher gives within the next seconds, or None. seconds: None = it will give one."""
+        self._cause_known.wait(seconds)
         return self.cause
 
     def announce_end(self, code: int, *, crashed: bool, worker: tuple[int, int, str] | None = None) -> None:
@@ -259,6 +246,11 @@ class Launchers:
         self._tell(self._published(cause))
         if self._node == 0:
             time.sleep(3 * LOOK_SECONDS)  # the store ends with this process
+
+    def end_spares(self, code: int) -> None:
+        """Node 0's workers have ended as all others: let the spare nodes end with their code, too."""
+        if self._spares and self._node == 0:
+            self.announce_end(code, crashed=False)
 
     def leave(self) -> None:
         """Tell the other launchers that the end of this one is no loss."""

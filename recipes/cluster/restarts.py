@@ -24,6 +24,8 @@ from recipes.files.screen import tell
 
 PAUSE_SECONDS = 2
 """Seconds to wait before another start, so that ports and devices are free by then."""
+NODE = "SHARDWRIGHT_NODE"
+"""What tells workers the number of their node, which stays when it takes the place of another one."""
 FAULT_SECONDS, LONGEST_PAUSE = 30, 300
 """The same after a first fault that may pass, and at most: each in a row doubles it, as a server may need minutes."""
 

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from torch.distributed import TCPStore
 
@@ -27,20 +28,26 @@ def known(store: TCPStore) -> list[int]:
 
 
 def agreed(
-    store: TCPStore, came: Callable[[TCPStore], Collection[int]], *, node: int, nodes: int, spares: int
+    connected: Callable[[], TCPStore | None],
+    came: Callable[[TCPStore], set[int]],
+    *,
+    node: int,
+    nodes: int,
+    spares: int,
 ) -> list[int]:
-    """Place -> node; empty if node 0 has not decided yet, which it does when all nodes have come, or enough have and no
-    other came for some seconds.
+    """Place -> node, which node 0 decides when all nodes have come, or enough have and then no other for some seconds.
 
-    came: the nodes that have. node: this one. Raises RuntimeError if the store goes.
+    connected: the store, once it is up. came: the nodes that have. node: this one.
     """
-    latest, since = came(store), time.monotonic()
-    while node == 0 and len(latest) < nodes:
-        if len(latest) >= nodes - spares and time.monotonic() - since > SETTLE_SECONDS:
-            break
+    latest, since = set[int](), time.monotonic()
+    while True:
+        with suppress(RuntimeError):  # of a store that goes, which the thread of Launchers.watch() notices
+            if (store := connected()) is not None:
+                if found := known(store):
+                    return found
+                if (now := came(store)) != latest:
+                    latest, since = now, time.monotonic()
+                settled = len(latest) >= nodes - spares and time.monotonic() - since > SETTLE_SECONDS
+                if node == 0 and (settled or len(latest) == nodes):
+                    store.set(ACTIVE, json.dumps(chosen(latest, nodes - spares)))
         time.sleep(LOOK_SECONDS)
-        if (now := came(store)) != latest:
-            latest, since = now, time.monotonic()
-    if node == 0:
-        store.set(ACTIVE, json.dumps(chosen(latest, nodes - spares)))
-    return known(store)
