@@ -112,7 +112,8 @@ class Job:
                     log(f"  {killed}")
             if absent:
                 log(f"  no answer from: {' '.join(absent)}")
-            self._lost |= {name: attempt for name, state in states.items() if state in (None, STARTED)}
+            # Where nodes are absent, srun has killed the others before they could say so.
+            self._lost |= dict.fromkeys(absent or [name for name in states if states[name] == STARTED], attempt)
             if self.spare_nodes and end == End.UNSTARTED and not {*absent}.intersection(self._chosen()):
                 continue
             if end in (End.PREEMPTED, End.UNSTARTED) and not reason_to_stop(

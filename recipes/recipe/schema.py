@@ -69,7 +69,7 @@ class RunConfig:
     node_timeout: Annotated[float, Interval(ge=0, le=86400)] = 10.0
     """A node whose launcher is silent for so many seconds is lost: the others end, or restart. 0 = off."""
     spare_nodes: Annotated[int, Ge(0)] = 0
-    """So many of the nodes do not train: at a restart, they take the places of lost ones (docs/cluster.md)."""
+    """This many of the started nodes wait instead of training, and replace lost ones at a restart (docs/cluster.md)."""
 
     @property
     def folder(self) -> Path:
