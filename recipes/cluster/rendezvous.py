@@ -165,9 +165,12 @@ class Launchers:
 
     def place(self) -> int | None:
         """Wait until node 0 has decided which nodes train. Returns the place of this one; None: it is a spare."""
-        from recipes.cluster.spares import agreed
+        from recipes.cluster.spares import agreed, nodes_below
 
         self._active = agreed(self._connected, self._came, node=self._node, nodes=self._nodes, spares=self._spares)
+        if self._neighbours and self._store:
+            below = nodes_below(self._node, self._active, nodes=self._nodes)
+            self._neighbours.reach(partial(self._places, self._store), below)
         return None if self.is_spare() else self._active.index(self._node)
 
     def is_spare(self, node: int | None = None) -> bool:
@@ -329,7 +332,7 @@ class Launchers:
         self._neighbours = Neighbours(
             _secret(store),
             node=self._node,
-            nodes=self._nodes,
+            nodes=0 if self._spares else self._nodes,  # place() decides who is below whom
             timeout=self._timeout,
             loss=lambda words: json.dumps(Cause(words, 1, crashed=True)),
             heard=self._hear,

@@ -2,12 +2,13 @@
 
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from torch.distributed import TCPStore
 
 from parallel.dist import PREFIX
+from recipes.cluster.neighbours import below
 
 ACTIVE = PREFIX + "active"
 """The numbers of the nodes that train, by place, as JSON."""
@@ -20,6 +21,12 @@ def chosen(came: Collection[int], needed: int) -> list[int]:
     """Place -> node. A node that has come keeps the place of its number; spare ones, lowest first, take the others."""
     spare = iter(sorted(node for node in came if node >= needed))
     return [place if place in came else next(spare) for place in range(needed)]
+
+
+def nodes_below(node: int, active: Sequence[int], *, nodes: int) -> list[int]:
+    """Those below a node in the tree of neighbours.py, in which spare nodes follow the others: nobody needs them."""
+    order = [*active, *(other for other in range(nodes) if other not in active)]
+    return [order[place] for place in below(order.index(node), nodes)]
 
 
 def known(store: TCPStore) -> list[int]:

@@ -107,6 +107,23 @@ def test_the_loss_of_a_spare_node_does_not_end_the_run_and_it_may_come_back(
     assert job.losses == whole
 
 
+def test_a_frozen_spare_node_ends_nothing_and_waits_again(tmp_path: Path, corpus: Path) -> None:
+    job = spared(tmp_path, corpus, "--run.node_timeout", "4")
+    job.reach(EVERY + 2)
+    launcher = descendants(job.nodes[2].pid)[0]
+
+    def freeze() -> None:
+        os.kill(launcher, signal.SIGSTOP)
+        until(job.nodes[0], "silent for more than 4 s; it was a spare node, and the run goes on\n")
+        os.kill(launcher, signal.SIGCONT)
+        until(job.nodes[2], WAITS)
+
+    while_it_stands(job, freeze)
+    (out, err), *others = ends(job.nodes)
+    assert [node.returncode for node in job.nodes] == [0, 0, 0], err + str(others)
+    assert "resumed from" not in out
+
+
 def test_a_signal_to_a_spare_node_ends_it_and_one_to_another_node_ends_all(tmp_path: Path, corpus: Path) -> None:
     job = spared(tmp_path, corpus)
     job.reach(EVERY + 2)

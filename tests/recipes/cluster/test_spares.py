@@ -6,7 +6,7 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from recipes.cluster.spares import agreed, chosen, known
+from recipes.cluster.spares import agreed, chosen, known, nodes_below
 from tests.processes import wait_for
 
 
@@ -23,6 +23,13 @@ def test_nodes_keep_their_places_and_the_lowest_spare_ones_take_those_of_the_los
     came: set[int], expected: list[int]
 ) -> None:
     assert chosen(came, 3) == expected
+
+
+@pytest.mark.parametrize("active", [[*range(30)], [0, 35, *range(2, 29), 38]])
+def test_in_the_tree_nobody_is_below_a_spare_node(active: list[int]) -> None:
+    below = {node: nodes_below(node, active, nodes=40) for node in range(40)}
+    assert sorted(node for nodes in below.values() for node in nodes) == list(range(1, 40))
+    assert not [node for node in below if below[node] and node not in active]
 
 
 def agree(store: TCPStore, came: set[int], *, node: int = 0) -> list[int]:
