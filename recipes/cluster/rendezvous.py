@@ -216,7 +216,8 @@ class Launchers:
                 if cause := self._look():
                     self._tell(cause)
             assert self.cause is not None
-            if not (self._neighbours and self._neighbours.above):  # for those that are not connected
+            # For those that are not connected. A spare node has nobody below it, and may only be cut off itself.
+            if not (self.is_spare() or (self._neighbours and self._neighbours.above)):
                 self._published(self.cause)
             time.sleep(0 if self.cause.crashed else grace)
             end()
