@@ -52,9 +52,12 @@ def check(path: str, arguments: Sequence[str], *, processes: int | None, nodes: 
     be used, if a first row cannot be read and, in a job's check, if the recipe is predicted not to fit the GPUs.
     """
     try:
+        started = nodes
         if processes and nodes and nodes > 1:
             processes, nodes = _without_spares(path, arguments, processes, nodes)
         loaded = load_run(path, arguments, processes=processes, nodes=nodes)
+        if started == 1 and loaded.recipe.run.spare_nodes:
+            raise UserError("run.spare_nodes: needs several nodes; to start on one, write --run.spare_nodes 0")
         run, here = loaded.recipe.run, os.environ.get(HERE, "")
         if processes is None and here and not hardware_of(run.name, written=run.hardware):
             processes = int(here)
