@@ -6,6 +6,7 @@ workers, which get as long as they need; a second one ends them at once. No work
 node listen on its loopback network only. LOGLEVEL=INFO shows torchrun's log.
 """
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -30,7 +31,10 @@ def trained() -> Recipe | None:
     if script not in sys.argv[:-1] or PROVE in sys.argv:
         return None
     recipe, *overrides = sys.argv[sys.argv.index(script) + 1 :]
-    return load(recipe, overrides, rules=False)
+    loaded = load(recipe, overrides, rules=False)
+    if loaded.run.spare_nodes and (os.environ.get("RESTARTS") or "0") == "0":
+        raise UserError("run.spare_nodes: needs RESTARTS=10, or so, on all nodes; or write --run.spare_nodes 0")
+    return loaded
 
 
 def main() -> int:
@@ -40,7 +44,10 @@ def main() -> int:
         return 0
     try:
         recipe = trained()
-        workers = Workers(recipe.run.folder, node_timeout=recipe.run.node_timeout) if recipe else Workers()
+        workers = Workers()
+        if recipe:
+            run = recipe.run
+            workers = Workers(run.folder, node_timeout=run.node_timeout, spare_nodes=run.spare_nodes)
         handle_stop_signals(workers.stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/restarts.py blocks them until this line
         if recipe is None or not recipe.run.prove_first:

@@ -48,6 +48,7 @@ def main(arguments: list[str]) -> int:
         log(f"the recipe fits {job.nodes} nodes")
         return 0
     section = tomllib.loads(recipe)["run"]
+    job.spare_nodes = section["spare_nodes"]
     return job.supervise(RunConfig(name=section["name"], output=section["output"]).folder)
 
 

@@ -1,6 +1,5 @@
 """torchrun, with the exit codes, signals and screen output that scripts/launch.py promises."""
 
-import logging
 import os
 import platform
 import signal
@@ -9,7 +8,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from parallel.errors import UserError
 from parallel.nodes import raise_limit, require_store
-from recipes.cluster.restarts import FINAL_CODES, NAMED_CRASHES
+from recipes.cluster.quiet import import_torch_distributed
+from recipes.cluster.restarts import EXPLAINED, rank_of_code
 from recipes.files.atomic import Lines
 from recipes.files.end import words_of, write_end
 from recipes.files.exit_codes import (
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from recipes.cluster.proof import Proof
     from recipes.cluster.rendezvous import Launchers, Served
 
-EXPLAINED = {*FINAL_CODES, *NAMED_CRASHES, PREEMPTED, *map(ended_by, SIGNALS)}
-"""Exit codes of workers that have printed the reason themselves."""
 PROVE = "--prove"
 FROZEN_SECONDS = 5
 """How long torchrun waits for a worker to stop after another one ended because of a hang."""
@@ -59,14 +57,6 @@ def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Non
             signal.signal(number, handler)
 
 
-class OnlyKills(logging.Handler):
-    """Prints of torchrun's log only that a worker had to be killed."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith("Unable to shutdown process"):
-            log("a worker did not stop in time and was killed")
-
-
 class Workers:
     """The workers of this node, and the signals passed on to them.
 
@@ -74,9 +64,9 @@ class Workers:
     torch 2.13 always), and abandons them on a second signal. So torchrun handles no signals here.
     """
 
-    def __init__(self, run_folder: Path | None = None, *, node_timeout: float = 10.0) -> None:
-        """run_folder: of the run that they train, if they do. node_timeout: that of its recipe."""
-        self._run_folder, self.node_timeout = run_folder, node_timeout
+    def __init__(self, run_folder: Path | None = None, *, node_timeout: float = 10.0, spare_nodes: int = 0) -> None:
+        """run_folder: of the run that they train, if they do. node_timeout, spare_nodes: those of its recipe."""
+        self._run_folder, self.node_timeout, self.spare_nodes = run_folder, node_timeout, spare_nodes
         self.starting = False
         self.signal = 0  # the first signal, 0 = none yet
         self.ended_first: set[int] | None = None  # processes that ended by themselves, before torchrun ended the others
@@ -133,6 +123,8 @@ class Workers:
 
     def kill(self) -> None:
         """Kill the workers and the processes they have started."""
+        if self.others and self.others.is_spare():
+            return  # launch() ends
         if self._context and all(handler.proc.poll() == 0 for handler in self._context.subprocess_handlers.values()):
             self._exit(0)  # this node is done; torchrun would wait for the other launchers for 5 minutes
         if not self.starting and self.others and self.others.cause:  # torchrun still waits for the other nodes
@@ -167,7 +159,7 @@ class Workers:
         threading.Thread(target=look, daemon=True, name="early signals").start()
 
     def _leave(self, number: int) -> NoReturn:
-        if self.others:  # their workers do not notice, and would wait for the ones here
+        if self.others and not self.others.is_spare():  # their workers do not notice, and would wait for the ones here
             self.others.announce_end(ended_by(number), crashed=False)
         self._exit(ended_by(number))
 
@@ -195,14 +187,14 @@ class Workers:
         """
         code = failure.exitcode
         ended_first = self.ended_first is None or failure.pid in self.ended_first
-        return not ended_first, _rank_of_code(code), failure.timestamp
+        return not ended_first, rank_of_code(code), failure.timestamp
 
     def _note_first(self) -> None:
         """Note in the run's folder which worker has failed first, unless that worker did."""
         codes = {rank: handler.proc.poll() for rank, handler in self._context.subprocess_handlers.items()}
         failed = [(rank, code) for rank, code in codes.items() if code]
         if failed and not self.killed:
-            rank, code = min(failed, key=lambda item: _rank_of_code(item[1]))
+            rank, code = min(failed, key=lambda item: rank_of_code(item[1]))
             if code not in EXPLAINED and -code != self.signal:
                 self.note(rank, code)
 
@@ -225,7 +217,7 @@ def launch(arguments: list[str], workers: Workers, proof: "Proof | None" = None)
         option = _option(proof, per_node="1")
         code = workers.run_one([*arguments[2:], *option])
         return _train(workers, proof) if option and code == 0 else code
-    _import_torch_distributed()
+    import_torch_distributed()
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -246,7 +238,15 @@ def launch(arguments: list[str], workers: Workers, proof: "Proof | None" = None)
         served = _join_nodes(args, workers) if several else _stay_on_this_machine(args)
         option = _option(proof, per_node=args.nproc_per_node, others=workers.others)
         args.training_script_args += option
-        run(args)
+        if workers.others and workers.others.is_spare():
+            log("waits as a spare node")
+            if (cause := workers.others.wait_for_cause(None)) and cause.code:
+                log(cause.message)
+                return cause.code
+        else:
+            run(args)
+            if workers.others:
+                workers.others.end_spares(0)
         del served
     except UserError as error:
         log(str(error))
@@ -254,24 +254,31 @@ def launch(arguments: list[str], workers: Workers, proof: "Proof | None" = None)
     except SignalException as error:
         return ended_by(error.sigval)
     except ChildFailedError as error:
-        rank, failure = min(error.failures.items(), key=lambda item: workers.blame_order(item[1]))
-        others = workers.others
-        if others and (workers.killed or failure.exitcode not in EXPLAINED) and (cause := others.wait_for_cause()):
-            log(cause.message)
-            if cause.worker:
-                workers.note(*cause.worker)
-            return cause.code
-        code = exit_code_of(rank, failure.exitcode, sent=workers.signal)
-        if others and code != PREEMPTED:  # after a pre-emption all nodes have saved together
-            worker = None if code in EXPLAINED else (rank, failure.exitcode, platform.node())
-            others.announce_end(code, crashed=code not in EXPLAINED, worker=worker)
-        return code
+        return _code_after(error.failures, workers)
     except (DistError, RendezvousError) as error:
         log(f"the processes could not find each other: {error}")
         return NOT_MET
     finally:
         workers.take_leave()
     return _train(workers, None if args.node_rank else proof) if option else 0
+
+
+def _code_after(failures: Mapping[int, Any], workers: Workers) -> int:
+    """The exit code after workers have failed, which the other nodes are told. failures: torchrun's, by rank."""
+    rank, failure = min(failures.items(), key=lambda item: workers.blame_order(item[1]))
+    others = workers.others
+    if others and (workers.killed or failure.exitcode not in EXPLAINED) and (cause := others.wait_for_cause()):
+        log(cause.message)
+        if cause.worker:
+            workers.note(*cause.worker)
+        return cause.code
+    code = exit_code_of(rank, failure.exitcode, sent=workers.signal)
+    if others and code == PREEMPTED:  # all nodes have saved together
+        others.end_spares(code)
+    elif others:
+        worker = None if code in EXPLAINED else (rank, failure.exitcode, platform.node())
+        others.announce_end(code, crashed=code not in EXPLAINED, worker=worker)
+    return code
 
 
 def _option(proof: "Proof | None", *, per_node: str, others: "Launchers | None" = None) -> list[str]:
@@ -313,20 +320,6 @@ def _allow_connections(args: Namespace) -> None:
         require_store(determine_local_world_size(args.nproc_per_node) * nodes, nodes)
 
 
-def _import_torch_distributed() -> None:
-    """Import it without its C++ warnings, and reduce torchrun's log to OnlyKills unless LOGLEVEL is set."""
-    # torch reads it at import. Losing the store is expected here: node 0's goes first at the end. The workers may warn.
-    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import torch.distributed  # noqa: F401  installs log handlers, so ours come after it; later imports already log
-
-    if quiet:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]
-    if "LOGLEVEL" not in os.environ:
-        logger = logging.getLogger("torch.distributed")
-        logger.handlers, logger.propagate = [OnlyKills()], False
-
-
 def _end_with_launcher(args: Namespace, *, several: bool) -> None:
     """Change torchrun's arguments so that the kernel signals the workers when this launcher dies.
 
@@ -344,17 +337,23 @@ def _join_nodes(args: Namespace, workers: Workers) -> "Served | None":
     count = int(args.nnodes.rpartition(":")[2])
     args.master_addr, args.master_port = args.master_addr.strip("[]"), args.master_port or 29500
     address = args.master_addr, args.master_port
-    nodes = Launchers(address, node=args.node_rank, nodes=count, log=log, timeout=workers.node_timeout)
+    nodes = Launchers(
+        address, node=args.node_rank, nodes=count, log=log, timeout=workers.node_timeout, spares=workers.spare_nodes
+    )
     workers.others = nodes
     workers.exit_on_early_signals()
     served = serve(args.master_addr, args.master_port, remote=True) if args.node_rank == 0 else None
-    if args.node_rank == 0 and served is None and nodes.answers():
+    if args.node_rank == 0 and served is None and (nodes.answers() or workers.spare_nodes):
         raise UserError(
             f"NODE_RANK=0 runs at {args.master_addr}, no address of this node: number nodes from 0, each once"
         )
     nodes.join()
-    nodes.await_all(lambda: workers.starting, give_up=lambda: os._exit(NOT_MET))
+    nodes.await_all(lambda: workers.starting or nodes.is_spare(), give_up=lambda: os._exit(NOT_MET))
     nodes.watch(workers.kill, grace=2 * FROZEN_SECONDS)
+    if workers.spare_nodes and (place := nodes.place()) is not None:
+        if place != args.node_rank:
+            log(f"takes the place of node {place}, which has not come")
+        args.node_rank, args.nnodes = place, str(count - workers.spare_nodes)
     if args.node_rank != 0:
         args.master_addr = nodes.reach()
     elif served is None:
@@ -381,8 +380,3 @@ def exit_code_of(rank: int, code: int, *, sent: int) -> int:
     if code not in EXPLAINED and -code != sent:
         log(f"rank {rank} {words_of(code)}")
     return code if code > 0 else ended_by(-code)
-
-
-def _rank_of_code(code: int) -> int:
-    """Order in which exit codes are named: what workers have explained, then kills, then other failures."""
-    return 0 if code in EXPLAINED else 1 if code < 0 else 2

@@ -79,13 +79,16 @@ class Neighbours:
         loss: Callable[[str], str],
         heard: Callable[[str], None],
         log: Callable[[str], None],
+        spare: Callable[[int], bool] = lambda node: False,
     ) -> None:
-        """secret: of the run. timeout: seconds of silence that are a loss; 0 = only the end of a process is one.
-        loss: makes the line for all nodes of the words that say which node is lost. heard: gets the first line for all,
-        once, also if it comes from here. log: gets what a person should know.
+        """secret: of the run. nodes: 0 = reach() says which are below. timeout: seconds of silence that are a loss; 0 =
+        only the end of a process is one. loss: makes the line for all nodes of the words that say which node is lost.
+        heard: gets the first line for all, once, also if it comes from here. log: gets what a person should know.
+        spare: whether this node does not train, so that its loss ends nothing.
         """
         self._secret, self._node, self._nodes = secret, node, nodes
         self._timeout, self._loss, self._heard, self._log = timeout or float("inf"), loss, heard, log
+        self._spare = spare
         self.above: Link | None = None
         self.line = ""  # the first for all
         self._links: list[Link] = []
@@ -104,8 +107,14 @@ class Neighbours:
     def start(self, places: Callable[[Sequence[int]], Mapping[int, Place]]) -> None:
         """Connect to the launchers below. places: where those of these nodes that have started listen."""
         threading.Thread(target=self._talk, daemon=True, name="neighbours").start()
-        if below(self._node, self._nodes):
-            threading.Thread(target=self._reach, args=[places], daemon=True, name="reaches neighbours").start()
+        self.reach(places, below(self._node, self._nodes))
+
+    def reach(self, places: Callable[[Sequence[int]], Mapping[int, Place]], nodes: Sequence[int]) -> None:
+        """Connect to the launchers of these nodes, which are below; places: see start()."""
+        if nodes:
+            threading.Thread(
+                target=self._reach, args=[places, {*nodes}], daemon=True, name="reaches neighbours"
+            ).start()
 
     def tell(self, line: str) -> None:
         """Give all launchers this line, unless there was one."""
@@ -125,8 +134,8 @@ class Neighbours:
     def _hello(self, node: int) -> str:
         return json.dumps([self._secret, node, platform.node()])
 
-    def _reach(self, places: Callable[[Sequence[int]], Mapping[int, Place]]) -> None:
-        missing, began = set(below(self._node, self._nodes)), dict[int, float]()
+    def _reach(self, places: Callable[[Sequence[int]], Mapping[int, Place]], missing: set[int]) -> None:
+        began = dict[int, float]()
         while missing and not self.line:
             try:
                 found = places(sorted(missing))
@@ -193,10 +202,16 @@ class Neighbours:
             self._links.remove(link)
             self._selector.unregister(link.connection)
             link.connection.close()
+        if link is self.above and self._spare(self._node):
+            self.above = None  # which may end before this one is told why
 
     def _lose(self, link: Link, how: str) -> None:
         self._drop(link)
-        self.tell(self._loss(f"node {link.node}{f' on {link.host}' if link.host else ''} is lost: {how}"))
+        what = f"node {link.node}{f' on {link.host}' if link.host else ''} is lost: {how}"
+        if link.node is not None and self._spare(link.node):
+            self._log(f"{what}; it was a spare node, and the run goes on")
+        else:
+            self.tell(self._loss(what))
 
     def _read(self, link: Link) -> None:
         try:
@@ -227,14 +242,14 @@ class Neighbours:
         """Take the first line of a connection: of the other end of an edge of the tree, or of a visitor."""
         with suppress(ValueError, TypeError):
             secret, node, host = json.loads(line)
-            ours = above(self._node) if link.node is None else link.node
+            ours = link.node if link.node is not None else above(self._node) if self._nodes else node
             if hmac.compare_digest(str(secret).encode(), self._secret.encode()) and node in (ours, VISITOR):
                 link.met, link.host = True, str(host)
                 if link.node is None:
                     link.send(self._hello(self._node))
                 if node != VISITOR:
+                    self.above = link if link.node is None else self.above
                     link.node = node
-                    self.above = link if node == above(self._node) else self.above
                     if self.line:  # it came before this connection
                         link.send(self.line)
                 return

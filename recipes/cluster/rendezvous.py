@@ -29,6 +29,7 @@ from parallel.errors import UserError
 from parallel.heartbeats import ENDED as ENDED_SUBJECT
 from parallel.nodes import abbreviated
 from recipes.files.end import words_of
+from recipes.files.exit_codes import PREEMPTED
 
 if TYPE_CHECKING:
     from recipes.cluster.neighbours import Neighbours, Place
@@ -116,12 +117,14 @@ class Launchers:
         nodes: int,
         log: Callable[[str], None],
         timeout: float = 10.0,
+        spares: int = 0,
     ) -> None:
         """Connect nothing yet. address: that of node 0's store. node: this one's index. log: receives lines of text.
-        timeout: run.node_timeout.
+        timeout: run.node_timeout. spares: run.spare_nodes, of all `nodes`.
         """
         self._address, self._node, self._nodes, self._log = address, node, nodes, log
         self._timeout, self._own_address, self._has_given = timeout, "", False
+        self._spares, self._active = spares, list[int]()
         self._store: TCPStore | None = None
         self._neighbours: Neighbours | None = None
         self._connecting = threading.Lock()
@@ -148,11 +151,31 @@ class Launchers:
                         f" {platform.node()}: give every node its own number, 0 to {self._nodes - 1}"
                     )
                 time.sleep(3 * LOOK_SECONDS)  # node 0 may be ending, too
+                if self._spares and not store.check([ENDED]):
+                    from recipes.cluster.spares import known
+
+                    if self._node not in (known(store) or [self._node]):
+                        self._store = store
+                        return  # a spare node, which from now on only looks at the store
                 _announce(store, Cause(f"node {self._node} was started again", 1, crashed=True))
             if not logged:
                 self._log("node 0 is still in the run that this node was in before: waiting for that to end")
             logged = True
             time.sleep(LOOK_SECONDS)
+
+    def place(self) -> int | None:
+        """Wait until node 0 has decided which nodes train. Returns the place of this one; None: it is a spare."""
+        from recipes.cluster.spares import agreed, nodes_below
+
+        self._active = agreed(self._connected, self._came, node=self._node, nodes=self._nodes, spares=self._spares)
+        if self._neighbours and self._store:
+            below = nodes_below(self._node, self._active, nodes=self._nodes)
+            self._neighbours.reach(partial(self._places, self._store), below)
+        return None if self.is_spare() else self._active.index(self._node)
+
+    def is_spare(self, node: int | None = None) -> bool:
+        """Whether a node, by default this one, only waits."""
+        return bool(self._active) and (self._node if node is None else node) not in self._active
 
     def reach(self) -> str:
         """Wait until node 0's store answers. Returns its address, by which torch must connect.
@@ -193,7 +216,8 @@ class Launchers:
                 if cause := self._look():
                     self._tell(cause)
             assert self.cause is not None
-            if not (self._neighbours and self._neighbours.above):  # for those that are not connected
+            # For those that are not connected. A spare node has nobody below it, and may only be cut off itself.
+            if not (self.is_spare() or (self._neighbours and self._neighbours.above)):
                 self._published(self.cause)
             time.sleep(0 if self.cause.crashed else grace)
             end()
@@ -204,7 +228,7 @@ class Launchers:
         """What node 0 decides for all nodes from the names of their hosts. Waits until all have started."""
         if self._node == 0 and not self.answers():
             raise UserError(f"run.prove_first: MASTER_ADDR={self._address[0]} must be an address of node 0")
-        hosts = [f"{PREFIX}host {node}" for node in range(1, self._nodes)]
+        hosts = [f"{PREFIX}host {node}" for node in self._active[1:] or range(1, self._nodes)]
         while (store := self._connected()) is None or not store.check([AGREED] if self._node else hosts):
             time.sleep(LOOK_SECONDS)
         if self._node == 0:
@@ -212,9 +236,9 @@ class Launchers:
             store.set(AGREED, str(decide(names)))
         return store.get(AGREED) == b"True"
 
-    def wait_for_cause(self) -> Cause | None:
-        """The cause that another launcher gives within the next seconds, or None."""
-        self._cause_known.wait(3 * LOOK_SECONDS)
+    def wait_for_cause(self, seconds: float | None = 3 * LOOK_SECONDS) -> Cause | None:
+        """The cause that another launcher gives within the next seconds, or None. seconds: None = it will give one."""
+        self._cause_known.wait(seconds)
         return self.cause
 
     def announce_end(self, code: int, *, crashed: bool, worker: tuple[int, int, str] | None = None) -> None:
@@ -226,6 +250,11 @@ class Launchers:
         self._tell(self._published(cause))
         if self._node == 0:
             time.sleep(3 * LOOK_SECONDS)  # the store ends with this process
+
+    def end_spares(self, code: int) -> None:
+        """Node 0's workers have ended as all others: let the spare nodes end with their code, too."""
+        if self._spares and self._node == 0:
+            self.announce_end(code, crashed=False)
 
     def leave(self) -> None:
         """Tell the other launchers that the end of this one is no loss."""
@@ -248,10 +277,14 @@ class Launchers:
 
     def _places(self, store: TCPStore, nodes: Sequence[int]) -> "dict[int, Place]":
         """Where those of these launchers that have come listen."""
-        came = set(store.get(CAME).decode().split(",")) if store.check([CAME]) else set()
-        there = [node for node in nodes if str(node) in came]
+        came = self._came(store)
+        there = [node for node in nodes if node in came]
         found = store.multi_get([self._key("place", node) for node in there]) if there else []
         return {node: tuple(json.loads(place)) for node, place in zip(there, found, strict=True)}
+
+    def _came(self, store: TCPStore) -> set[int]:
+        """The nodes that have started."""
+        return {0, *map(int, store.get(CAME).decode().split(",")[:-1])} if store.check([CAME]) else {0}
 
     def _look(self) -> Cause | None:
         """The cause in the store. All read it until they are connected to the launcher above them."""
@@ -274,8 +307,10 @@ class Launchers:
 
     def _hear(self, line: str) -> None:
         """Take the cause that all launchers get, unless this one has given it."""
-        if not self._has_given:
-            self.cause = Cause(*json.loads(line))
+        cause = Cause(*json.loads(line))
+        # An end without a failure is told only to spare nodes: the workers of the others end by themselves.
+        if not self._has_given and (self.is_spare() or cause.code not in (0, PREEMPTED)):
+            self.cause = cause
             self._cause_known.set()
 
     def _absent(self) -> str:
@@ -283,10 +318,10 @@ class Launchers:
         if self._store is None:
             return node_0
         try:
-            came = self._store.get(CAME).decode().split(",") if self._store.check([CAME]) else []
+            came = self._came(self._store)
         except RuntimeError:
             return node_0
-        missing = [str(node) for node in range(1, self._nodes) if str(node) not in set(came)]
+        missing = [str(node) for node in range(1, self._nodes) if node not in came]
         return f"node {abbreviated(missing)} of {self._nodes}" if missing else "the other nodes"
 
     def _counted_first(self, store: TCPStore) -> bool:
@@ -298,11 +333,12 @@ class Launchers:
         self._neighbours = Neighbours(
             _secret(store),
             node=self._node,
-            nodes=self._nodes,
+            nodes=0 if self._spares else self._nodes,  # place() decides who is below whom
             timeout=self._timeout,
             loss=lambda words: json.dumps(Cause(words, 1, crashed=True)),
             heard=self._hear,
             log=self._log,
+            spare=self.is_spare,
         )
         if self._node:
             store.set(self._key("place"), json.dumps(self._neighbours.listen(self._own_address)))

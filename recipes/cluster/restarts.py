@@ -51,6 +51,13 @@ FINAL_CODES = (
 NAMED_CRASHES = (exit_codes.HUNG, exit_codes.CORRUPTED, exit_codes.TEMPORARY)
 # The state is saved, or a signal came before there was anything to save; the same command starts over.
 PREEMPTED_CODES = {exit_codes.PREEMPTED, *map(exit_codes.ended_by, (*exit_codes.SIGNALS, signal.SIGHUP))}
+EXPLAINED = {*FINAL_CODES, *NAMED_CRASHES, exit_codes.PREEMPTED, *map(exit_codes.ended_by, exit_codes.SIGNALS)}
+"""Exit codes of workers that have printed the reason themselves."""
+
+
+def rank_of_code(code: int) -> int:
+    """Order in which exit codes are named: what workers have explained, then kills, then other failures."""
+    return 0 if code in EXPLAINED else 1 if code < 0 else 2
 
 
 def end_of(codes: Sequence[int | None]) -> tuple[End, int]:

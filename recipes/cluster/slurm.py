@@ -53,6 +53,9 @@ class Job:
         self.environment = {**environment, "NNODES": str(self.nodes), "RESTARTS": "0"}
         self.requeues = int(environment.get("SLURM_RESTART_COUNT", "0"))
         self.ended_by_slurm = False
+        self.spare_nodes = 0
+        """Of the recipe; set before supervise()."""
+        self._lost: dict[str, int] = {}  # node -> the last attempt in which it did not answer, or was lost
 
     def checked_recipe(self) -> tuple[int, str]:
         """(exit code of the check, the resolved recipe as TOML). The check has printed what is wrong with the recipe.
@@ -84,9 +87,10 @@ class Job:
                 log(f"stopped: {stop}")
                 return code
             history.begin(step)
-            attempt = len(history.attempts)
-            log(f"attempt {attempt} on {self.node_list}, from {f'step {step}' if step else 'the beginning'}")
-            states = self._run(attempt)
+            attempt, names = len(history.attempts), self._chosen()
+            on = output("scontrol", "show", "hostlist", ",".join(names)).strip() if self.spare_nodes else self.node_list
+            log(f"attempt {attempt} on {on}, from {f'step {step}' if step else 'the beginning'}")
+            states = self._run(attempt, names)
             if self.ended_by_slurm:
                 history.end(End.TAKEN)
                 log("ended by SLURM, which cancels the job or requeues it")
@@ -105,6 +109,10 @@ class Job:
                     log(f"  {killed}")
             if absent:
                 log(f"  no answer from: {' '.join(absent)}")
+            # Where nodes are absent, srun has killed the others before they could say so.
+            self._lost |= dict.fromkeys(absent or [name for name in states if states[name] == STARTED], attempt)
+            if self.spare_nodes and end == End.UNSTARTED and not {*absent}.intersection(self._chosen()):
+                continue
             if end in (End.PREEMPTED, End.UNSTARTED) and not reason_to_stop(
                 history.attempts, step=newest_step(folder), restarts=self.restarts
             ):
@@ -115,11 +123,21 @@ class Job:
             if end == End.TEMPORARY:
                 time.sleep(pause_after(history.attempts))
 
-    def _run(self, attempt: int) -> dict[str, str | None]:
-        """Run the recipe on all nodes once. Returns the last state of each node: an exit code, or a key of STATES, or
-        None if the node told nothing."""
+    def _chosen(self) -> list[str]:
+        """The nodes that train next: the first that are not down; those that were lost in this job only as a remedy."""
         names = output("scontrol", "show", "hostnames", self.node_list).split()
+        if not self.spare_nodes:
+            return names
+        ask = ["sinfo", "--noheader", "--Node", f"--nodes={self.node_list}", "--states=down,no_respond", "--format=%N"]
+        down = subprocess.run(ask, stdout=subprocess.PIPE, text=True).stdout.split()  # none if SLURM does not answer
+        best = sorted(names, key=lambda name: (name in down, self._lost.get(name, 0)))[: self.nodes - self.spare_nodes]
+        return [name for name in names if name in best]  # in the order of SLURM, by which it numbers them
+
+    def _run(self, attempt: int, names: Sequence[str]) -> dict[str, str | None]:
+        """Run the recipe on these nodes once. Returns the last state of each node: an exit code, or a key of STATES, or
+        None if the node told nothing."""
         variables = {
+            "NNODES": str(len(names)),
             "MASTER_ADDR": self.environment.get("MASTER_ADDR") or address(names[0]),
             # Below the ephemeral ports, and a different port for each attempt: the last one may still be in use.
             "MASTER_PORT": self.environment.get("MASTER_PORT") or str(20_000 + (self.id * 10 + attempt % 10) % 10_000),
@@ -131,17 +149,20 @@ class Job:
         # The batch script gets SIGTERM only when SLURM ends the job; srun and the nodes get it too.
         before = signal.signal(signal.SIGTERM, record)
         try:
-            return self._step([*self._on_node, str(self.logs), *self._run_command], names, variables)
+            taken = ["--run.spare_nodes", "0"] if self.spare_nodes else []  # no node of an attempt waits
+            return self._step([*self._on_node, str(self.logs), *self._run_command, *taken], names, variables)
         finally:
             signal.signal(signal.SIGTERM, before)
 
     def _step(
         self, command: Sequence[str], names: Sequence[str], variables: Mapping[str, str]
     ) -> dict[str, str | None]:
-        """Run a command on all nodes. Returns the last state of each; what else they print is shown."""
+        """Run a command on these nodes. Returns the last state of each; what else they print is shown."""
         states: dict[str, str | None] = dict.fromkeys(names)
         # One task per node, with all of its CPUs. A node that fails ends the others, which might wait for it for hours.
-        srun = ["srun", f"--ntasks={self.nodes}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+        srun = ["srun", f"--ntasks={len(names)}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+        if self.spare_nodes:
+            srun += [f"--nodes={len(names)}", f"--nodelist={','.join(names)}"]
         environment = {**self.environment, **variables}
         with subprocess.Popen([*srun, *command], env=environment, stderr=subprocess.PIPE) as process:
             assert process.stderr

@@ -68,6 +68,8 @@ class RunConfig:
     """End the run after so many seconds without progress; 0 = off. Start-up, first step, validation, saves get more."""
     node_timeout: Annotated[float, Interval(ge=0, le=86400)] = 10.0
     """A node whose launcher is silent for so many seconds is lost: the others end, or restart. 0 = off."""
+    spare_nodes: Annotated[int, Ge(0)] = 0
+    """This many of the started nodes wait instead of training, and replace lost ones at a restart (docs/cluster.md)."""
 
     @property
     def folder(self) -> Path:

@@ -28,7 +28,7 @@ from recipes.plan.memory import FULL, Prediction, predict, summary
 from recipes.plan.muon import matrix_params
 from recipes.plan.stages import parts
 from recipes.recipe.fields import Problem, refusal, toml
-from recipes.recipe.load import LoadedRecipe, load_run, to_toml
+from recipes.recipe.load import LoadedRecipe, load, load_run, to_toml
 from recipes.recipe.rules_mesh import batch_divides
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage, stages_of, tokens_of
@@ -52,7 +52,12 @@ def check(path: str, arguments: Sequence[str], *, processes: int | None, nodes: 
     be used, if a first row cannot be read and, in a job's check, if the recipe is predicted not to fit the GPUs.
     """
     try:
+        started = nodes
+        if processes and nodes and nodes > 1:
+            processes, nodes = _without_spares(path, arguments, processes, nodes)
         loaded = load_run(path, arguments, processes=processes, nodes=nodes)
+        if started == 1 and loaded.recipe.run.spare_nodes:
+            raise UserError("run.spare_nodes: needs several nodes; to start on one, write --run.spare_nodes 0")
         run, here = loaded.recipe.run, os.environ.get(HERE, "")
         if processes is None and here and not hardware_of(run.name, written=run.hardware):
             processes = int(here)
@@ -66,6 +71,16 @@ def check(path: str, arguments: Sequence[str], *, processes: int | None, nodes: 
         raise UserError(f"{error}\nrefused: {count[0] if count else '1 problem'}") from None
     say(f"# {verdict}")
     return FINISHED
+
+
+def _without_spares(path: str, arguments: Sequence[str], processes: int, nodes: int) -> tuple[int, int]:
+    """The processes and the nodes of these that train. Raises UserError if none does."""
+    spare = 0
+    with suppress(UserError):  # the whole check says what is wrong with the recipe
+        spare = load(path, arguments, rules=False, only=("run",)).run.spare_nodes
+    if spare >= nodes:
+        raise UserError(f"run.spare_nodes = {spare}: must be fewer than the {nodes} nodes; start more, or write less")
+    return processes // nodes * (nodes - spare), nodes - spare
 
 
 def look_at_first_rows(loaded: LoadedRecipe) -> str:

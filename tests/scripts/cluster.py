@@ -1,10 +1,11 @@
-"""A SLURM cluster of two nodes on this machine, with its own configuration, key, ports and folders."""
+"""A SLURM cluster of some nodes on this machine, with its own configuration, key, ports and folders."""
 
 import os
 import shutil
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.processes import PATIENCE, free_ports, wait_for
@@ -36,17 +37,19 @@ def missing() -> str | None:
 
 
 class Cluster:
-    """A cluster of node0 and node1."""
+    """A cluster of node0, node1 and so on."""
 
-    def __init__(self, folder: Path, *, own_disks: bool = False) -> None:
+    def __init__(self, folder: Path, *, own_disks: bool = False, nodes: int = 2) -> None:
         """own_disks: folder/disk is folder/disk-node0 on node0 and folder/disk-node1 on node1. Needs cannot_mount()."""
         self.folder, self._own_disks = folder, own_disks
+        self._names = [f"node{index}" for index in range(nodes)]
         self.environment = {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf"), "HOME": str(folder)}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        for name in ("munge", "state", "spool-node0", "spool-node1", "disk", "disk-node0", "disk-node1"):
+        own = [f"{kind}-{name}" for kind in ("spool", "disk") for name in self._names]
+        for name in ("munge", "state", "disk", *own):
             (self.folder / name).mkdir()
         key = self.folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
@@ -58,9 +61,9 @@ class Cluster:
         self._daemon("munged", "--foreground", "--force", *options)
         wait_for("munged", (self.folder / "munge" / "socket").exists)
         self._daemon("slurmctld", "-D")
-        for node in ("node0", "node1"):
+        for node in self._names:
             self.start_node(node)
-        wait_for("two idle nodes", lambda: self._ask("sinfo", "-h", "-N", "-o", "%t") == "idle\nidle\n")
+        wait_for("idle nodes", lambda: self._ask("sinfo", "-h", "-N", "-o", "%t") == "idle\n" * len(self._names))
 
     def start_node(self, node: str) -> None:
         own = [
@@ -80,10 +83,10 @@ class Cluster:
         self._daemons.remove(daemon)
 
     def _configuration(self) -> str:
-        host, (control, first, second) = socket.gethostname(), free_ports(3)
+        host, (control, *others) = socket.gethostname(), free_ports(1 + len(self._names))
         nodes = "".join(
-            f"NodeName=node{index} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2\n"
-            for index, port in enumerate((first, second))
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2\n"
+            for name, port in zip(self._names, others, strict=True)
         )
         return f"""\
 ClusterName=test
@@ -180,7 +183,7 @@ SlurmdTimeout=10
 
 
 class Job:
-    """A run on both nodes."""
+    """A run on two nodes, or on those that flags of sbatch ask for."""
 
     def __init__(
         self,
@@ -191,6 +194,7 @@ class Job:
         *overrides: str,
         script: Path = ROOT / "scripts/slurm.sbatch",
         below: Path | None = None,
+        flags: Sequence[str] = ("--nodes=2",),
         **variables: str,
     ) -> None:
         """folder: the run is written there, and the job's logs, too. below: another folder for these."""
@@ -200,7 +204,7 @@ class Job:
             script,
             arguments(folder, corpus, name, *overrides),
             folder=self._below,
-            flags=["--nodes=2"],
+            flags=[*flags],
             variables=environment(**{"NPROC": "1"} | variables),
         )
 

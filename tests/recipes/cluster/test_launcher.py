@@ -23,7 +23,7 @@ LAUNCH = Path(__file__).resolve().parents[3] / "scripts" / "launch.py"
 WORKER = """if True:
     import os, signal, sys, time
     what, place = sys.argv[1:]
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE")] == ["0", "1"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     open(place, "w").write(str(os.getpid()))
     if what == "wait":
