@@ -150,9 +150,9 @@ def look(node: Path, mark: Mark, parts: Parts, *, share: slice) -> Iterator[tupl
     folders, those that this process looks at."""
     for path in sorted(node.glob("rank-*/step-*"))[share]:
         try:
-            rank = int(path.parent.name.removeprefix("rank-"))
-            require(path, mark, part := parts.of(rank))
-            yield checkpoint_step(path.name) or 0, part, rank
+            rank, step = int(path.parent.name.removeprefix("rank-")), checkpoint_step(path.name) or 0
+            require(step_folder(folder_of(node, rank), step), mark, part := parts.of(rank))
+            yield step, part, rank
         except (UserError, ValueError) as error:
             yield str(error)
 
