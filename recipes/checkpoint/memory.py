@@ -92,7 +92,7 @@ def newest(recipe: Recipe, world: World, *, after: int, log: Callable[[str], Non
         source = step_folder(folder_of(place.folder, rank), step) if world.rank == giver else None
         with suppress(OSError, UserError):  # which the taker finds
             if source and giver == taker:
-                shutil.copytree(source, path)
+                shutil.copytree(source, path, dirs_exist_ok=True)
             elif world.rank in (giver, taker):
                 to, giver_or_none = (taker, None) if source else (None, giver)
                 exchange(world.messages, source, path, to=to, source=giver_or_none)
