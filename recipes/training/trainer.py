@@ -179,8 +179,6 @@ class Trainer:
         if not saved:
             self._end(BORDER_UNSAVED, safe=False)
             return CANNOT_WRITE
-        if self.memory:
-            self.memory.end(keep=False)
         if number := self.interruption.agreed_now():
             return self._stop_early(number)
         self.loader.close()

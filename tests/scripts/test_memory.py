@@ -86,9 +86,10 @@ def test_a_node_that_has_lost_its_memory_begins_from_that_of_another(
         r"\nbegins from the memory of the nodes: step (\d+); .*\n  what \S+#1 lacked of it came from", out
     )
     assert begun == [str(newest)] and "\nresumed from " not in out
-    assert job.losses == undisturbed[0]
-    if not mesh:  # a shard has the bytes of its process
-        assert last_checkpoint(tmp_path, "two") == undisturbed[1]
+    if mesh:  # an all-reduce may round otherwise than a reduce-scatter
+        assert [loss for _, loss in job.losses] == pytest.approx([loss for _, loss in undisturbed[0]], rel=1e-4)
+    else:
+        assert (job.losses, last_checkpoint(tmp_path, "two")) == undisturbed
     assert [path.suffix for path in (tmp_path / "memory").glob("*/*")] == [".json"]
     assert not (job.folder / "runs" / "two" / MEMORY).exists()
 
