@@ -28,7 +28,7 @@ from recipes.checkpoint import memory_folder
 from recipes.checkpoint.files import complete, read_manifest, verify, write_shard
 from recipes.checkpoint.folder import partial_folder, reason, taken_by
 from recipes.checkpoint.manifest import Damage, shard_name
-from recipes.checkpoint.memory_folder import OF, Mark, Parts, folder_of, require
+from recipes.checkpoint.memory_folder import OF, Held, Mark, Parts, folder_of, require
 from recipes.checkpoint.state import checked_progress, hyperparameters, named_tensors, restore
 from recipes.checkpoint.storage import HostCopies, assemble, local, make_plan, read_tensors, spreads_of
 from recipes.checkpoint.together import Together
@@ -56,6 +56,8 @@ class Place:
         self.source = next((giver for giver, taker in takers.items() if taker == world.rank), None)
         self.part, self.own = self.parts.of(world.rank), folder_of(self.folder, world.rank)
         self.kept = [self.own] if self.source is None else [self.own, folder_of(self.folder, self.source)]
+        givers = [giver for giver, taker in takers.items() if taker in self.node.ranks]
+        self.of_node = {folder_of(self.folder, rank) for rank in (*self.node.ranks, *givers)}
 
 
 def newest(recipe: Recipe, world: World, *, after: int, log: Callable[[str], None]) -> Path | None:
@@ -73,8 +75,10 @@ def newest(recipe: Recipe, world: World, *, after: int, log: Callable[[str], Non
     place = on_all(world, lambda: Place(recipe, world, mark))
     share = slice(place.node.ranks.index(world.rank), None, len(place.node.ranks))
     found = [*memory_folder.look(place.folder, mark, place.parts, share=share)]
-    held = {(step, part): [(world.rank, rank)] for step, part, rank in (one for one in found if type(one) is tuple)}
-    held, problems = world.messages.reduce((held, [one for one in found if type(one) is str]), _joined)
+    held = dict[tuple[int, int], list[Held]]()
+    for step, part, rank in (one for one in found if not isinstance(one, str)):
+        held.setdefault((step, part), []).append((world.rank, rank))
+    held, problems = world.messages.reduce((held, [one for one in found if isinstance(one, str)]), _joined)
     chosen = place.parts.choose(held, after=after) if world.is_main else None
     chosen, problems = world.messages.from_main((chosen, problems[:3]))
     for problem in problems:
@@ -86,9 +90,11 @@ def newest(recipe: Recipe, world: World, *, after: int, log: Callable[[str], Non
     path = step_folder(place.own, step)
     for giver, rank, taker in moves:
         source = step_folder(folder_of(place.folder, rank), step) if world.rank == giver else None
-        if world.rank in (giver, taker):
-            to, giver_or_none = (taker, None) if source else (None, giver)
-            with suppress(OSError, UserError):  # which the taker finds
+        with suppress(OSError, UserError):  # which the taker finds
+            if source and giver == taker:
+                shutil.copytree(source, path, dirs_exist_ok=True)
+            elif world.rank in (giver, taker):
+                to, giver_or_none = (taker, None) if source else (None, giver)
                 exchange(world.messages, source, path, to=to, source=giver_or_none)
     try:
         on_all(world, lambda: require(path, mark, place.part))
@@ -139,6 +145,7 @@ def exchange(messages: Messages, mine: Path | None, theirs: Path, *, to: int | N
     if source is not None:
         if not came:
             raise Damage(problem or f"rank {source} has nothing to send")
+        shutil.rmtree(theirs, ignore_errors=True)  # a damaged one
         os.rename(place, theirs)
     if problem:
         raise Damage(problem)
@@ -183,6 +190,7 @@ class Memory:
         recipe: Recipe,
         world: World,
         *,
+        every: int,
         begun_from: Path | None,
         own_bytes: int,
         files: Mapping[str, str],
@@ -190,8 +198,9 @@ class Memory:
     ) -> None:
         """Delete what is in memory of other starts.
 
-        begun_from: what newest() returned. own_bytes: of this process's part. files: name -> text of the small files of
-        a checkpoint. log: receives one line of text per message. Raises UserError if a node has no room for the copies.
+        recipe: of all stages. every: so many steps. begun_from: what newest() returned. own_bytes: of this process's
+        part. files: name -> text of the small files of a checkpoint. log: receives one line of text per message. Raises
+        UserError if a node has no room for the copies.
         """
         self._run, self._files, self._log = recipe.run.folder, files, log
         self._copies, self._messages = HostCopies(), deque[str]()
@@ -211,9 +220,11 @@ class Memory:
         def make_room() -> None:
             if world.leads_node:
                 memory_folder.remove_stale(place.root, mark, self._run)
-            for other in (one for folder in place.kept if folder.is_dir() for one in folder.iterdir()):
-                if begun_from is None or other.name != begun_from.name:
-                    shutil.rmtree(other, ignore_errors=True)
+                for other in place.folder.glob("*/*"):
+                    if begun_from is None or other.name != begun_from.name or other.parent not in place.of_node:
+                        shutil.rmtree(other, ignore_errors=True)
+
+        def require_room() -> None:
             free = free_bytes(place.root)
             if free is not None and (free := free + taken_by(place.folder)) < wanted:
                 raise UserError(
@@ -222,8 +233,9 @@ class Memory:
                 )
 
         on_all(world, make_room)
+        on_all(world, require_room)
         whose = "of two nodes each" if place.parts.takers() else "of the nodes"
-        each = f"every {recipe.checkpoint.memory_every} steps, in the memory {whose}"
+        each = f"every {every} steps, in the memory {whose}"
         log(f"  copies: {each}, {size(wanted)} on this node in {place.root}")
 
     def save(self, model: nn.Module, optimizer: Optimizer, *, step: int, progress: Mapping[str, Any]) -> None:
@@ -277,6 +289,8 @@ class Memory:
             kept = {step}
         except Exception as error:  # training continues whatever the error is
             self._messages.append(f"step {step:>6}  NOT KEPT in memory: {reason(error)}; the step before is")
+            if not isinstance(error, UserError):  # a process was lost, and others may have deleted the step before
+                return
             kept = {*checkpoint_steps(path.parent)} - {step}
         for folder in place.kept:
             for other in checkpoint_steps(folder):
@@ -297,7 +311,8 @@ class Memory:
             return
         for folder in self._place.kept:
             shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):
-            self._place.folder.rmdir()
+        for folder in (self._place.folder, self._place.folder.parent):
+            with suppress(OSError):  # not empty yet
+                folder.rmdir()
         if self._together.is_main:
             (self._run / MEMORY).unlink(missing_ok=True)

@@ -28,8 +28,8 @@ from parallel.nodes import Node
 from recipes.checkpoint.files import verify
 from recipes.checkpoint.manifest import Damage
 from recipes.files.atomic import write_whole
-from recipes.files.layout import MEMORY, checkpoint_steps, step_folder
-from recipes.files.reading import fault, names_in, user_path
+from recipes.files.layout import MEMORY, checkpoint_step, step_folder
+from recipes.files.reading import fault, user_path
 from recipes.recipe.load import to_toml
 from recipes.recipe.schema import Recipe
 
@@ -61,9 +61,9 @@ def new_mark(recipe: Recipe, processes: int) -> Mark:
 
 def read_mark(run: Path) -> Mark | None:
     """What the folder of a run notes; None if that is nothing that can be read."""
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError, RecursionError):
         mark = Mark(**json.loads((run / MEMORY).read_text(encoding="utf-8")))
-        return mark if mark.id.isalnum() else None
+        return mark if isinstance(mark.id, str) and mark.id.isalnum() and isinstance(mark.step, int) else None
     return None
 
 
@@ -86,12 +86,13 @@ def remove_stale(place: Path, mark: Mark, run: Path) -> None:
     """Say which run this mark is of, and delete what this node has in memory of marks that no run has any more."""
     write_whole(place / f"{mark.id}.json", json.dumps({"run": str(run.resolve())}))
     for about in place.glob("[!.]*.json"):
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             found = read_mark(Path(json.loads(about.read_text(encoding="utf-8"))["run"]))
             if found and found.id == about.stem:
                 continue
         shutil.rmtree(about.with_suffix(""), ignore_errors=True)
-        about.unlink(missing_ok=True)
+        with suppress(OSError):
+            about.unlink()
 
 
 @dataclass(frozen=True)
@@ -147,14 +148,13 @@ def folder_of(node: Path, rank: int) -> Path:
 def look(node: Path, mark: Mark, parts: Parts, *, share: slice) -> Iterator[tuple[int, int, int] | str]:
     """(step, part, rank of the folder) of what is whole in a node's folder, and in words what is not. share: of the
     folders, those that this process looks at."""
-    for name in [name for name in names_in(node) if name.startswith("rank-")][share]:
-        rank = int(name.removeprefix("rank-"))
-        for step in checkpoint_steps(node / name):
-            try:
-                require(step_folder(node / name, step), mark, part := parts.of(rank))
-                yield step, part, rank
-            except UserError as error:
-                yield str(error)
+    for path in sorted(node.glob("rank-*/step-*"))[share]:
+        try:
+            rank, step = int(path.parent.name.removeprefix("rank-")), checkpoint_step(path.name) or 0
+            require(step_folder(folder_of(node, rank), step), mark, part := parts.of(rank))
+            yield step, part, rank
+        except (UserError, ValueError) as error:
+            yield str(error)
 
 
 def require(path: Path, mark: Mark, part: int) -> None:

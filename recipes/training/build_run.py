@@ -88,7 +88,7 @@ def build_run(loaded: LoadedRecipe, process: Process, *, after: int | None = Non
         require_fits_world(stage.recipe.mesh, stage.recipe.batch, nodes=world.nodes, pipeline=stage.recipe.pipeline)
     on_main_first(world, lambda: check_output_folder(recipe))
     checkpoint = on_main(world, lambda: _find_checkpoint(loaded, process))
-    if recipe.checkpoint.memory_every:
+    if any(stage.recipe.checkpoint.memory_every for stage in stages_of(recipe)):
         from recipes.checkpoint.memory import newest
 
         checkpoint = newest(recipe, world, after=step_of(checkpoint), log=process.console.log) or checkpoint
@@ -168,8 +168,8 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     guard.restore(progress)
     recorder = Recorder(stage, process, built, loader, guard=guard, throughput=throughput, progress=progress)
     memory = None
-    if checkpoints and recipe.checkpoint.memory_every and clock.step < recipe.run.steps:
-        memory = _memory(recipe, process, built, checkpoints, checkpoint)
+    if checkpoints and (every := recipe.checkpoint.memory_every) and clock.step < recipe.run.steps:
+        memory = _memory(loaded.recipe, process, built, checkpoints, checkpoint, every=every)
     observers, beside = observers_of(recipe, process, built), process.beside
     if recipe.validation.job and world.is_main:
         from recipes.evaluation.beside import Beside
@@ -184,7 +184,13 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
 
 
 def _memory(
-    recipe: Recipe, process: Process, built: Built, checkpoints: "Checkpoints", checkpoint: Path | None
+    recipe: Recipe,
+    process: Process,
+    built: Built,
+    checkpoints: "Checkpoints",
+    checkpoint: Path | None,
+    *,
+    every: int,
 ) -> "Memory":
     from recipes.checkpoint.memory import Memory
     from recipes.checkpoint.storage import local
@@ -195,6 +201,7 @@ def _memory(
     return Memory(
         recipe,
         process.world,
+        every=every,
         begun_from=checkpoint if is_in_memory(checkpoint) else None,
         own_bytes=sum(part.nbytes for part in parts) + moments,
         files=checkpoints.files,

@@ -107,6 +107,8 @@ def train_stages(loaded: LoadedRecipe, process: Process) -> int:
         process, step = run.process, run.stage.last
         if run.checkpoints:
             run.checkpoints.finish_copies()
+        if run.memory:
+            run.memory.end(keep=False)
         del run
         _free_memory()
         run = build_run(loaded, process, after=step)

@@ -24,6 +24,8 @@ NOT_ASKED_FOR = {
     "models.transformers_config",
     "parallel.float8",
     "parallel.float8_casts",
+    "recipes.checkpoint.memory",
+    "recipes.checkpoint.memory_folder",
     "recipes.cluster.links",
     "recipes.cluster.preflight",
     "recipes.data.text.hub",
