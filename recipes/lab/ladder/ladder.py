@@ -171,8 +171,7 @@ def _answer(
 ) -> list[str]:
     """Fit the laws and write them, with a page. Returns the lines for the screen. Raises UserError if too few runs have
     ended, or if they do not determine a law: the page says what there is."""
-    from recipes.lab.ladder.answer import LadderAnswer, lines
-    from recipes.lab.ladder.page import PAGE, write_ladder_page
+    from recipes.lab.ladder.answer import PAGE, LadderAnswer, lines, write_ladder_page
 
     points = [point for budget in planned if not budget.tries and (point := point_of(budget))]
     trials = trials_of(planned)
