@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.experts import Routers
 from models.interface import interface_of
+from parallel.errors import some
 from parallel.experts import Sum
 from parallel.mesh import Mesh
 from parallel.passes import sum_over_group
@@ -102,11 +103,12 @@ class Balance:
             return []
         lines, shares = [], self._shares.tolist()
         if dead := (self._idle >= LONG).nonzero().tolist():
-            lines.append(f"DEAD EXPERTS: {_some([self._name(*place) for place in dead])}: no token for {LONG} steps")
+            idle = some([self._name(*place) for place in dead], MOST_NAMED)
+            lines.append(f"DEAD EXPERTS: {idle}: no token for {LONG} steps")
         if busy := (self._busy >= LONG).nonzero().tolist():
             loads = [(shares[place][expert], self._name(place, expert)) for place, expert in busy]
             named = [f"{name}: {share:.1f}x the mean" for share, name in sorted(loads, reverse=True)]
-            lines.append(f"OVERLOADED EXPERTS: {_some(named)}")
+            lines.append(f"OVERLOADED EXPERTS: {some(named, MOST_NAMED)}")
         self._quiet = QUIET if lines else 0
         return lines
 
@@ -120,8 +122,3 @@ class Balance:
 
     def _name(self, place: int, expert: int) -> str:
         return f"layer {self._layers[place]} expert {expert}"
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return f"{', '.join(names[:MOST_NAMED])}{more}"
