@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 
 from recipes.lab.curves.comparison import comparison
 from recipes.lab.curves.panels import Curves, Panel
-from recipes.lab.curves.picture import colour_of, draw_panel, heading, run_facts, run_line
+from recipes.lab.curves.picture import colour_of, draw_panel, run_facts
 from recipes.lab.curves.reading import Numbers
 from recipes.lab.curves.report import Section, sections, state_of
-from recipes.lab.curves.style import BLUE, COLOURS, FAINT, GRID, INK, RED, plain_text
+from recipes.lab.curves.style import BLUE, COLOURS, FAINT, GRID, INK, RED, plain_text, shortened
 
 TEMPLATE = Path(__file__).with_name("page.html")
 # Colours that page.html gives other values where the page is dark.
@@ -34,8 +34,8 @@ def write_html(curves: Curves, file: BinaryIO) -> None:
     """Write the page. Raises OSError."""
     runs = "\n".join(
         f'<label style="--run: {_themed(COLOURS[number % len(COLOURS)])}">'
-        f'<input type="checkbox" checked data-run="{number}">{html.escape(run_line(run))}</label>'
-        for number, run in enumerate(curves.runs)
+        f'<input type="checkbox" checked data-run="{number}">{html.escape(line)}</label>'
+        for number, line in enumerate(shortened(f"{run.name}: {run_facts(run)}", 150) for run in curves.runs)
     )
     states = [state_of(run) for run in curves.runs]
     if len(curves.runs) == 1:
@@ -43,7 +43,7 @@ def write_html(curves: Curves, file: BinaryIO) -> None:
     else:
         facts, below = "", [Section("What differs", comparison(curves.runs))]
     pieces = {
-        "TITLE": html.escape(heading(curves)),
+        "TITLE": html.escape(curves.runs[0].name if len(curves.runs) == 1 else f"{len(curves.runs)} runs"),
         "AGAIN": AGAIN if "running" in states else "",
         "FACTS": html.escape(facts),
         "RUNS": runs if len(curves.runs) > 1 else "",

@@ -27,18 +27,8 @@ POINTS = {"skipped": ("x", RED), "straggler": ("^", ORANGE)}
 SMALL = 9
 
 
-def heading(curves: Curves) -> str:
-    """The title above all panels."""
-    return curves.runs[0].name if len(curves.runs) == 1 else f"{len(curves.runs)} runs"
-
-
-def run_line(run: LoggedRun) -> str:
-    """A run on one line, such as "base: llama3_8b, 8 x NVIDIA H100, 900 of 1,000 steps"."""
-    return shortened(f"{run.name}: {run_facts(run)}", 150)
-
-
 def run_facts(run: LoggedRun) -> str:
-    """The same without its name."""
+    """A run on one line, such as "llama3_8b, 8 x NVIDIA H100, 900 of 1,000 steps"."""
     steps, last = run.about("run", "steps"), run.columns["loss"].last or 0
     device, processes = run.environment.get("device"), run.environment.get("world_size")
     facts = [
