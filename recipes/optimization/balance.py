@@ -70,7 +70,7 @@ class Balance:
             steps = (loads.mean(1, keepdim=True) - loads).sign() * self._config.bias_rate * kept
             for layer, place in self._routers.places.items():
                 bias = self._routers.bias_of(layer)
-                assert bias is not None, "recipes/recipe/rules_experts.py asks for model.router_bias"
+                assert bias is not None, "recipes/recipe/rules_axes.py asks for model.router_bias"
                 bias += steps[place].to(bias.dtype)
         return self._columns(self._counted) if is_logged else {}
 

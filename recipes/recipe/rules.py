@@ -301,7 +301,7 @@ def widths_fit(recipe: Recipe) -> Iterator[Violation]:
 def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
     """What holds for the stages of a pipeline."""
     if recipe.mesh.pipeline > 1:
-        from recipes.recipe.rules_pipeline import stages_can_run
+        from recipes.recipe.rules_axes import stages_can_run
 
         yield from stages_can_run(recipe, processes=processes, nodes=nodes)
 
@@ -309,7 +309,7 @@ def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -
 def experts_fit(recipe: Recipe, **world: int | None) -> Iterator[Violation]:
     """What holds for routed experts."""
     if recipe.model.experts:
-        from recipes.recipe.rules_experts import experts_can_run
+        from recipes.recipe.rules_axes import experts_can_run
 
         yield from experts_can_run(recipe, **world)
 

@@ -1,12 +1,13 @@
-"""Rules about routed experts and the axis that divides them. Imports no torch."""
+"""Rules about routed experts and the axis that divides them, and about the stages of a pipeline. Imports no torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 
 from parallel.errors import listed
+from recipes.recipe.conflicts import conflicts
 from recipes.recipe.fields import Violation
-from recipes.recipe.rules_mesh import mesh_fits
+from recipes.recipe.rules_mesh import enough_micro_batches, mesh_fits
 from recipes.recipe.schema import Recipe
 
 
@@ -42,6 +43,33 @@ def fsdp_has_several_meshes(recipe: Recipe, axis: str) -> Iterator[Violation]:
         yield "fsdp.reduce_dtype", f'"{recipe.fsdp.reduce_dtype}" {rule}; write "float32"'
     if recipe.fsdp.symmetric_memory:
         yield "fsdp.symmetric_memory", f"{rule}; write false"
+
+
+def stages_can_run(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
+    """The model can be cut into the stages of the schedule, and the batch into their micro-batches."""
+    pipeline, degree, model = recipe.pipeline, recipe.mesh.pipeline, recipe.model
+    if model.by_transformers:
+        from models.tensor_plan import name_of
+
+        name = name_of(model.settings)
+        yield "mesh.pipeline", f"{name} of transformers cannot be cut into stages, only our own decoder can; write 1"
+        return
+    number, layers, split = degree * pipeline.runs, model.layers, pipeline.split
+    if any(conflicts(recipe, "pipeline.stages_per_rank")):
+        pass  # another number of stages may fit
+    elif number > layers:
+        stages = f"{degree} x {pipeline.runs} stages" if pipeline.runs > 1 else f"{degree} stages"
+        yield "mesh.pipeline", f"{layers} blocks cannot be {stages}; write {max(1, layers // pipeline.runs)} or less"
+    elif split and (len(split) != number or sum(split) != layers or min(split) < 1):
+        rule = f"must be {number} numbers of 1 or more that add up to model.layers = {layers}"
+        yield "pipeline.split", f"{rule}, not {len(split)} that add up to {sum(split)}; [] balances them"
+    if not split and (part := model.uncounted(by_plan=True)):
+        yield "pipeline.split", f"nothing says what model.{part} costs, to balance stages; write the layers of each"
+    if pipeline.splits_backward and (old := older_than(2, 12)):
+        # Its torch.autograd.grad() fails behind functions of Python, such as float8's; "zbv" also begins with a message
+        # from each process to itself, which gloo did not have.
+        yield "pipeline.schedule", f'"{pipeline.schedule}" {old}; write "interleaved"'
+    yield from enough_micro_batches(pipeline, mesh=recipe.mesh, batch=recipe.batch, processes=processes, nodes=nodes)
 
 
 def older_than(*release: int) -> str:
