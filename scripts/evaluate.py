@@ -28,7 +28,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.data.config import PAIR_OPTIONS  # noqa: E402
+from recipes.data.config import PAIR_OPTIONS, DataConfig  # noqa: E402
 from recipes.files.atomic import write_whole  # noqa: E402
 from recipes.files.exit_codes import exit_code, leave_after  # noqa: E402
 from recipes.files.reading import path_argument  # noqa: E402
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from parallel.dist import World
     from parallel.mesh import Mesh
-    from recipes.data.config import DataConfig
     from recipes.evaluation.text import ProgressLine
     from recipes.weights.locate import Weights
 
@@ -228,10 +227,9 @@ def _model(weights: "Weights", world: "World", *, dtype: Any, tokens: int) -> "t
     return model, mesh
 
 
-def _data(options: argparse.Namespace, weights: "Weights") -> "DataConfig":
+def _data(options: argparse.Namespace, weights: "Weights") -> DataConfig:
     """How rows are read: as by the run that made the weights, but for what the command line says."""
     from models.config import FROM_WEIGHTS
-    from recipes.data.config import DataConfig
     from recipes.recipe.fields import complaint
     from recipes.training.same_run import data_of_run
 

@@ -27,7 +27,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.data.config import PAIR_OPTIONS  # noqa: E402
+from recipes.data.config import PAIR_OPTIONS, DataConfig  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, exit_code  # noqa: E402
 from recipes.files.reading import may_pass, path_argument, user_path  # noqa: E402
 from recipes.files.screen import Screen, open_missing, tell  # noqa: E402
@@ -202,17 +202,14 @@ def _finish(folder: Path, fields: "PairFields", options: argparse.Namespace) -> 
 
 def _fields(options: argparse.Namespace) -> "PairFields":
     """What is read of a row. Raises UserError for options that do not fit together."""
-    from recipes.data.config import DataConfig
-    from recipes.data.pair_rules import pair_problems
-
     given = {name: getattr(options, name) for name in (*OF_PAIRS, "bos", "source", "text_field", "tokenizer")}
     data = DataConfig(**given)
     if not data.has_pairs and not options.encoder_decoder:
         return data.text_field
+    from recipes.weights.pairing import pair_format, pair_problems
+
     for name, message in pair_problems(data, encoder_decoder=options.encoder_decoder):
         raise UserError(f"--{name.replace('_', '-')}: {message}")
-    from recipes.weights.pairing import pair_format
-
     return pair_format(data, {}, encoder_decoder=options.encoder_decoder)
 
 

@@ -11,13 +11,13 @@ import pytest
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.data.config import DataConfig
-from recipes.data.pair_rules import pair_problems
 from recipes.data.prepared import prepared_index
 from recipes.data.text.beginning import beginning_problem, with_beginning
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
 from recipes.data.tokens.shards import DOCUMENTS, TRAIN, VALIDATION, array_path
 from recipes.data.tokens.workspace import Pieces
 from recipes.weights.locate import trained_description
+from recipes.weights.pairing import pair_problems
 from tests.recipes.data.texts import shards_in, tokenizer_for, work_on, write_rows
 
 ONE = Pieces()
