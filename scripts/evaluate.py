@@ -9,7 +9,6 @@ python scripts/evaluate.py RUN --pending
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -18,14 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Ctrl-C exits at once, as there is nothing to save; torch's C++ would turn an exception into another error.
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.interpreter import end_at_interrupt, explain_wrong_interpreter
 
 explain_wrong_interpreter()
+end_at_interrupt()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.data.config import PAIR_OPTIONS, DataConfig  # noqa: E402

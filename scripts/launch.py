@@ -19,7 +19,7 @@ explain_wrong_interpreter()
 from parallel.errors import UserError  # noqa: E402
 from recipes.cluster.launcher import PROVE, Workers, handle_stop_signals, launch  # noqa: E402
 from recipes.files.exit_codes import SIGNALS, exit_code, leave  # noqa: E402
-from recipes.files.screen import open_missing, say, tell  # noqa: E402
+from recipes.files.screen import say, tell  # noqa: E402
 from recipes.recipe.load import load, to_toml  # noqa: E402
 from recipes.recipe.schema import Recipe  # noqa: E402
 
@@ -34,7 +34,6 @@ def trained() -> Recipe | None:
 
 
 def main() -> int:
-    open_missing()
     if sys.argv[1:] in (["-h"], ["--help"]):
         say(__doc__)
         return 0

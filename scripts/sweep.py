@@ -12,7 +12,6 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from recipes.files.reading import path_argument  # noqa: E402
-from recipes.files.screen import open_missing  # noqa: E402
 from recipes.lab.sweep.runner import exit_code_of, say  # noqa: E402
 
 EPILOG = """\
@@ -24,7 +23,6 @@ Sweeps are in configs/sweeps/, their CPU variants, for any machine, in configs/s
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 1 if no row was measured, 2 for a user error, 128 + n after signal n."""
-    open_missing()
     parser = argparse.ArgumentParser(
         description="Run the rows of a sweep and compare them.",
         epilog=EPILOG,
