@@ -15,10 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.typing import LineStyleType
 
-from recipes.lab.curves.comparison import comparison
 from recipes.lab.curves.panels import SKIPPED, STEP, Curves, Line, Panel
 from recipes.lab.curves.reading import LoggedRun, Numbers, plain
-from recipes.lab.curves.report import Section, sections, state_of
+from recipes.lab.curves.report import Section, comparison, sections, state_of
 from recipes.lab.curves.style import BLUE, COLOURS, FAINT, GRID, INK, ORANGE, RED, plain_text, short, shortened, tidy
 
 TEMPLATE = Path(__file__).with_name("page.html")
