@@ -23,8 +23,7 @@ from recipes.files.screen import DIM, say  # noqa: E402
 from recipes.plugins.loading import OPTION, WHERE, load_plugins  # noqa: E402
 
 if TYPE_CHECKING:
-    from recipes.evaluation.opened import OpenedModel
-    from recipes.evaluation.sampling import Sampling
+    from recipes.evaluation.opened import OpenedModel, Sampling
 
 
 def main(arguments: list[str]) -> int:
@@ -85,7 +84,7 @@ def _leave(number: int, frame: object) -> None:
 
 def _sampling(options: argparse.Namespace, *, in_chat: bool) -> "Sampling":
     """How to choose tokens. Raises UserError for options that do not go together, before a large model is read."""
-    from recipes.evaluation.sampling import Sampling  # torch, from here on
+    from recipes.evaluation.opened import Sampling  # torch, from here on
 
     given = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
     sampling = Sampling(**given | {"temperature": options.temperature or 0.0})

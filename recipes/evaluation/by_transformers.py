@@ -13,8 +13,7 @@ import torch
 from models.hf_config import INSTALL
 from parallel.errors import UserError
 from parallel.kernels import without_plans
-from recipes.evaluation.opened import OpenedModel
-from recipes.evaluation.sampling import Sampling
+from recipes.evaluation.opened import OpenedModel, Sampling
 from recipes.files.border import foreign
 from recipes.weights.convert import export_checkpoint, require_finite
 from recipes.weights.locate import Weights

@@ -19,7 +19,7 @@ from recipes.data.config import BatchConfig
 from recipes.data.loader import DataLoader
 from recipes.data.text.tokenizer import Tokenizer, batches_of, parallel_tokenizers
 from recipes.evaluation.losses import finite_loss, without_dropout
-from recipes.evaluation.sampling import Sampling, next_token
+from recipes.evaluation.opened import Sampling, next_token
 from recipes.files.border import ForeignError
 from recipes.files.reading import shorten
 

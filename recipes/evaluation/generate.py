@@ -19,8 +19,7 @@ from recipes.data.config import DataConfig
 from recipes.data.text.chat import ChatTemplate, chat_settings, ends_of_answers
 from recipes.data.text.pair_format import PairFormat, template_of
 from recipes.evaluation.by_transformers import open_exported, texts_of
-from recipes.evaluation.opened import OpenedModel, stream_text
-from recipes.evaluation.sampling import Sampling, next_token
+from recipes.evaluation.opened import OpenedModel, Sampling, next_token, stream_text
 from recipes.files.screen import say
 from recipes.weights.companions import ignored_settings, repetition_penalty
 from recipes.weights.convert import load_weights

@@ -22,7 +22,7 @@ from models.sizes import SIZES
 from parallel.dist import World
 from parallel.errors import UserError
 from recipes.evaluation.generate import generate, open_model
-from recipes.evaluation.sampling import Sampling
+from recipes.evaluation.opened import Sampling
 from recipes.lab.plan.plan import plan
 from recipes.lab.plan.world import Asked, world_of
 from recipes.plan.memory import predict

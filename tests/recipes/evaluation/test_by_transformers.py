@@ -21,7 +21,7 @@ from recipes.evaluation.by_transformers import check_search, open_exported, text
 from recipes.evaluation.evaluate import answer_of
 from recipes.evaluation.generate import continue_text, generate, open_for_prompts, open_model
 from recipes.evaluation.losses import without_dropout
-from recipes.evaluation.sampling import Sampling
+from recipes.evaluation.opened import Sampling
 from recipes.weights.convert import import_folder, load_weights
 from recipes.weights.locate import find_weights
 from tests.families import FAMILIES, VOCABULARY

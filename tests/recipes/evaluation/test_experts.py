@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from models.decoder import Decoder
 from recipes.evaluation.generate import generate, open_model
-from recipes.evaluation.sampling import Sampling
+from recipes.evaluation.opened import Sampling
 from recipes.files.exit_codes import FINISHED, REFUSED
 from recipes.recipe.schema import Recipe
 from tests.commands import run_command

@@ -30,8 +30,7 @@ from parallel.fsdp import materialize
 from recipes.data.text.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer, load_tokenizer
 from recipes.evaluation import generate as generate_module
 from recipes.evaluation.generate import choose_device, continue_text, generate, open_model
-from recipes.evaluation.opened import stream_text
-from recipes.evaluation.sampling import Sampling, next_token, odds
+from recipes.evaluation.opened import Sampling, next_token, odds, stream_text
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
