@@ -285,7 +285,7 @@ def shares_are_equal(recipe: Recipe, **world: int | None) -> Iterator[Violation]
     """What holds for processes that share sequences or matrices."""
     mesh, float8 = recipe.mesh, recipe.float8
     if mesh.tensor > 1 or mesh.context > 1 or float8.recipe != "none":
-        from recipes.recipe.rules_shares import mesh_divides_model
+        from recipes.recipe.rules_axes import mesh_divides_model
 
         yield from mesh_divides_model(mesh, model=recipe.model, batch=recipe.batch, float8=float8, **world)
 
@@ -293,7 +293,7 @@ def shares_are_equal(recipe: Recipe, **world: int | None) -> Iterator[Violation]
 def widths_fit(recipe: Recipe) -> Iterator[Violation]:
     """What holds for matrices in float8."""
     if recipe.float8.recipe != "none":
-        from recipes.recipe.rules_shares import float8_fits
+        from recipes.recipe.rules_axes import float8_fits
 
         yield from float8_fits(recipe.float8, model=recipe.model)
 
