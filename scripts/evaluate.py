@@ -130,7 +130,7 @@ def evaluate(options: argparse.Namespace) -> int:
         raise UserError("an encoder-decoder model predicts answers to prompts; write --prompt-field and --answer-field")
 
     from parallel.dist import start, stop  # torch, from here on
-    from recipes.evaluation.evaluate import evaluate_text
+    from recipes.evaluation.evaluate import PairReader, evaluate_pairs, evaluate_text
 
     world = start(options.device, seed=0)
     fields = pairing.format if pairing else data.text_field
@@ -142,8 +142,6 @@ def evaluate(options: argparse.Namespace) -> int:
         model, mesh = _model(weights, world, dtype=options.dtype, tokens=length * size)
         how: dict[str, Any] = {"mesh": mesh} | ({"on_progress": show} if world.is_main else {})
         if pairing:
-            from recipes.evaluation.pair_losses import PairReader, evaluate_pairs
-
             reader = PairReader(text, tokenizer=tokenizer, pairing=pairing, length=length, long=data.long_pairs)
             found = evaluate_pairs(model, reader, pairing=pairing, micro_batch_size=size, **how)
             more = {"tokens": found.tokens, "pairs": reader.pairs}
