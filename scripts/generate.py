@@ -107,9 +107,15 @@ def _generate(options: argparse.Namespace) -> int:
     weights, in_chat = find_weights(options.model), bool(options.chat or options.chat_template)
     sampling = _sampling(options, in_chat=in_chat)
 
-    from recipes.evaluation.by_transformers import check_search, open_exported
     from recipes.evaluation.conversation import converse, read_message
-    from recipes.evaluation.generate import choose_device, continue_text, open_for_prompts, open_model
+    from recipes.evaluation.generate import (
+        check_search,
+        choose_device,
+        continue_text,
+        open_exported,
+        open_for_prompts,
+        open_model,
+    )
     from recipes.training.same_run import data_of_run
 
     search = {"beams": options.beams, "outputs": options.outputs}
