@@ -17,9 +17,8 @@ from recipes.files.reading import fault
 from recipes.files.screen import say
 from recipes.lab.plan.numbers import numbers_of, stages_numbers
 from recipes.lab.plan.options import USAGE, Options, read_options
-from recipes.lab.plan.plan import plan, plans_of_sizes
+from recipes.lab.plan.plan import Asked, World, degrees_of, plan, plans_of_sizes, world_of
 from recipes.lab.plan.screen import about, costs, plans_of_stages, screen, sizes_screen, stages_screen
-from recipes.lab.plan.world import Asked, World, degrees_of, world_of
 from recipes.recipe.load import load
 from recipes.recipe.rules_ladder import ladder_for
 from recipes.recipe.schema import Recipe

@@ -5,9 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from parallel.config import MeshDegrees
-from recipes.lab.plan.plan import Plan
+from recipes.lab.plan.plan import Plan, World
 from recipes.lab.plan.screen import IMBALANCE, Money, StagePlan, cost_of_all, unequal
-from recipes.lab.plan.world import World
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, Prediction
 from recipes.recipe.schema import Recipe

@@ -7,8 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.lab.plan.plan import DAY, MESSAGES, Plan, TrainingCost, plan
-from recipes.lab.plan.world import World
+from recipes.lab.plan.plan import DAY, MESSAGES, Plan, TrainingCost, World, plan
 from recipes.metrics.ladder import Ladder
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, Prediction
