@@ -18,7 +18,7 @@ from recipes.checkpoint.config import CheckpointConfig
 from recipes.files.border import foreign
 from recipes.metrics.config import ProfileConfig
 from recipes.optimization.config import OptimizerConfig
-from recipes.recipe.conflicts import Unreadable, conflicts
+from recipes.recipe.conflicts import Unreadable, conflicts, unread, unread_of_run
 from recipes.recipe.fields import Problem, Violation, Written, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import (
     data_is_there,
@@ -31,7 +31,6 @@ from recipes.recipe.rules_data import (
 from recipes.recipe.rules_mesh import batch_divides, mesh_fits
 from recipes.recipe.schema import Recipe, RunConfig
 from recipes.recipe.stages import Stage, stages_of
-from recipes.recipe.unread import unread, unread_of_run
 
 if TYPE_CHECKING:
     from recipes.weights.locate import InitialWeights

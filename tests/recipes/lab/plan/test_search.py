@@ -18,11 +18,11 @@ from recipes.lab.plan.search_space import CHUNKS, PREFETCH, SEARCHED, SHARES, Me
 from recipes.plan.hardware import GPUS, Gpu
 from recipes.plan.memory import FULL
 from recipes.plan.rates import RATES
+from recipes.recipe.conflicts import unread
 from recipes.recipe.fields import value_of
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.rules import violations
 from recipes.recipe.schema import Recipe
-from recipes.recipe.unread import unread
 from recipes.weights.locate import InitialWeights
 from tests.training import change
 
