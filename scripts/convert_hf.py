@@ -57,8 +57,7 @@ def main(arguments: list[str]) -> int:
         load_plugins(options.plugins)
         import torch
 
-        from recipes.weights.convert import export_checkpoint, import_folder
-        from recipes.weights.publish import upload_folder
+        from recipes.weights.convert import export_checkpoint, import_folder, upload_folder
 
         if options.direction == "import":
             import_folder(options.source, options.target)
