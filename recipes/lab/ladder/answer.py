@@ -13,8 +13,7 @@ from models.config import ModelConfig
 from recipes.files.atomic import write_whole
 from recipes.files.markdown import markdown_table
 from recipes.lab.curves.style import short
-from recipes.lab.ladder.fit import BestRates, EndedRun, compute_optimal, too_close
-from recipes.lab.ladder.rates import Trial
+from recipes.lab.ladder.fit import BestRates, EndedRun, Trial, compute_optimal, too_close
 from recipes.lab.ladder.rungs import scaled
 from recipes.metrics.ladder import Fit, Ladder, Prediction, losses
 
