@@ -60,7 +60,7 @@ def pairing_problems(data: DataConfig, model: ModelConfig, initial: InitialWeigh
         yield from problems
         return
     try:
-        weights = initial.find() if initial and (model.weights or data.tokenizer == FROM_WEIGHTS) else None
+        weights = initial.found if initial and (model.weights or data.tokenizer == FROM_WEIGHTS) else None
     except UserError:  # reported where weights are checked
         return
     try:
