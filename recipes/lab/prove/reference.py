@@ -26,7 +26,7 @@ from models.interface import blocks_of, interface_of
 from models.loss import IGNORED
 from recipes.data.batches import MicroBatch
 from recipes.lab.prove.twin import FEW, OTHER, SAVED, TEXT, Twin
-from recipes.optimization.attention_logits import rows_of
+from recipes.optimization.after_step import rows_of
 from recipes.optimization.config import OptimizerConfig
 from recipes.training.build import plain_model
 

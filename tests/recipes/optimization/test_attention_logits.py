@@ -12,7 +12,7 @@ from models import sinks
 from models.config import ModelConfig
 from models.documents import Documents, Lengths, Mask
 from models.sizes import SIZES
-from recipes.optimization.attention_logits import AttentionLogits
+from recipes.optimization.after_step import AttentionLogits
 from tests.build import build_model, cpu_mesh
 
 HEADS, KEYS, LENGTH, WIDTH = 4, 2, 24, 8
