@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.files.interpreter import explain_wrong_interpreter
+from recipes.files.interpreter import ROOT, explain_wrong_interpreter
 
 explain_wrong_interpreter()
 
@@ -26,7 +26,7 @@ from recipes.recipe.schema import Recipe  # noqa: E402
 
 def trained() -> Recipe | None:
     """The recipe that the workers train; None if they do something else. Raises UserError."""
-    script = str(Path(__file__).resolve().parents[1] / "train.py")
+    script = str(ROOT / "train.py")
     if script not in sys.argv[:-1] or PROVE in sys.argv:
         return None
     recipe, *overrides = sys.argv[sys.argv.index(script) + 1 :]

@@ -4,10 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.interpreter import ROOT, explain_wrong_interpreter
 
 explain_wrong_interpreter()
 
