@@ -15,8 +15,8 @@ from recipes.lab.plan.search import peak
 from recipes.lab.plan.search_space import numerics_of
 from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict
+from recipes.plan.messages import matrix_params
 from recipes.plan.moments import sizes_of
-from recipes.plan.muon import matrix_params
 from recipes.plan.rates import RATES
 from recipes.plan.stages import parts
 from recipes.plan.time import step_time, time_of
