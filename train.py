@@ -18,7 +18,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import exit_code, leave_after  # noqa: E402
-from recipes.files.screen import open_missing, tell  # noqa: E402
+from recipes.files.screen import tell  # noqa: E402
 
 USAGE = """\
 usage: train.py RECIPE [--section.field value ...]   train; recipes: configs/
@@ -31,7 +31,6 @@ usage: train.py RECIPE [--section.field value ...]   train; recipes: configs/
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code (see recipes/files/exit_codes.py)."""
-    open_missing()
     parser = argparse.ArgumentParser(usage=USAGE.removeprefix("usage: "), add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", nargs=0, action=ShowVersion)

@@ -48,7 +48,7 @@ class InnerAttention(nn.Module):
     ) -> Tensor:
         """query: (B, N, T, H); key, value: (B, K, S, H); sinks: (N,), if any. Returns (B, N, T, H)."""
         if self.largest is not None and torch.is_grad_enabled():
-            from models.logits import note  # most runs do not ask
+            from models.sinks import note  # most runs do not ask
 
             note(self.largest, query, key, documents, self.reach)
         return attend(query, key, value, documents, *sinks, **self.reach)

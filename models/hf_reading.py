@@ -20,7 +20,7 @@ class Unsupported(ValueError):
 CONTEXT_LENGTH = 2048
 """The context length where config.json has none."""
 LATER = "attention to later tokens"
-"""What no language model may have, be it ours or of transformers (models/sight.py)."""
+"""What no language model may have, be it ours or of transformers (models/assumptions.py)."""
 # Key -> (supported values, what other values ask for). Keys that are neither here nor read below (use_cache,
 # pretraining_tp, transformers_version, ...) do not change what the model computes.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -72,7 +72,8 @@ def _inside(block: "nn.Module", plan: Mapping[str, str]) -> BlockInterface | Non
     row = tuple(name for name in names if styles.get(name) in ROW)
     norms = [name for name in names if name not in column + row]
     parts = tuple(dict.fromkeys(name.rpartition(".")[0] for name in row))
-    if not all(_is_in(parts, name) for name in column) or any(_has_matrix(block, name) for name in norms):
+    of_norms = [one for name in norms for one in block.get_submodule(name).parameters(recurse=False)]
+    if not all(_is_in(parts, name) for name in column) or any(one.dim() > 1 for one in of_norms):
         return None
     whole = {name.rpartition(".")[0] for name in column + row if (COLUMN | ROW)[styles[name]]}
     return BlockInterface(
@@ -89,10 +90,6 @@ def _inside(block: "nn.Module", plan: Mapping[str, str]) -> BlockInterface | Non
 
 def _has_weights(module: "nn.Module") -> bool:
     return any(True for _ in module.parameters(recurse=False))
-
-
-def _has_matrix(block: "nn.Module", name: str) -> bool:
-    return any(parameter.dim() > 1 for parameter in block.get_submodule(name).parameters(recurse=False))
 
 
 def _is_in(modules: tuple[str, ...], name: str) -> bool:

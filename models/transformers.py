@@ -34,7 +34,7 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as library_logging
 
-from models.assumptions import broken, dropouts, shared_parameters
+from models.assumptions import broken, dropouts, shared_parameters, why_it_sees_too_much
 from models.config import ModelConfig
 from models.documents import Documents
 from models.encoder_decoder import EncoderDecoderInputs
@@ -42,7 +42,6 @@ from models.initial_values import PREFIX, drawn_by_units, require_filled
 from models.interface import ModelInterface
 from models.layout import FREQUENCIES, Copy, Layout, Stored
 from models.loss import SummedLoss
-from models.sight import why_it_sees_too_much
 from models.tensor_plan import with_plan
 
 

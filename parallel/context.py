@@ -26,10 +26,8 @@ from models.interface import blocks_of, interface_of
 from parallel.errors import UserError
 
 # Newer versions of torch have these names, and warn of the old ones.
-_all_gather = funcol.all_gather_single if hasattr(funcol, "all_gather_single") else funcol.all_gather_tensor
-_reduce_scatter = (
-    funcol.reduce_scatter_single if hasattr(funcol, "reduce_scatter_single") else funcol.reduce_scatter_tensor
-)
+_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+_reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 
 
 def cut_rows(model: nn.Module, axis: DeviceMesh, *, by: str) -> str:

@@ -1,6 +1,6 @@
 """The one error class for mistakes of the user, and enumerations for its messages. Imports no torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(Exception):
@@ -25,3 +25,9 @@ def listed(items: Iterable[object], *, last: str = "and") -> str:
     """Comma-separated, with a word before the last item, as in "a, b and c"."""
     *most, final = map(str, items)
     return f"{', '.join(most)} {last} {final}" if most else final
+
+
+def some(items: Sequence[object], most: int = 5) -> str:
+    """The first of these, and how many more there are, as in "a, b and 3 more"."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more

@@ -87,7 +87,7 @@ def shards_of_experts(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], 
 
 def _cut_over(mesh: DeviceMesh) -> Callable[[int], Any]:
     """Axis -> what tells FSDP to cut a parameter along it over another mesh than the rest of its unit."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult  # torch 2.12: rules_experts.py
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult  # torch 2.12: rules_axes.py
     from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 
     info: Any = _get_mesh_info(mesh)

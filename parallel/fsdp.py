@@ -93,7 +93,7 @@ def _require_symmetric_memory(mesh: Mesh) -> None:
 def _share_memory_of_messages(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> None:
     """Let activations use the memory in which weights are gathered and gradients summed, as soon as these are gone."""
     gather = Gather(mesh.devices.device_type)
-    # FSDP2 takes no calls of our own for units over several meshes; they are always in float32 (rules_experts.py).
+    # FSDP2 takes no calls of our own for units over several meshes; they are always in float32 (rules_axes.py).
     several = mesh.experts is not None and mesh.experts.fsdp is not None
     of_several_meshes: set[Any] = set(blocks_of(model)) if several else set()
     for unit in units_of(model):

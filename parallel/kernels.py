@@ -243,7 +243,7 @@ def _overlap_options(group: ProcessGroup) -> dict[str, Any]:
     """
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    from parallel.overlap import BringMessagesToProducts, RequireFusedMessages
+    from parallel.graphs import BringMessagesToProducts, RequireFusedMessages
 
     with warnings.catch_warnings():
         # torch 2.13 calls it deprecated and unnecessary, but fuses nothing in a group without it.

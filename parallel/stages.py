@@ -42,7 +42,7 @@ class Stages:
 
 
 def stages_of(model: ModelConfig, config: PipelineConfig, *, degree: int, sequence_length: int) -> Stages:
-    """The stages of a model on `degree` processes; recipes/recipe/rules_pipeline.py refuses what cannot be."""
+    """The stages of a model on `degree` processes; recipes/recipe/rules_axes.py refuses what cannot be."""
     count = degree * config.runs
     lengths = config.split or _balanced(model, count, sequence_length)
     begins = [sum(lengths[:stage]) for stage in range(count)]

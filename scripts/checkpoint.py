@@ -2,18 +2,15 @@
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
-
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.interpreter import end_at_interrupt, explain_wrong_interpreter
 
 explain_wrong_interpreter()
+end_at_interrupt()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.checkpoint import look  # noqa: E402

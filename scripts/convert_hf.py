@@ -5,14 +5,12 @@ import signal
 import sys
 from pathlib import Path
 
-# Ctrl-C during imports: exit at once, without a traceback of the line that was being imported.
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.interpreter import end_at_interrupt, explain_wrong_interpreter
 
 explain_wrong_interpreter()
+end_at_interrupt()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import exit_code  # noqa: E402
@@ -59,8 +57,7 @@ def main(arguments: list[str]) -> int:
         load_plugins(options.plugins)
         import torch
 
-        from recipes.weights.convert import export_checkpoint, import_folder
-        from recipes.weights.publish import upload_folder
+        from recipes.weights.convert import export_checkpoint, import_folder, upload_folder
 
         if options.direction == "import":
             import_folder(options.source, options.target)

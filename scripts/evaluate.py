@@ -9,7 +9,6 @@ python scripts/evaluate.py RUN --pending
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -18,17 +17,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Ctrl-C exits at once, as there is nothing to save; torch's C++ would turn an exception into another error.
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.interpreter import end_at_interrupt, explain_wrong_interpreter
 
 explain_wrong_interpreter()
+end_at_interrupt()
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.data.config import PAIR_OPTIONS  # noqa: E402
+from recipes.data.config import PAIR_OPTIONS, DataConfig  # noqa: E402
 from recipes.files.atomic import write_whole  # noqa: E402
 from recipes.files.exit_codes import exit_code, leave_after  # noqa: E402
 from recipes.files.reading import path_argument  # noqa: E402
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
 
     from parallel.dist import World
     from parallel.mesh import Mesh
-    from recipes.data.config import DataConfig
     from recipes.evaluation.text import ProgressLine
     from recipes.weights.locate import Weights
 
@@ -134,7 +130,7 @@ def evaluate(options: argparse.Namespace) -> int:
         raise UserError("an encoder-decoder model predicts answers to prompts; write --prompt-field and --answer-field")
 
     from parallel.dist import start, stop  # torch, from here on
-    from recipes.evaluation.evaluate import evaluate_text
+    from recipes.evaluation.evaluate import PairReader, evaluate_pairs, evaluate_text
 
     world = start(options.device, seed=0)
     fields = pairing.format if pairing else data.text_field
@@ -146,8 +142,6 @@ def evaluate(options: argparse.Namespace) -> int:
         model, mesh = _model(weights, world, dtype=options.dtype, tokens=length * size)
         how: dict[str, Any] = {"mesh": mesh} | ({"on_progress": show} if world.is_main else {})
         if pairing:
-            from recipes.evaluation.pair_losses import PairReader, evaluate_pairs
-
             reader = PairReader(text, tokenizer=tokenizer, pairing=pairing, length=length, long=data.long_pairs)
             found = evaluate_pairs(model, reader, pairing=pairing, micro_batch_size=size, **how)
             more = {"tokens": found.tokens, "pairs": reader.pairs}
@@ -228,10 +222,9 @@ def _model(weights: "Weights", world: "World", *, dtype: Any, tokens: int) -> "t
     return model, mesh
 
 
-def _data(options: argparse.Namespace, weights: "Weights") -> "DataConfig":
+def _data(options: argparse.Namespace, weights: "Weights") -> DataConfig:
     """How rows are read: as by the run that made the weights, but for what the command line says."""
     from models.config import FROM_WEIGHTS
-    from recipes.data.config import DataConfig
     from recipes.recipe.fields import complaint
     from recipes.training.same_run import data_of_run
 

@@ -10,14 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Ctrl-C during imports: exit at once, without a traceback of the line that was being imported.
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.interpreter import end_at_interrupt, explain_wrong_interpreter
 
 explain_wrong_interpreter()
+end_at_interrupt()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import ended_by, exit_code  # noqa: E402
@@ -25,8 +23,7 @@ from recipes.files.screen import DIM, say  # noqa: E402
 from recipes.plugins.loading import OPTION, WHERE, load_plugins  # noqa: E402
 
 if TYPE_CHECKING:
-    from recipes.evaluation.opened import OpenedModel
-    from recipes.evaluation.sampling import Sampling
+    from recipes.evaluation.opened import OpenedModel, Sampling
 
 
 def main(arguments: list[str]) -> int:
@@ -87,7 +84,7 @@ def _leave(number: int, frame: object) -> None:
 
 def _sampling(options: argparse.Namespace, *, in_chat: bool) -> "Sampling":
     """How to choose tokens. Raises UserError for options that do not go together, before a large model is read."""
-    from recipes.evaluation.sampling import Sampling  # torch, from here on
+    from recipes.evaluation.opened import Sampling  # torch, from here on
 
     given = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
     sampling = Sampling(**given | {"temperature": options.temperature or 0.0})
@@ -110,9 +107,15 @@ def _generate(options: argparse.Namespace) -> int:
     weights, in_chat = find_weights(options.model), bool(options.chat or options.chat_template)
     sampling = _sampling(options, in_chat=in_chat)
 
-    from recipes.evaluation.by_transformers import check_search, open_exported
     from recipes.evaluation.conversation import converse, read_message
-    from recipes.evaluation.generate import choose_device, continue_text, open_for_prompts, open_model
+    from recipes.evaluation.generate import (
+        check_search,
+        choose_device,
+        continue_text,
+        open_exported,
+        open_for_prompts,
+        open_model,
+    )
     from recipes.training.same_run import data_of_run
 
     search = {"beams": options.beams, "outputs": options.outputs}

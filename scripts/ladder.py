@@ -6,15 +6,13 @@ import shlex
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.interpreter import explain_wrong_interpreter
 
 explain_wrong_interpreter()
 
 from recipes.files.reading import path_argument  # noqa: E402
-from recipes.files.screen import open_missing  # noqa: E402
 from recipes.lab.sweep.runner import exit_code_of, say  # noqa: E402
 
 EPILOG = """\
@@ -29,7 +27,6 @@ command itself answers:
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 1 if a run failed, 2 for a user error, 128 + n after signal n."""
-    open_missing()
     parser = argparse.ArgumentParser(
         description="Predict the loss of a recipe from a ladder of small runs.",
         epilog=EPILOG,

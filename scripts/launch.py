@@ -13,21 +13,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.files.interpreter import explain_wrong_interpreter
+from recipes.files.interpreter import ROOT, explain_wrong_interpreter
 
 explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.cluster.launcher import PROVE, Workers, handle_stop_signals, launch  # noqa: E402
 from recipes.files.exit_codes import SIGNALS, exit_code, leave  # noqa: E402
-from recipes.files.screen import open_missing, say, tell  # noqa: E402
+from recipes.files.screen import say, tell  # noqa: E402
 from recipes.recipe.load import load, to_toml  # noqa: E402
 from recipes.recipe.schema import Recipe  # noqa: E402
 
 
 def trained() -> Recipe | None:
     """The recipe that the workers train; None if they do something else. Raises UserError."""
-    script = str(Path(__file__).resolve().parents[1] / "train.py")
+    script = str(ROOT / "train.py")
     if script not in sys.argv[:-1] or PROVE in sys.argv:
         return None
     recipe, *overrides = sys.argv[sys.argv.index(script) + 1 :]
@@ -38,7 +38,6 @@ def trained() -> Recipe | None:
 
 
 def main() -> int:
-    open_missing()
     if sys.argv[1:] in (["-h"], ["--help"]):
         say(__doc__)
         return 0

@@ -5,24 +5,21 @@ import signal
 import sys
 from pathlib import Path
 
-# Ctrl-C during imports: exit at once, without a traceback of the line that was being imported.
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.interpreter import end_at_interrupt, explain_wrong_interpreter
 
 explain_wrong_interpreter()
+end_at_interrupt()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import ended_by, exit_code  # noqa: E402
 from recipes.files.reading import path_argument  # noqa: E402
-from recipes.files.screen import open_missing, tell  # noqa: E402
+from recipes.files.screen import tell  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 2 for what the user can fix, 71 for a fault that may pass, 130 after Ctrl-C."""
-    open_missing()
     options = _parser().parse_args(arguments)
     try:
         from recipes.lab.curves.command import plot

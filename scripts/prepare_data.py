@@ -19,18 +19,17 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.interpreter import explain_wrong_interpreter
 
 explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.data.config import PAIR_OPTIONS  # noqa: E402
+from recipes.data.config import PAIR_OPTIONS, DataConfig  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, exit_code  # noqa: E402
 from recipes.files.reading import may_pass, path_argument, user_path  # noqa: E402
-from recipes.files.screen import Screen, open_missing, tell  # noqa: E402
+from recipes.files.screen import Screen, tell  # noqa: E402
 from recipes.files.units import counted  # noqa: E402
 
 if TYPE_CHECKING:
@@ -49,7 +48,6 @@ def say(text: str) -> None:
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 2 for an error that the user can fix, 71 for a fault that may pass, 130 for Ctrl-C."""
-    open_missing()
     options = (parser := _parser()).parse_intermixed_args(arguments)  # the folder may stand last
     if options.folder is None and not options.show:
         parser.error("write a folder for the shards, or --show N")
@@ -202,17 +200,14 @@ def _finish(folder: Path, fields: "PairFields", options: argparse.Namespace) -> 
 
 def _fields(options: argparse.Namespace) -> "PairFields":
     """What is read of a row. Raises UserError for options that do not fit together."""
-    from recipes.data.config import DataConfig
-    from recipes.data.pair_rules import pair_problems
-
     given = {name: getattr(options, name) for name in (*OF_PAIRS, "bos", "source", "text_field", "tokenizer")}
     data = DataConfig(**given)
     if not data.has_pairs and not options.encoder_decoder:
         return data.text_field
+    from recipes.weights.pairing import pair_format, pair_problems
+
     for name, message in pair_problems(data, encoder_decoder=options.encoder_decoder):
         raise UserError(f"--{name.replace('_', '-')}: {message}")
-    from recipes.weights.pairing import pair_format
-
     return pair_format(data, {}, encoder_decoder=options.encoder_decoder)
 
 

@@ -4,21 +4,18 @@ import argparse
 import ipaddress
 import os
 import secrets
-import signal
 import socket
 import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-# Ctrl-C during imports: exit at once, without a traceback of the line that was being imported.
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.interpreter import end_at_interrupt, explain_wrong_interpreter
 
 explain_wrong_interpreter()
+end_at_interrupt()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import exit_code  # noqa: E402

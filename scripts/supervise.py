@@ -7,10 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.interpreter import ROOT, explain_wrong_interpreter
 
 explain_wrong_interpreter()
 
@@ -18,12 +17,11 @@ from parallel.errors import UserError  # noqa: E402
 from recipes.cluster.launcher import handle_stop_signals  # noqa: E402
 from recipes.cluster.restarts import Launcher, number_of_restarts, supervise  # noqa: E402
 from recipes.files.exit_codes import exit_code, with_parent  # noqa: E402
-from recipes.files.screen import open_missing, say, tell  # noqa: E402
+from recipes.files.screen import say, tell  # noqa: E402
 from recipes.recipe.load import load  # noqa: E402
 
 
 def main(command: list[str]) -> int:
-    open_missing()
     if command in (["-h"], ["--help"]):
         say(__doc__)
         return 0

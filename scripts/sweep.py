@@ -4,15 +4,13 @@ import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.interpreter import ROOT, explain_wrong_interpreter
 
 explain_wrong_interpreter()
 
 from recipes.files.reading import path_argument  # noqa: E402
-from recipes.files.screen import open_missing  # noqa: E402
 from recipes.lab.sweep.runner import exit_code_of, say  # noqa: E402
 
 EPILOG = """\
@@ -24,7 +22,6 @@ Sweeps are in configs/sweeps/, their CPU variants, for any machine, in configs/s
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 1 if no row was measured, 2 for a user error, 128 + n after signal n."""
-    open_missing()
     parser = argparse.ArgumentParser(
         description="Run the rows of a sweep and compare them.",
         epilog=EPILOG,

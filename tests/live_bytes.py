@@ -21,7 +21,7 @@ from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 from parallel.passes import Passes
 from recipes.metrics.clock import RunClock
-from recipes.optimization.balance import Balance
+from recipes.optimization.after_step import Balance
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.skip_steps import StepGuard
 from recipes.plan.tracked import CPU, LiveBytes, fake_processes

@@ -7,7 +7,7 @@ end a run (require_sound_state() of recipes/training/step.py), and so does a ste
 from tests.mutants import Mutant
 
 ADAMW, MUON, OPTIMIZER, SKIPS, BALANCE = (
-    f"recipes/optimization/{name}.py" for name in ("adamw", "muon", "optimizer", "skip_steps", "balance")
+    f"recipes/optimization/{name}.py" for name in ("adamw", "muon", "optimizer", "skip_steps", "after_step")
 )
 STEP, TRAINER, RESUME = (f"recipes/training/{name}.py" for name in ("step", "trainer", "resume"))
 STATE, STORAGE, CHECKPOINTS, AVERAGE = (

@@ -16,9 +16,8 @@ from recipes.checkpoint.config import CheckpointConfig
 from recipes.checkpoint.parameters import write_parameters
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
-from recipes.weights.convert import export_checkpoint
+from recipes.weights.convert import CARD, export_checkpoint
 from recipes.weights.description import Description, checkpoint_files
-from recipes.weights.publish import CARD
 
 
 @torch.no_grad()

@@ -10,8 +10,7 @@ from pydantic_core import from_json, to_json
 
 from parallel.errors import UserError, listed
 from recipes.evaluation.generate import ReadyModel, texts_after
-from recipes.evaluation.opened import OpenedModel
-from recipes.evaluation.sampling import Sampling
+from recipes.evaluation.opened import OpenedModel, Sampling
 
 NOTHING = {"n": 1, "best_of": 1, "echo": False, "frequency_penalty": 0, "presence_penalty": 0}
 """Fields whose only possible value changes nothing."""

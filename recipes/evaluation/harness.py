@@ -29,7 +29,7 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 
 from models.hf_config import INSTALL
 from parallel.errors import UserError
-from recipes.evaluation.sampling import Sampling
+from recipes.evaluation.opened import Sampling
 from recipes.evaluation.scoring import Prompt, Scored, continuations, log_likelihoods
 from recipes.files.border import foreign
 from recipes.weights.companions import repetition_penalty

@@ -18,7 +18,7 @@ from parallel.mesh import Mesh
 from parallel.passes import sum_over_group
 from recipes.evaluation.generate import PREFILL_TOKENS
 from recipes.evaluation.losses import without_dropout
-from recipes.evaluation.sampling import Sampling, next_token
+from recipes.evaluation.opened import Sampling, next_token
 
 ROWS_IN_FLOAT32 = 256
 """Logits are copied in float32 for this many tokens at a time."""

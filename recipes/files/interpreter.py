@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 import os
 import resource
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -18,13 +19,24 @@ REFUSED = 2  # as in exit_codes.py, which old Pythons cannot read
 
 
 def explain_wrong_interpreter() -> None:
-    """Exit now if this Python is too old; and say what is missing if an import of a package fails later."""
+    """Exit now if this Python is too old; and say what is missing if an import of a package fails later.
+
+    Also opens the standard streams that the caller has closed, before any other file.
+    """
     if sys.version_info < (3, 11):  # noqa: UP036  # what an old Python reads
         _refuse("is Python {}.{}, and Shardwright needs 3.11 or newer".format(*sys.version_info[:2]))
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if 0 <= limit < ADDRESS_SPACE:
         _exit(f"ulimit -v is {limit // 1024}, and torch needs more than {ADDRESS_SPACE // 1024}; raise it")
     sys.excepthook = _on_error
+    from recipes.files.screen import open_missing
+
+    open_missing()
+
+
+def end_at_interrupt() -> None:
+    """Ctrl-C exits at once until a handler is set: torch's C++ would turn an exception into another error."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class ShowVersion(argparse.Action):

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, MinLen
 
-TRACKERS = {"wandb": "recipes.metrics.tracking:Tracker", "tensorboard": "recipes.metrics.board:TensorBoard"}
+TRACKERS = {"wandb": "recipes.metrics.tracking:Tracker", "tensorboard": "recipes.metrics.tracking:TensorBoard"}
 """What opens each tracker, beside those of plug-ins: see tracker() in recipes/plugins/register.py."""
 COLUMNS = """step tokens stage time loss grad_norm lr matrix_lr z_loss balance_loss router_z_loss step_seconds
 data_seconds eta_seconds epochs tokens_per_second tokens_per_second_per_device tflops_per_device mfu mfu_full

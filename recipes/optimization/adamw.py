@@ -24,7 +24,7 @@ class ShardedAdamW(torch.optim.AdamW):
     torch's own step() hands the kernel DTensors, which the host unpacks one by one. Moments in bfloat16 take 4 bytes
     per parameter instead of 8. Parameters, gradients and arithmetic stay float32: compiled kernels convert such moments
     themselves, for torch's they are converted batch by batch. They are rounded to nearest, which keeps 8 bits, so the
-    second moment does not change when a step moves it by less than 2^-9 of its value: recipes/recipe/rules_optimizer.py
+    second moment does not change when a step moves it by less than 2^-9 of its value: recipes/recipe/rules.py
     requires a beta that moves it more.
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 from models.activations import norm_per_token
 from parallel.config import MeshDegrees
-from recipes.plan.muon import cost
+from recipes.plan.messages import muon_cost
 from recipes.plan.sizes import Pieces, Sizes
 from recipes.plan.work import work_of
 from recipes.recipe.schema import Recipe
@@ -261,5 +261,5 @@ def optimizer(size: Sizes) -> Pieces:
         **_gradients(size, 0, head=False, rest=False),
         **_saved(size, 0, rotations=False),
         "moments in float32": 4 * facts.moments * at_a_time if converts else 0,
-        "batches of Muon": cost(work_of(size.recipe, size.degrees)).live if facts.orthogonalizes else 0,
+        "batches of Muon": muon_cost(work_of(size.recipe, size.degrees)).live if facts.orthogonalizes else 0,
     }

@@ -23,10 +23,9 @@ from typing import NamedTuple
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from parallel.owners import flat, newton_schulz_flops
-from recipes.plan import muon
 from recipes.plan.evidence import range_of
 from recipes.plan.hardware import Gpu
-from recipes.plan.messages import Messages, messages_of
+from recipes.plan.messages import MUON_MOVED, Messages, messages_of, muon_cost, muon_messages
 from recipes.plan.rates import RATES, Rates
 from recipes.plan.work import Kernel, Recompute, Work, moved_bytes, work_of
 from recipes.recipe.schema import Recipe
@@ -107,8 +106,8 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
     messages = messages_of(work, gpu, rates, forward=sum(forward), backward=sum(backward))
     if work.newton_schulz:
         seconds["Newton-Schulz"] = _newton_schulz(work, gpu, rates)
-        rounds = muon.cost(work).rounds  # what the first one gathers and the last one sends back waits
-        messages.add(muon.messages(work, gpu, rates), hiding=seconds["Newton-Schulz"] * (rounds - 1) / rounds)
+        rounds = muon_cost(work).rounds  # what the first one gathers and the last one sends back waits
+        messages.add(muon_messages(work, gpu, rates), hiding=seconds["Newton-Schulz"] * (rounds - 1) / rounds)
     seconds["products"] += rates.beside * sum(messages.hidden.values())
     return StepTime(
         round(work.micro_batches * work.tokens / (work.tensor * work.pipeline)),
@@ -313,14 +312,14 @@ def _state_bytes(work: Work, in_blocks: float, rest: float, rates: Rates, *, sha
     else:
         reduced = REDUCE * (work.micro_batches if work.reduces_each else 1)
     update = update_bytes(work.moments, compiled=work.compiled_update) / (1 if work.compiled_update else rates.updated)
-    updated = in_blocks * (muon.MOVED if work.newton_schulz else update) + rest * update
+    updated = in_blocks * (MUON_MOVED if work.newton_schulz else update) + rest * update
     updated += (in_blocks + rest) * work.clipping
     return moved, (in_blocks + rest) * (added + reduced), updated / shard
 
 
 def _newton_schulz(work: Work, gpu: Gpu, rates: Rates) -> float:
     """Seconds of the products of the owner with most FLOPs, as if all its matrices had the shape that takes most."""
-    flops = muon.cost(work).busiest
+    flops = muon_cost(work).busiest
     short, long = max({*map(flat, work.linears.values())}, key=lambda shape: newton_schulz_flops(shape, steps=1))
     seconds = flops / newton_schulz_flops((short, long), steps=1) * _one_iteration(short, long, work, gpu, rates)
     if work.experts:  # whole on a process, and multiplied there

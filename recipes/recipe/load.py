@@ -172,7 +172,7 @@ def _load(
     if problems := [one for one in problems if not only or {*only} & {*one.key.split(".")}]:
         raise refusal(problems, where=shown(Path(path)))
     needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
-    return LoadedRecipe(recipe, weights.find() if weights and needs_weights else None, run.origins)
+    return LoadedRecipe(recipe, weights.found if weights and needs_weights else None, run.origins)
 
 
 def _of_old_run(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ The plain ones are rows of conflicts.py. What a rule reads is written down nowhe
 a value that is wrong itself raises, and then it is skipped. Imports no torch.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig
 from models.registry import parts_not_ours
+from parallel.config import FSDPConfig
 from parallel.errors import listed
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.files.border import foreign
 from recipes.metrics.config import ProfileConfig
-from recipes.recipe.conflicts import Unreadable, conflicts
+from recipes.optimization.config import OptimizerConfig
+from recipes.recipe.conflicts import Unreadable, conflicts, unread, unread_of_run
 from recipes.recipe.fields import Problem, Violation, Written, field_types, refusal_of, sections, toml, value_of
 from recipes.recipe.rules_data import (
     data_is_there,
@@ -26,10 +29,8 @@ from recipes.recipe.rules_data import (
     validation_is_there,
 )
 from recipes.recipe.rules_mesh import batch_divides, mesh_fits
-from recipes.recipe.rules_optimizer import moments_can_move, optimizer_fits, schedule_fits
 from recipes.recipe.schema import Recipe, RunConfig
 from recipes.recipe.stages import Stage, stages_of
-from recipes.recipe.unread import unread, unread_of_run
 
 if TYPE_CHECKING:
     from recipes.weights.locate import InitialWeights
@@ -200,6 +201,55 @@ def _located(key: str, message: str, recipe: Recipe, run: Written) -> Problem:
     return Problem(key, message, toml(value_of(recipe, key)), run.origins.get(key, unwritten))
 
 
+def schedule_fits(recipe: Recipe, *, steps: int | None) -> Iterator[Violation]:
+    """The schedule fits so many steps (None = those of the run), warm-up and decay fit into it; a plug-in's works."""
+    schedule, steps = recipe.schedule, steps or recipe.run.steps
+    name = "schedule.steps" if schedule.steps else "run.steps"
+    if 0 < schedule.steps < steps:
+        yield "schedule.steps", f"is less than the {steps} steps that are trained by it; write more, or 0"
+    steps = schedule.steps or steps
+    warmup, decay = schedule.phases(steps)
+    if decay and schedule.kind != "wsd":
+        yield "schedule.decay_steps", f'is for kind = "wsd" only, not "{schedule.kind}"; write decay_steps = 0'
+    elif warmup + decay > steps:
+        rule = f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} must not exceed {name} = {steps}"
+        shares = sum(phase for phase in (schedule.warmup_steps, schedule.decay_steps) if isinstance(phase, float))
+        fixed = sum(phase for phase in (schedule.warmup_steps, schedule.decay_steps) if isinstance(phase, int))
+        if shares and fixed == 0:
+            remedy = "write shares with a sum of at most 1"
+        elif shares:  # they grow with the run
+            remedy = f"write steps = {math.ceil(fixed / (1 - shares)) + 1} or more, or smaller shares"
+        else:
+            remedy = f"write steps = {fixed} or more, or shares of the run, such as warmup_steps = 0.1"
+        yield f"schedule.{'decay_steps' if decay else 'warmup_steps'}", f"{rule}; {remedy}"
+    elif entry := recipe.added.get("schedule", {}).get(schedule.kind):
+        with foreign(f"{entry.place}: this schedule fails", but=Unreadable):
+            for step in {0, warmup, (warmup + steps) // 2, steps - 1} - {steps}:
+                schedule.learning_rate(step, peak=1.0, steps=steps, fields=recipe.fields_of("schedule", schedule.kind))
+
+
+def moments_can_move(optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """A bfloat16 moment does not change when an update is below half of its last bit, 1/512 to 1/256 of it."""
+    reads = optimizer.facts.reads
+    if optimizer.state_dtype != "bfloat16" or "state_dtype" not in reads:
+        return
+    if max(optimizer.betas) > 0.99:
+        rule = f'"bfloat16" would round away the small updates of betas = {toml(optimizer.betas)}'
+        remedy = 'write betas of at most 0.99, such as [0.9, 0.95], or state_dtype = "float32"'
+        yield "optimizer.state_dtype", f"{rule}; {remedy}"
+    elif "momentum" in reads and optimizer.momentum > 0.99:
+        rule = f'"bfloat16" would round away the small updates of momentum = {optimizer.momentum:g}'
+        remedy = 'write a momentum of at most 0.99, such as 0.95, or state_dtype = "float32"'
+        yield "optimizer.state_dtype", f"{rule}; {remedy}"
+
+
+def optimizer_fits(optimizer: OptimizerConfig, *, fsdp: FSDPConfig) -> Iterator[Violation]:
+    """Whole matrices are multiplied on the device."""
+    if optimizer.facts.orthogonalizes and fsdp.cpu_offload:
+        rule = f'would leave the matrix products of optimizer.name = "{optimizer.name}" to the host\'s processor'
+        yield "fsdp.cpu_offload", f'{rule}; write false, or name = "adamw"'
+
+
 # Rules that most recipes do not meet import what they need only for those.
 
 
@@ -234,7 +284,7 @@ def shares_are_equal(recipe: Recipe, **world: int | None) -> Iterator[Violation]
     """What holds for processes that share sequences or matrices."""
     mesh, float8 = recipe.mesh, recipe.float8
     if mesh.tensor > 1 or mesh.context > 1 or float8.recipe != "none":
-        from recipes.recipe.rules_shares import mesh_divides_model
+        from recipes.recipe.rules_axes import mesh_divides_model
 
         yield from mesh_divides_model(mesh, model=recipe.model, batch=recipe.batch, float8=float8, **world)
 
@@ -242,7 +292,7 @@ def shares_are_equal(recipe: Recipe, **world: int | None) -> Iterator[Violation]
 def widths_fit(recipe: Recipe) -> Iterator[Violation]:
     """What holds for matrices in float8."""
     if recipe.float8.recipe != "none":
-        from recipes.recipe.rules_shares import float8_fits
+        from recipes.recipe.rules_axes import float8_fits
 
         yield from float8_fits(recipe.float8, model=recipe.model)
 
@@ -250,7 +300,7 @@ def widths_fit(recipe: Recipe) -> Iterator[Violation]:
 def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
     """What holds for the stages of a pipeline."""
     if recipe.mesh.pipeline > 1:
-        from recipes.recipe.rules_pipeline import stages_can_run
+        from recipes.recipe.rules_axes import stages_can_run
 
         yield from stages_can_run(recipe, processes=processes, nodes=nodes)
 
@@ -258,7 +308,7 @@ def pipeline_fits(recipe: Recipe, *, processes: int | None, nodes: int | None) -
 def experts_fit(recipe: Recipe, **world: int | None) -> Iterator[Violation]:
     """What holds for routed experts."""
     if recipe.model.experts:
-        from recipes.recipe.rules_experts import experts_can_run
+        from recipes.recipe.rules_axes import experts_can_run
 
         yield from experts_can_run(recipe, **world)
 

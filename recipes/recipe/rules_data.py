@@ -113,11 +113,11 @@ def _rows_suffice(tokenizer: str, *, model: ModelConfig, initial: "InitialWeight
     from recipes.data.text.tokenizer import tokenizer_problem
 
     if initial is not None and (model.weights or tokenizer == FROM_WEIGHTS):
-        if refused := refusal_of(initial.find):
+        if refused := refusal_of(lambda: initial.found):
             if not model.weights:
                 yield "data.tokenizer", f"needs model.weights or a checkpoint of this run: {refused}"
             return  # weights_fit reports what is wrong with them
-        weights = initial.find()
+        weights = initial.found
         if tokenizer == FROM_WEIGHTS:
             if refused := refusal_of(lambda: weights.tokenizer):
                 yield "data.tokenizer", refused

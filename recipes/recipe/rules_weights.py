@@ -16,10 +16,10 @@ def weights_fit(model: ModelConfig, initial: InitialWeights, *, written: Collect
     """
     if not model.weights:
         return
-    if refused := refusal_of(lambda: initial.find().is_checkpoint or initial.find().stored_tensors):
+    if refused := refusal_of(lambda: initial.found.is_checkpoint or initial.found.stored_tensors):
         yield "model.weights", refused
         return
-    weights = initial.find()
+    weights = initial.found
     if weights.model.by_transformers and not model.by_transformers:
         remedy = f'write name = "{FROM_WEIGHTS}"'
         yield "model.name", f"is a size of our decoder, but {weights.path} holds a model of transformers; {remedy}"

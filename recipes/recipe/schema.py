@@ -27,13 +27,22 @@ from recipes.evaluation.config import ValidationConfig
 from recipes.files.reading import user_path
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import ExpertsConfig, OptimizerConfig, ScheduleConfig
-from recipes.plugins.config import PluginsConfig
 
 if TYPE_CHECKING:
     from parallel.stages import Stages
 
 ONE_OR_SEVERAL = (("data.source", "data.mixture"), ("validation.source", "validation.sources"))
 """Fields that exclude each other: one source, and several."""
+
+
+@dataclass(frozen=True)
+class PluginsConfig:
+    """Python of your own that the recipe loads (docs/extending.md). Nothing is loaded unasked."""
+
+    modules: tuple[str, ...] = ()
+    """Files ("lion.py"), installed modules ("my_ideas.lion"), or entry points of the group "shardwright.plugins"."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Name -> version and hash of the content. A run writes this; a recipe that states it refuses other content."""
 
 
 @dataclass(frozen=True)

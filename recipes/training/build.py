@@ -27,8 +27,7 @@ from recipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from parallel.stages import Stages
-    from recipes.optimization.attention_logits import AttentionLogits
-    from recipes.optimization.balance import Balance
+    from recipes.optimization.after_step import AttentionLogits, Balance
     from recipes.weights.locate import Weights
 
 
@@ -156,14 +155,14 @@ def _passes(recipe: Recipe, model: nn.Module, mesh: Mesh, stages: "Stages | None
 def _balance(recipe: Recipe, model: nn.Module, mesh: Mesh) -> "Balance | None":
     if not recipe.model.experts:
         return None
-    from recipes.optimization.balance import Balance  # also for a stage without experts: all stages add up loads
+    from recipes.optimization.after_step import Balance  # also for a stage without experts: all stages add up loads
 
     return Balance(model, mesh, recipe.experts, whole=recipe.model)
 
 
 def _logits(recipe: Recipe, model: nn.Module, mesh: Mesh) -> "AttentionLogits | None":
     if recipe.metrics.attention_logits or recipe.optimizer.qk_clip:
-        from recipes.optimization.attention_logits import AttentionLogits  # most runs do not ask
+        from recipes.optimization.after_step import AttentionLogits  # most runs do not ask
 
         return AttentionLogits(model, mesh, whole=recipe.model, limit=recipe.optimizer.qk_clip)
     return None

@@ -25,7 +25,7 @@ from recipes.files.units import size
 from recipes.metrics.hardware import Hardware, hardware_of
 from recipes.plan.hardware import devices
 from recipes.plan.memory import FULL, Prediction, predict, summary
-from recipes.plan.muon import matrix_params
+from recipes.plan.messages import matrix_params
 from recipes.plan.stages import parts
 from recipes.recipe.fields import Problem, refusal, toml
 from recipes.recipe.load import LoadedRecipe, load, load_run, to_toml

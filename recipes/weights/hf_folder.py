@@ -16,7 +16,7 @@ from models.hf import config_to_hf, layout_of
 from models.hf_config import config_to_transformers, read_model
 from models.layout import key_of
 from models.transformers_config import TransformersConfig
-from parallel.errors import TemporaryError, UserError, listed
+from parallel.errors import TemporaryError, UserError, listed, some
 from recipes.data.text.tokens_beside import TOKENIZER_CONFIG, without_mark
 from recipes.files.layout import TOKENIZER
 from recipes.files.lock import written_alone
@@ -128,7 +128,7 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
                 shapes = f"has shape {list(entry.shape)}, but the model needs {list(how.shape_there)}"
                 problems.append(f"{entry.name} in {file.name} {shapes}")
     if missing and not damaged:  # otherwise they may be in the damaged files
-        problems.append(f"missing: {_some(missing)}")
+        problems.append(f"missing: {some(missing)}")
     problems += [
         f"{entry.name} in {file.name} has type {entry.dtype}; weights must be {listed(DTYPE_BYTES, last='or')}"
         for file, entry in stored.values()
@@ -138,7 +138,7 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
         name for name, (_, entry) in found.items() if not layout.ignores(name, entry.shape) and 0 not in entry.shape
     ]
     if unknown:
-        problems.append(f"the model has no place for {_some(unknown)}")
+        problems.append(f"the model has no place for {some(unknown)}")
     if problems:
         raise _unusable(folder, problems)
     return stored
@@ -221,12 +221,12 @@ def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
             files = sorted(set(names.values()))
             outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
             if outside:  # names alone: in the hub's cache, the files themselves are links to another folder
-                problems.append(f"{INDEX} names files outside of the folder: {_some(outside)}; download it again")
+                problems.append(f"{INDEX} names files outside of the folder: {some(outside)}; download it again")
             return [folder / name for name in files if name not in outside]
         problems.append(f"{INDEX} has no weight_map")
         return []
     others = [name for kind in (".safetensors", ".bin", ".pth") for name in there if name.endswith(kind)]
-    instead = f"; the folder has {_some(others)}" if others else ""
+    instead = f"; the folder has {some(others)}" if others else ""
     if others and not any(name.endswith(".safetensors") for name in others):
         instead += ". Loading such files can run code, so they are never read; let transformers write safetensors:"
         classes = _read_json(folder / HF_CONFIG).get("architectures")
@@ -234,11 +234,6 @@ def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
         instead += f' {name}.from_pretrained("{folder}").save_pretrained("{folder.name}-safetensors")'
     problems.append(f"{SINGLE} and {INDEX} are missing{instead}")
     return []
-
-
-def _some(names: Sequence[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 @contextmanager

@@ -110,9 +110,10 @@ class InitialWeights:
     config: str = ""
     """The value of model.config."""
 
-    def find(self) -> Weights:
+    @cached_property
+    def found(self) -> Weights:
         """What initial_weights() returns. Raises UserError as it does."""
-        return self._located
+        return initial_weights(self.weights, self.run_folder)
 
     def model(self) -> ModelConfig:
         """The model of the weights or, where there are none yet, of the config. Raises UserError."""
@@ -121,9 +122,9 @@ class InitialWeights:
         return self.outside_of_stages()
 
     def outside_of_stages(self) -> ModelConfig:
-        """The model of what find() returns, with the rope_theta that the run has outside of its stages. Raises
+        """The model of what is found, with the rope_theta that the run has outside of its stages. Raises
         UserError."""
-        found, recipe = self.find(), self.run_folder / RECIPE
+        found, recipe = self.found, self.run_folder / RECIPE
         if found.path.parent != self.run_folder / CHECKPOINTS or not recipe.is_file():
             return found.model
         try:
@@ -138,10 +139,6 @@ class InitialWeights:
         from recipes.weights.hf_folder import config_file, read_config
 
         return read_config(config_file(self.config))[0]
-
-    @cached_property
-    def _located(self) -> Weights:
-        return initial_weights(self.weights, self.run_folder)
 
 
 def initial_weights(weights: str, run_folder: Path) -> Weights:

@@ -9,7 +9,7 @@ from models.decoder import Decoder
 from models.sizes import SIZES
 from parallel.fsdp import materialize
 from recipes.evaluation.generate import generate
-from recipes.evaluation.sampling import Sampling
+from recipes.evaluation.opened import Sampling
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,9 +22,8 @@ from models.sizes import SIZES
 from parallel.dist import World
 from parallel.errors import UserError
 from recipes.evaluation.generate import generate, open_model
-from recipes.evaluation.sampling import Sampling
-from recipes.lab.plan.plan import plan
-from recipes.lab.plan.world import Asked, world_of
+from recipes.evaluation.opened import Sampling
+from recipes.lab.plan.plan import Asked, plan, world_of
 from recipes.plan.memory import predict
 from recipes.plan.work import work_of
 from recipes.plugins.loading import load_plugins

@@ -9,7 +9,7 @@ docs/parallelism.md shows the same. Imports no torch.
 import math
 from typing import Any
 
-from recipes.recipe.rules_experts import older_than
+from recipes.recipe.rules_axes import older_than
 
 MODEL = {"layers": 2, "heads": 4, "key_value_heads": 2, "tied_embeddings": True, "no_rope_every": 2}
 PIPELINE_BLOCKS = 4

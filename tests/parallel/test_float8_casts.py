@@ -13,7 +13,7 @@ from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
 from parallel.float8 import Cast, casts_of_linears, convert_linears, precompute_scales
-from parallel.float8_casts import CastCounts, cast_counts
+from recipes.metrics.float8_samples import CastCounts, cast_counts
 from tests.build import build_model, cpu_mesh
 from tests.processes import run_processes
 

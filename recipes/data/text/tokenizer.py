@@ -72,10 +72,6 @@ class Tokenizer:
     rows: int | None = None
     """Rows of the embedding of the model that reads the tokens, if it is known."""
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a document. Raises UserError for one that the model has no row for, and ForeignError."""
-        return self._begun(self.ids(text))
-
     def ids(self, text: str, *, special: bool = False) -> list[int]:
         """The tokens of a text, with those that the tokenizer adds if they are `special`. Raises ForeignError."""
         with foreign(CANNOT_ENCODE, ENCODE_ANY):

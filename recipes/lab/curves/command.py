@@ -12,10 +12,10 @@ from recipes.files.atomic import replace, write_whole
 from recipes.files.layout import REPORT
 from recipes.files.reading import fault
 from recipes.files.screen import tell
-from recipes.lab.curves.comparison import aligned, comparison
 from recipes.lab.curves.listing import listing, state
 from recipes.lab.curves.panels import Axis, Curves, curves
 from recipes.lab.curves.reading import folder_of, read_runs
+from recipes.lab.curves.report import aligned, comparison
 
 WATCHED = 5.0
 """Seconds between two pages."""

@@ -1,7 +1,5 @@
 """How our pictures look. Imports no torch."""
 
-from typing import Literal
-
 import matplotlib
 from matplotlib.axes import Axes
 
@@ -13,10 +11,10 @@ plain_text = matplotlib.rc_context({"text.parse_math": False})
 """Decorates what draws: names, devices and folders may have dollars, which stay what they are."""
 
 
-def tidy(axes: Axes, *, grid: Literal["x", "both"] = "both") -> None:
+def tidy(axes: Axes) -> None:
     """A pale grid behind everything, and no frame above and on the right."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color=GRID, linewidth=0.6)
+    axes.grid(color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
 
 

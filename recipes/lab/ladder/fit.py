@@ -40,6 +40,17 @@ class EndedRun:
     """How often its most read text was read; 0: unknown."""
 
 
+class Trial(NamedTuple):
+    """What one rung reached with one rate."""
+
+    rung: str
+    parameters: int
+    factor: float
+    rate: float
+    loss: float
+    """inf if the run failed or diverged."""
+
+
 class BestRates(NamedTuple):
     """The best learning rate for N parameters is about coefficient * N ** exponent."""
 

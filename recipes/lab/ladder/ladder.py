@@ -2,13 +2,15 @@
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from math import inf, log
 from operator import mul
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy
@@ -16,10 +18,10 @@ from pydantic import TypeAdapter
 
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
+from recipes.files.layout import RECIPE
 from recipes.files.lock import FolderLock
 from recipes.files.reading import fault
-from recipes.lab.ladder.fit import EndedRun, best_rates, fit_law, too_close
-from recipes.lab.ladder.rates import HALVINGS, factor_before, settle_factor, trials_of
+from recipes.lab.ladder.fit import EndedRun, Trial, best_rates, fit_law, too_close
 from recipes.lab.ladder.rungs import Budget, budgets, require_scalable, rung_sizes
 from recipes.lab.ladder.runs import is_done, point_of, runs_of, train_all, write_recipes
 from recipes.metrics.ladder import Fit, Ladder
@@ -37,6 +39,45 @@ FEWEST = 3
 """Sizes that determine a law."""
 GROUPS = 5
 """Rungs times seeds: the bootstrap draws among these."""
+CLOSE = 0.01
+"""Losses that differ by this share are as good: seeds differ as much."""
+HALVINGS = 3
+"""Rates below those that were asked for, each half of the one before, tried while the lowest is the best."""
+
+
+def trials_of(planned: Sequence[Budget]) -> list[Trial]:
+    """The trials among these runs."""
+    return [
+        Trial(one.rung.name, one.rung.parameters, one.tries, one.recipes[0].optimizer.lr, point.loss if point else inf)
+        for one in planned
+        if one.tries
+        for point in [point_of(one)]
+    ]
+
+
+def settle_factor(trials: Sequence[Trial]) -> float:
+    """The factor of all other runs, as far as these trials say.
+
+    All rungs get one factor of the rate that their size asks for, so that rates stay a power of N: the largest one up
+    to 1 whose loss, in the mean over the rungs that tried, is within CLOSE of the best. It only goes down: a rate at
+    the edge of stability costs far more than one below it (Wortsman et al. 2023, arXiv 2309.14322), and the best rate
+    falls with the length of a run (Bjorck et al. 2024, arXiv 2409.19913), while the trials are the shortest runs.
+    """
+    factors = {trial.factor for trial in trials if trial.factor <= 1}
+    means = {factor: fmean(log(trial.loss) for trial in trials if trial.factor == factor) for factor in factors}
+    least = min(means.values())
+    return max(factor for factor in factors if means[factor] <= least + CLOSE) if least < inf else min(factors)
+
+
+def factor_before(planned: Sequence[Budget], rates: Collection[float]) -> float | None:
+    """The factor of the runs that were trained already, if it is one that trials of these rates may suggest, else 1;
+    None if there are none."""
+    may_be = [rate / 2**halved for rate in rates for halved in range(HALVINGS + 1)]
+    for run in (budget.recipes[0] for budget in planned):
+        if (trained := run.run.folder / RECIPE).exists():
+            ratio = load(trained, rules=False, kind=type(run)).optimizer.lr / run.optimizer.lr
+            return next((factor for factor in may_be if abs(ratio / factor - 1) < 1e-6), 1.0)
+    return None
 
 
 def climb(
@@ -171,8 +212,7 @@ def _answer(
 ) -> list[str]:
     """Fit the laws and write them, with a page. Returns the lines for the screen. Raises UserError if too few runs have
     ended, or if they do not determine a law: the page says what there is."""
-    from recipes.lab.ladder.answer import LadderAnswer, lines
-    from recipes.lab.ladder.page import PAGE, write_ladder_page
+    from recipes.lab.ladder.answer import PAGE, LadderAnswer, lines, write_ladder_page
 
     points = [point for budget in planned if not budget.tries and (point := point_of(budget))]
     trials = trials_of(planned)

@@ -15,11 +15,10 @@ from parallel.errors import UserError
 from recipes.files.exit_codes import FINISHED, REFUSED
 from recipes.files.reading import fault
 from recipes.files.screen import say
-from recipes.lab.plan.numbers import numbers_of
+from recipes.lab.plan.numbers import numbers_of, stages_numbers
 from recipes.lab.plan.options import USAGE, Options, read_options
-from recipes.lab.plan.plan import plan, plans_of_sizes
-from recipes.lab.plan.screen import about, costs, screen, sizes_screen
-from recipes.lab.plan.world import Asked, World, degrees_of, world_of
+from recipes.lab.plan.plan import Asked, World, degrees_of, plan, plans_of_sizes, world_of
+from recipes.lab.plan.screen import about, costs, plans_of_stages, screen, sizes_screen, stages_screen
 from recipes.recipe.load import load
 from recipes.recipe.rules_ladder import ladder_for
 from recipes.recipe.schema import Recipe
@@ -92,13 +91,11 @@ def _planned(path: str, changes: Sequence[str], options: Options, world: World) 
 
 def _staged(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:
     """A plan for each stage, and their sum."""
-    from recipes.lab.plan.of_stages import plans, stages_numbers, stages_screen
-
     recipe = _load_for(path, changes, world)
     if options.search or isinstance(recipe.model, TransformersConfig):
         what = "--search looks for one mesh" if options.search else "models of transformers are counted for one length"
         raise UserError(f"{what}, but {recipe.run.name} has stages; write the values of one of them as a recipe")
-    stages = plans(recipe, world, options.money)
+    stages = plans_of_stages(recipe, world, options.money)
     return PlanAnswer(stages_screen(recipe, stages), stages_numbers(stages))
 
 

@@ -13,8 +13,8 @@ from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.lab.plan.numbers import numbers_of_memory, numbers_of_world
 from recipes.lab.plan.options import Options
+from recipes.lab.plan.plan import World, degrees_of
 from recipes.lab.plan.screen import COLUMNS, ROWS, about, memory_line, memory_table, number, seconds
-from recipes.lab.plan.world import World, degrees_of
 from recipes.plan.memory import Prediction, predict
 from recipes.recipe.schema import Recipe
 

@@ -1,12 +1,12 @@
 """Every number of a plan for scripts, not rounded: `--plan --json`. Imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from parallel.config import MeshDegrees
-from recipes.lab.plan.plan import Plan
-from recipes.lab.plan.screen import IMBALANCE, Money, unequal
-from recipes.lab.plan.world import World
+from recipes.lab.plan.plan import Plan, World
+from recipes.lab.plan.screen import IMBALANCE, Money, StagePlan, cost_of_all, unequal
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, Prediction
 from recipes.recipe.schema import Recipe
@@ -73,3 +73,14 @@ def numbers_of_memory(memory: Prediction, gpu: Gpu) -> dict[str, Any]:
             for moment, pieces in memory.moments.items()
         },
     }
+
+
+def stages_numbers(stages: Sequence[StagePlan]) -> dict[str, Any]:
+    """The numbers of the plans of stages."""
+    with_steps = [
+        {"stage": one.stage.name, "first_step": one.stage.first + 1, "last_step": one.stage.last}
+        | numbers_of(one.plan, one.money)
+        for one in stages
+    ]
+    fits = all(planned.plan.fits for planned in stages)
+    return {"stages": with_steps, "fits": fits, "cost": {**asdict(cost_of_all(stages)), "price": stages[0].money.price}}

@@ -7,11 +7,10 @@ from textwrap import wrap
 
 from parallel.errors import UserError
 from recipes.files.reading import fault
-from recipes.lab.plan.plan import Plan, plan
+from recipes.lab.plan.plan import Plan, World, plan
 from recipes.lab.plan.screen import COLUMNS, number, off_by
 from recipes.lab.plan.search import TIE, Search, refusal_of_all, what_would_fit
 from recipes.lab.plan.search_space import SEARCHED, Candidate, Changes, Space, changes, numerics_of
-from recipes.lab.plan.world import World
 from recipes.metrics.hardware import MEMORY
 from recipes.plan.memory import FULL
 from recipes.recipe.fields import toml

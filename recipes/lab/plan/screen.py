@@ -6,13 +6,14 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from recipes.lab.plan.plan import DAY, MESSAGES, Plan, TrainingCost, plan
-from recipes.lab.plan.world import World
+from parallel.errors import UserError
+from recipes.lab.plan.plan import DAY, MESSAGES, Plan, TrainingCost, World, plan
 from recipes.metrics.ladder import Ladder
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, Prediction
 from recipes.plan.time import StepTime
 from recipes.recipe.schema import Recipe
+from recipes.recipe.stages import Stage, stages_of, tokens_of
 
 IMBALANCE = 1.5
 """Load of the fullest process's experts, relative to the mean, beside which a plan is shown. Assumed."""
@@ -292,3 +293,52 @@ def duration(days: float) -> str:
         if days >= least:
             return f"{number(days * scale)} {unit}"
     return f"{number(days * DAY)} seconds"
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage, what it will need, and what its cost is computed from."""
+
+    stage: Stage
+    plan: Plan
+    money: Money
+
+    @property
+    def cost(self) -> TrainingCost:
+        """The cost of all its steps."""
+        return self.money.of(self.plan)
+
+
+def plans_of_stages(recipe: Recipe, world: World, money: Money) -> list[StagePlan]:
+    """A plan for each stage. Raises UserError for a number of tokens, which the steps of stages say."""
+    if money.tokens is not None:
+        raise UserError("--tokens: the stages of this recipe say how many each takes; change their until instead")
+    return [
+        StagePlan(stage, plan(stage.recipe, world), replace(money, tokens=tokens_of(stage)))
+        for stage in stages_of(recipe)
+    ]
+
+
+def stages_screen(recipe: Recipe, stages: Sequence[StagePlan]) -> list[str]:
+    """Lines for all stages and their sum."""
+    lines = about(recipe, stages[0].plan.world, stages[0].plan.time)
+    for planned in stages:
+        stage = planned.stage
+        lines += ["", f"stage {stage.name}: steps {stage.first + 1:,} to {stage.last:,}", *layout(planned.plan)]
+        lines += [*answers(planned.plan), *costs(planned.plan, planned.money)]
+    total, price = cost_of_all(stages), stages[0].money.price
+    paid = "" if total.money is None else f": {number(total.money)} at {price:g} each"
+    return [
+        *lines,
+        "",
+        f"all stages: {in_units(total.tokens)} tokens in {duration(total.days)},"
+        f" {number(total.gpu_hours)} GPU-hours{paid}",
+    ]
+
+
+def cost_of_all(stages: Sequence[StagePlan]) -> TrainingCost:
+    """The cost of all stages."""
+    costs, price = [planned.cost for planned in stages], stages[0].money.price
+    hours = sum(cost.gpu_hours for cost in costs)
+    paid = None if price is None else price * hours
+    return TrainingCost(sum(cost.tokens for cost in costs), sum(cost.days for cost in costs), hours, paid)

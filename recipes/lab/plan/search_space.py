@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel.config import ActivationCheckpointingConfig, MeshConfig, MeshDegrees, PipelineConfig
 from parallel.errors import UserError
-from recipes.lab.plan.world import World
+from recipes.lab.plan.plan import World
 from recipes.plan.hardware import Gpu
 from recipes.recipe.fields import sections, toml
 from recipes.recipe.rules import violations

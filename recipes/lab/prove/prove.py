@@ -28,8 +28,7 @@ from recipes.lab.prove.compare import EQUAL, FLOAT32, Comparison, Limits, compar
 from recipes.lab.prove.diagnosis import KINDS, Difference
 from recipes.lab.prove.reference import Alone, Record
 from recipes.lab.prove.runs import GRADIENT_BAD, LOSS_BAD, SPIKE, Stopped, read_all, run_twin
-from recipes.lab.prove.text import WORDS, write_words
-from recipes.lab.prove.twin import SAVED, STEPS, Twin, elsewhere, twins_of
+from recipes.lab.prove.twin import SAVED, STEPS, WORDS, Twin, elsewhere, twins_of, write_words
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of

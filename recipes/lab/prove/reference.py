@@ -25,9 +25,8 @@ from models.experts import Routed, SparseFeedForward
 from models.interface import blocks_of, interface_of
 from models.loss import IGNORED
 from recipes.data.batches import MicroBatch
-from recipes.lab.prove.text import FEW, OTHER, TEXT
-from recipes.lab.prove.twin import SAVED, Twin
-from recipes.optimization.attention_logits import rows_of
+from recipes.lab.prove.twin import FEW, OTHER, SAVED, TEXT, Twin
+from recipes.optimization.after_step import rows_of
 from recipes.optimization.config import OptimizerConfig
 from recipes.training.build import plain_model
 
@@ -254,7 +253,7 @@ def _filled(twin: Twin, device: torch.device) -> nn.Module:
 
         by_itself = replace(recipe.float8, all_gather=False, gather_activations=False)
         convert_linears(model, by_itself, device_type=device.type)
-        if twin.parts > 1:
+        if twin.degrees.context > 1:
             _scale_in_parts(model, twin)
     model.to_empty(device=device)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -268,7 +267,7 @@ def _filled(twin: Twin, device: torch.device) -> nn.Module:
 
 def _scale_in_parts(model: nn.Module, twin: Twin) -> None:
     """Let every float8 linear scale parts of the tokens by themselves, as the processes of a context group do."""
-    parts = twin.parts
+    parts = twin.degrees.context
     order = torch.arange(twin.recipe.batch.sequence_length).view(2 * parts, -1)
     if twin.recipe.mesh.context_by == "gather":  # a part is one chunk from either end
         order = order[[chunk for part in range(parts) for chunk in (part, 2 * parts - 1 - part)]]

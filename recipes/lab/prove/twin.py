@@ -5,6 +5,7 @@ axis, blocks over stages, windows and chunks over tokens. Imports no torch.
 """
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, gcd, lcm
@@ -17,8 +18,9 @@ from parallel.config import MeshConfig, MeshDegrees
 from parallel.errors import UserError
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import DataConfig
+from recipes.data.text.tokenizer import END_OF_DOCUMENT
 from recipes.evaluation.config import ValidationConfig
-from recipes.lab.prove.text import OTHER, TEXT, TOKENIZER, WORDS
+from recipes.files.atomic import write_whole
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.recipe.fields import value_of, with_values
 from recipes.recipe.rules import violations
@@ -30,6 +32,11 @@ STEPS, SAVED = 8, 4
 RATE = 3e-3
 LENGTH, WIDTH, INNER, EXPERTS = 48, 48, 80, 8
 """The least tokens of a row, and widths and experts of a model; multiples of what shares them are larger."""
+TEXT, OTHER, TOKENIZER = "text.jsonl", "other.jsonl", "tokenizer.json"
+WORDS = 95
+"""Tokens, with the end of a document. A twin's vocabulary has rows that no token has."""
+FEW = 16
+"""Words of the other text of a mixture. A row with others is not of it; a test looks for one of TEXT without others."""
 ON_CPU = {
     "run.device": "cpu",
     "attention.backend": "auto",
@@ -73,15 +80,6 @@ class Twin:
         never = {"validation.every": 0, "validation.average": 0, "checkpoint.every": 0}
         return self.with_values("-quiet", **never)
 
-    @property
-    def short(self) -> "Twin":
-        """Two steps of the same with as few micro-batches as can be several, all of which count."""
-        rows = self.degrees.data_parallel * self.recipe.batch.micro_batch_size
-        few = {"run.steps": 2, "run.loss_spike_z": 0.0, "checkpoint.every": 0}
-        few |= {"batch.global_batch_size": 2 * self.degrees.pipeline * rows}
-        few |= {"validation.every": 2, "validation.batches": 1, "validation.average": 0}
-        return self.with_values("-short", **few)
-
     def clipped(self, norm: float) -> "Twin":
         """The same with this limit of gradient norms."""
         return self.with_values("", **{"optimizer.grad_clip": norm})
@@ -99,11 +97,6 @@ class Twin:
         is_tied = degrees.pipeline > 1 and recipe.model.tied_embeddings
         eager = not recipe.compile.enabled and recipe.fsdp.reduce_dtype == "float32" and recipe.batch.loss_chunks == 1
         return eager and not is_tied and degrees.tensor == degrees.context == degrees.expert == 1
-
-    @property
-    def parts(self) -> int:
-        """Number of parts into which a context group cuts rows."""
-        return self.degrees.context
 
     @property
     def precision(self) -> str:
@@ -251,6 +244,27 @@ def _words(recipe: Recipe, folder: Path, length: int) -> DataConfig:
     if recipe.data.has_pairs:
         data = replace(data, prompt_field="prompt", answer_field="answer")
     return replace(data, answer_length=16) if recipe.model.is_encoder_decoder else data
+
+
+def write_words(folder: Path) -> None:
+    """Write the files. Fields "text", "prompt" and "answer" of a row are of 2 to 40 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    draw, words = random.Random(0), {END_OF_DOCUMENT: 0} | {f"w{number}": number for number in range(1, WORDS)}
+
+    def some(most: int, of: int) -> str:
+        return " ".join(draw.choices([*words][1 : of + 1], k=draw.randint(2, most)))
+
+    def rows(of: int) -> str:
+        found = ({"text": some(40, of), "prompt": some(12, of), "answer": some(12, of)} for _ in range(600))
+        return "".join(f"{json.dumps(row)}\n" for row in found)
+
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([END_OF_DOCUMENT])
+    write_whole(folder / TEXT, rows(WORDS - 1))
+    write_whole(folder / OTHER, rows(FEW))
+    write_whole(folder / TOKENIZER, tokenizer.to_str())
 
 
 def _up_to(least: int, unit: int) -> int:

@@ -13,7 +13,7 @@ from recipes.files.lock import FolderLock
 from recipes.files.screen import say
 from recipes.lab.curves.panels import curves
 from recipes.lab.curves.reading import read_runs
-from recipes.lab.sweep.grid import Row, Sweep
+from recipes.lab.sweep.grid import Sweep
 from recipes.lab.sweep.numerics import numerics_table
 from recipes.lab.sweep.results import TABLE, Result, append, current_results, result_of, table
 from recipes.lab.sweep.runner import train_apart
@@ -41,17 +41,13 @@ def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None], option: 
                 log(f"{which}: as before, {one_line(known)}")
                 continue
             log(f"{which}: running, at most {row.timeout:g} s")
-            result = run_row(row, folder=sweep.folder)
+            _set_aside(row.recipe.run.folder)
+            ended = train_apart(row.recipe, sweep.folder, processes=row.processes, timeout=row.timeout)
+            result = result_of(row, ended)
             append(sweep.folder, result)
             log(f"{which}: {one_line(result)}")
             write_sweep_page(sweep)
         return current_results(sweep)
-
-
-def run_row(row: Row, *, folder: Path) -> Result:
-    """Train a row; returns its line of results.jsonl."""
-    _set_aside(row.recipe.run.folder)
-    return result_of(row, train_apart(row.recipe, folder, processes=row.processes, timeout=row.timeout))
 
 
 def write_sweep_page(sweep: Sweep) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from parallel.errors import some
 from recipes.files.markdown import markdown_table
 from recipes.lab.sweep.grid import Row, Sweep
 from recipes.lab.sweep.results import (
@@ -25,8 +26,6 @@ NORM_RATIO = (0.9, 1.1)
 """Range of the median, over the logged steps, of the gradient norm divided by the reference's."""
 HOW_TO_READ = "docs/benchmarks/README.md says when a row passes."
 YARDSTICK = "yardstick"
-MOST_NAMED = 5
-"""How many skipped steps a verdict lists."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,7 @@ def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], ro
 def _skipped(result: Result, prefix: str) -> dict[str, bool]:
     """{message: True} for a run that skipped steps; empty for others."""
     steps = result.get("skipped_steps", [])
-    words = f"{prefix} {'steps' if len(steps) > 1 else 'step'} {', '.join(map(str, steps[:MOST_NAMED]))}"
-    words += f" and {len(steps) - MOST_NAMED} more" if len(steps) > MOST_NAMED else ""
+    words = f"{prefix} {'steps' if len(steps) > 1 else 'step'} {some(steps)}"
     return {words: True} if steps else {}
 
 

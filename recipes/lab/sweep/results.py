@@ -224,11 +224,6 @@ def remarks(sweep: Sweep) -> list[str]:
     return said
 
 
-def baseline_row(sweep: Sweep, results: dict[str, Result]) -> Row | None:
-    """The row that speeds are compared with: the first measured one."""
-    return next((row for row in sweep.rows if _is_done(row, results)), None)
-
-
 def mean_gap(gap: Sequence[tuple[int, float]]) -> float | None:
     """Mean over the last quarter of the logged steps, because the gap at a single step is noise."""
     return fmean(difference for _, difference in last_quarter(gap)) if gap else None
@@ -243,7 +238,7 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
     """The sweep's page in Markdown."""
     done = [result for result in results.values() if result["outcome"] == "done"]
     gaps = loss_gaps(sweep, results)
-    slow = baseline_row(sweep, results)
+    slow = next((row for row in sweep.rows if _is_done(row, results)), None)  # which speeds are compared with
     first = results[slow.label]["tokens_per_second_per_device"] if slow else None
     emulated = ", float8 emulated" if any(map(_emulated, sweep.rows)) else ""
     lines = [f"# {sweep.name}{emulated}", "", _conditions(sweep, done), ""]

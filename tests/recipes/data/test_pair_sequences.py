@@ -20,13 +20,13 @@ from recipes.data.batches import MicroBatch
 from recipes.data.config import BatchConfig, DataConfig
 from recipes.data.open_data import Data, DataSettings, Launch, open_data
 from recipes.data.pair_batches import PairBatches
-from recipes.data.pair_rules import pair_problems
 from recipes.data.pair_sequences import Pairing, PairSequences, pack, runs_of_similar
 from recipes.data.sequences import Quarantine
 from recipes.data.text.pair_format import PairFormat
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.workspace import preparation
+from recipes.weights.pairing import pair_problems
 from tests.recipes.data.text.test_pair_format import both
 from tests.recipes.data.texts import SMALL
 

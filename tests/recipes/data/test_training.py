@@ -247,7 +247,7 @@ def test_tokens_of_other_trainers_train_as_the_same_text_on_two_processes_and_th
     tokenizer = tokenizer_for(tmp_path / "rows.jsonl")
     for name in ("rows", "held"):
         shards_in(tmp_path / name, work_on(tmp_path / f"{name}.jsonl", fraction=0, tokenizer=tokenizer))
-    tokens = [[[*tokenizer.encode(text), tokenizer.end_of_document] for text in some] for some in (texts, held)]
+    tokens = [[[*tokenizer.ids(text), tokenizer.end_of_document] for text in some] for some in (texts, held)]
     ours = change(
         small,
         run={"name": "ours_prepared"},

@@ -17,11 +17,18 @@ from models.decoder import Decoder
 from models.transformers import TransformersModel
 from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
-from recipes.evaluation.by_transformers import check_search, open_exported, texts_of
 from recipes.evaluation.evaluate import answer_of
-from recipes.evaluation.generate import continue_text, generate, open_for_prompts, open_model
+from recipes.evaluation.generate import (
+    check_search,
+    continue_text,
+    generate,
+    open_exported,
+    open_for_prompts,
+    open_model,
+    texts_of,
+)
 from recipes.evaluation.losses import without_dropout
-from recipes.evaluation.sampling import Sampling
+from recipes.evaluation.opened import Sampling
 from recipes.weights.convert import import_folder, load_weights
 from recipes.weights.locate import find_weights
 from tests.families import FAMILIES, VOCABULARY

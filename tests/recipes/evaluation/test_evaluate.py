@@ -17,7 +17,7 @@ from parallel.errors import UserError
 from parallel.fsdp import materialize
 from recipes.evaluation.evaluate import Evaluation, continuation, evaluate_text
 from recipes.evaluation.losses import mean_loss
-from recipes.evaluation.sampling import Sampling
+from recipes.evaluation.opened import Sampling
 from tests.build import cpu_mesh
 from tests.processes import run_processes
 

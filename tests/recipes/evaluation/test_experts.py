@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from models.decoder import Decoder
 from recipes.evaluation.generate import generate, open_model
-from recipes.evaluation.sampling import Sampling
+from recipes.evaluation.opened import Sampling
 from recipes.files.exit_codes import FINISHED, REFUSED
 from recipes.recipe.schema import Recipe
 from tests.commands import run_command
@@ -79,7 +79,7 @@ def test_a_generated_text_is_that_of_the_whole_sequence_without_a_cache(dtype: s
     model = opened.model
     assert isinstance(model, Decoder) and model.routers is not None
     assert {parameter.dtype for parameter in model.routers.parameters()} == {torch.float32}
-    prompt = opened.tokenizer.encode("def f(x):")
+    prompt = opened.tokenizer.ids("def f(x):")
     text = [*prompt, *generate(model, prompt, Sampling(max_tokens=12, temperature=0.0))]
     with torch.no_grad():
         best = model(torch.tensor([text])).argmax(-1)[0].tolist()

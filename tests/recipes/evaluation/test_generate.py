@@ -30,8 +30,7 @@ from parallel.fsdp import materialize
 from recipes.data.text.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer, load_tokenizer
 from recipes.evaluation import generate as generate_module
 from recipes.evaluation.generate import choose_device, continue_text, generate, open_model
-from recipes.evaluation.opened import stream_text
-from recipes.evaluation.sampling import Sampling, next_token, odds
+from recipes.evaluation.opened import Sampling, next_token, odds, stream_text
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
@@ -236,7 +235,7 @@ TEXT = "naïve 中文 \U0001f600\U0001f469\u200d\U0001f680 end" * 3
 
 
 def test_no_piece_has_half_a_character(bytes_only: Tokenizer) -> None:
-    ids = bytes_only.encode(TEXT)
+    ids = bytes_only.ids(TEXT)
     assert len(ids) == len(TEXT.encode())
     pieces = list(stream_text(ids, bytes_only.decode))
     assert pieces == list(TEXT)
@@ -250,7 +249,7 @@ def test_random_bytes_are_yielded_completely_and_in_many_pieces(bytes_only: Toke
 
 
 def test_an_incomplete_character_at_the_end_is_yielded(bytes_only: Tokenizer) -> None:
-    cut = bytes_only.encode("a中")[:-1]
+    cut = bytes_only.ids("a中")[:-1]
     assert list(stream_text(cut, bytes_only.decode)) == ["a", "\N{REPLACEMENT CHARACTER}"]
 
 
@@ -281,7 +280,7 @@ def test_a_hugging_face_folder_continues_a_text(bytes_only: Tokenizer, tmp_path:
     opened = open_model(folder_of(theirs, bytes_only, tmp_path / "model"), dtype=torch.float32, device=CPU)
     said: list[str] = []
     tokens, seconds = continue_text(opened, "naïve ", Sampling(20, temperature=0.0), log=said.append)
-    prompt = bytes_only.encode("naïve ")
+    prompt = bytes_only.ids("naïve ")
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0].tolist()
     ids = [i for i in expected if i < 257]  # the model has a few more rows than the tokenizer has tokens
     assert said[0] == "naïve " and len(said) > 3
@@ -324,11 +323,11 @@ def test_only_a_model_trained_with_a_beginning_token_gets_one(bytes_only: Tokeni
         import_folder(folder, tmp_path / f"imported {token}")
         for place in (folder, tmp_path / f"imported {token}"):
             opened = open_model(place, dtype=torch.float32, device=CPU)
-            assert opened.prompt_ids("ab") == [bos, *bytes_only.encode("ab")]
+            assert opened.prompt_ids("ab") == [bos, *bytes_only.ids("ab")]
     weights = find_weights(tmp_path / "imported None")
     trained = replace(weights, facts=replace(weights.facts, bos_token_id=None))
     opened = open_model(trained, dtype=torch.float32, device=CPU)
-    assert opened.prompt_ids("ab") == bytes_only.encode("ab")
+    assert opened.prompt_ids("ab") == bytes_only.ids("ab")
 
 
 def test_a_tokenizer_of_another_model_is_refused(bytes_only: Tokenizer, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from parallel.dist import start, stop
 from recipes.data.batches import MicroBatch
 from recipes.evaluation.evaluate import continuation
 from recipes.evaluation.losses import mean_loss
-from recipes.evaluation.sampling import Sampling
+from recipes.evaluation.opened import Sampling
 from tests.build import build_model, cpu_mesh
 from tests.meshes import mesh_config, on_each_mesh
 

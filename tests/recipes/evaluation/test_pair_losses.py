@@ -14,8 +14,7 @@ from parallel.errors import UserError
 from recipes.data.pair_sequences import Pairing
 from recipes.data.text.pair_format import PairFormat
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
-from recipes.evaluation.evaluate import Evaluation
-from recipes.evaluation.pair_losses import PairReader, evaluate_pairs
+from recipes.evaluation.evaluate import Evaluation, PairReader, evaluate_pairs
 from tests.build import cpu_mesh
 from tests.families import family_config
 from tests.processes import run_processes

@@ -49,7 +49,7 @@ def test_a_pair_is_bad_and_a_prompt_or_a_document_refused_where_it_panics(panics
     assert [row.problem.partition(": Onig")[0] for row in read] == ["", "cannot be encoded: PanicException", ""]
     assert len(pairs) == 2
     with pytest.raises(UserError, match=r"cannot encode a text: PanicException.*; give a tokenizer that encodes any"):
-        panics.encode(PANIC)
+        panics.ids(PANIC)
     with pytest.raises(UserError, match=r"^document 12, 'xxx.*PanicException"):
         _encoded(["one", PANIC], panics, first=11)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import logits
+from models import sinks
 from models.config import ModelConfig
 from models.documents import Documents, Lengths, Mask
 from models.sizes import SIZES
-from recipes.optimization.attention_logits import AttentionLogits
+from recipes.optimization.after_step import AttentionLogits
 from tests.build import build_model, cpu_mesh
 
 HEADS, KEYS, LENGTH, WIDTH = 4, 2, 24, 8
@@ -53,7 +53,7 @@ def by_definition(query: Tensor, key: Tensor, sees: Tensor) -> Tensor:
 def test_largest_logits_are_those_of_all_that_a_token_sees(
     scores: int, window: int, last: int, inside: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logits, "SCORES", scores)
+    monkeypatch.setattr(sinks, "SCORES", scores)
     query, key = inputs()
     tokens = torch.ones(2, LENGTH, dtype=torch.int64)
     tokens[0, 7] = tokens[1, 15] = tokens[1, 19] = 0
@@ -72,7 +72,7 @@ def test_largest_logits_are_those_of_all_that_a_token_sees(
         row, place = whole // LENGTH, whole % LENGTH
         restriction = Lengths(row * last + (place - LENGTH + last).clamp(0, last), whole)
     largest = torch.full((HEADS,), 1.5)
-    logits.note(largest, query[:, :, -last:], key, restriction, {"window": window, "scale": 2.0})
+    sinks.note(largest, query[:, :, -last:], key, restriction, {"window": window, "scale": 2.0})
     torch.testing.assert_close(largest, (2 * expected).clamp(min=1.5))
 
 

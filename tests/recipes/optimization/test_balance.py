@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parallel.dist import World
-from recipes.optimization import balance
+from recipes.optimization import after_step
 from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
 from tests.training import change, rows, run_all, take_step, train, training
@@ -46,7 +46,7 @@ def test_rows_have_the_loads_and_the_losses_of_routers(alone: World, small: Reci
 def test_all_tokens_to_one_expert_train_and_are_named(
     alone: World, small: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(balance, "LONG", 3)
+    monkeypatch.setattr(after_step, "LONG", 3)
     recipe = routed(small, "one_expert", model={"experts_per_token": 1, "router_bias": True})
     with training(recipe, alone) as trainer:
         favour(trainer, 1)

@@ -10,14 +10,13 @@ from torch import Tensor
 
 import parallel.experts
 from parallel.config import MeshDegrees
-from recipes.lab.plan.plan import plan
+from recipes.lab.plan.plan import World, plan
 from recipes.lab.plan.search import peak
 from recipes.lab.plan.search_space import numerics_of
-from recipes.lab.plan.world import World
 from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict
+from recipes.plan.messages import matrix_params
 from recipes.plan.moments import sizes_of
-from recipes.plan.muon import matrix_params
 from recipes.plan.rates import RATES
 from recipes.plan.stages import parts
 from recipes.plan.time import step_time, time_of

@@ -11,7 +11,7 @@ from parallel.config import MeshConfig, MeshDegrees
 from parallel.mesh import build_mesh
 from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict
-from recipes.plan.muon import Cost, cost, matrix_params
+from recipes.plan.messages import MuonCost, matrix_params, muon_cost
 from recipes.plan.time import step_time
 from recipes.plan.tracked import LiveBytes, fake_processes
 from recipes.plan.work import work_of
@@ -26,8 +26,8 @@ def muon(model: str, *words: str) -> Recipe:
     )
 
 
-def of(model: str, degrees: MeshDegrees) -> Cost:
-    return cost(work_of(muon(model), degrees))
+def of(model: str, degrees: MeshDegrees) -> MuonCost:
+    return muon_cost(work_of(muon(model), degrees))
 
 
 def products(short: int, long: int) -> int:
@@ -121,6 +121,6 @@ def test_beside_its_state_a_process_holds_a_few_batches_and_never_a_share_of_the
                 live.restart()
                 before = live.now
                 built.optimizer.step()
-    predicted = cost(work_of(recipe, mesh.fit(processes))).live
+    predicted = muon_cost(work_of(recipe, mesh.fit(processes))).live
     # A quarter more than predicted, for what Python frees a moment later in a process that has run other tests.
     assert predicted / 2 < live.peak - before <= 1.25 * predicted

@@ -14,7 +14,7 @@ from recipes.plan.stages import in_flight, parts
 from recipes.plan.time import time_of
 from recipes.plan.work import work_of
 from recipes.recipe.load import CONFIGS, load
-from recipes.recipe.rules_experts import older_than
+from recipes.recipe.rules_axes import older_than
 from recipes.recipe.schema import Recipe
 from tests.live_bytes import tracked_stage
 from tests.processes import run_processes

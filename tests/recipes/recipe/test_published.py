@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.lab.plan.plan import plan
-from recipes.lab.plan.world import Asked, world_of
+from recipes.lab.plan.plan import Asked, plan, world_of
 from recipes.recipe.load import CONFIGS, load
 from recipes.recipe.stages import stages_of
 

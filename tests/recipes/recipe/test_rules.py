@@ -235,7 +235,7 @@ def test_a_stage_of_a_run_may_have_a_pipeline_of_its_own() -> None:
 
 
 def test_an_older_torch_is_refused_where_it_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.recipe.rules_experts.version", lambda _: "2.11.0+cpu")
+    monkeypatch.setattr("recipes.recipe.rules_axes.version", lambda _: "2.11.0+cpu")
     old = "needs torch 2.12 or later, and this is 2.11.0+cpu; write"
     for schedule in ZERO_BUBBLE:
         assert broken_by(piped(schedule))["pipeline.schedule"] == f'"{schedule}" {old} "interleaved"'

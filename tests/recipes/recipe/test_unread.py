@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from parallel.errors import UserError
+from recipes.recipe.conflicts import NEEDS
 from recipes.recipe.fields import field_types, sections, value_of
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.schema import Recipe
-from recipes.recipe.unread import NEEDS
 from tests.training import DEBUG
 
 UNREAD = """

@@ -10,9 +10,8 @@ from parallel.config import CompileConfig
 from parallel.dist import World, start, stop
 from parallel.errors import UserError
 from parallel.kernels import compile_blocks
-from recipes.evaluation.by_transformers import texts_of
-from recipes.evaluation.generate import open_model
-from recipes.evaluation.sampling import Sampling
+from recipes.evaluation.generate import open_model, texts_of
+from recipes.evaluation.opened import Sampling
 from recipes.files.layout import EXPORT, LOG_FILE
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe

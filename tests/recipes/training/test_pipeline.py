@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel.dist import start, stop
-from recipes.evaluation.sampling import Sampling
+from recipes.evaluation.opened import Sampling
 from recipes.evaluation.scoring import Prompt, Scored, continuations, log_likelihoods
 from recipes.recipe.schema import Recipe
 from tests.meshes import mesh_degrees

@@ -198,8 +198,7 @@ def test_a_name_on_the_hub_is_refused_with_the_command_that_downloads_it(
 
 
 def test_nan_weights_are_refused_by_every_command_that_reads_them(folder: Path, tmp_path: Path) -> None:
-    from recipes.evaluation.by_transformers import open_exported
-    from recipes.evaluation.generate import open_model
+    from recipes.evaluation.generate import open_exported, open_model
 
     import_folder(folder, tmp_path / "sound")
     poison(folder, float("nan"))

@@ -22,9 +22,8 @@ from recipes.recipe.load import load_run
 from recipes.recipe.rules import violations
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
-from recipes.weights.convert import load_weights
+from recipes.weights.convert import CARD, load_weights
 from recipes.weights.locate import find_weights
-from recipes.weights.publish import CARD
 from tests.meshes import degrees, mesh_degrees
 from tests.processes import run_processes
 from tests.recipes.weights.test_experts import write_folder

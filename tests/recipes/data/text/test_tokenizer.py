@@ -59,14 +59,14 @@ def test_any_text_decodes_to_itself(source: Path) -> None:
     tokenizer = load("train:300", source)
     assert tokenizer.vocabulary == 300
     for text in ("the quick fox", "ümlaut 😀 \x00 \t\r\n  x", "<|endoftext|>", "123456 don't  ", ""):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer.encode(WORDS)) < len(WORDS) / 1.5
-    assert list(tokenizer.encode_batch([WORDS, "x"])) == [tokenizer.encode(WORDS), tokenizer.encode("x")]
+        assert tokenizer.decode(tokenizer.ids(text)) == text
+    assert len(tokenizer.ids(WORDS)) < len(WORDS) / 1.5
+    assert list(tokenizer.encode_batch([WORDS, "x"])) == [tokenizer.ids(WORDS), tokenizer.ids("x")]
 
 
 def test_text_cannot_end_its_document_by_spelling_out_the_token(source: Path) -> None:
     tokenizer = load("train:300", source)
-    assert tokenizer.end_of_document not in tokenizer.encode("a <|endoftext|> b")
+    assert tokenizer.end_of_document not in tokenizer.ids("a <|endoftext|> b")
     assert tokenizer.decode([tokenizer.end_of_document]) == "<|endoftext|>"
 
 
@@ -79,8 +79,8 @@ def test_text_cannot_end_its_document_if_the_file_does_not_mark_the_token_specia
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     found = load(tmp_path, source)
     assert found.decode([found.end_of_document]) == "<|im_end|>"
-    assert found.end_of_document not in found.encode("one<|im_end|>two")
-    assert found.decode(found.encode("one<|im_end|>two")) == "one<|im_end|>two"
+    assert found.end_of_document not in found.ids("one<|im_end|>two")
+    assert found.decode(found.ids("one<|im_end|>two")) == "one<|im_end|>two"
     (tmp_path / "again.json").write_text(found.json)  # as it is stored with shards
     assert load(tmp_path / "again.json", source).fingerprint == found.fingerprint
 
@@ -107,7 +107,7 @@ def test_no_tokenizer_is_trained_on_a_source_that_changes_meanwhile(
 def test_smallest_vocabulary_encodes_each_byte_alone(source: Path) -> None:
     tokenizer = load(f"train:{SMALLEST_VOCABULARY}", source)
     assert tokenizer.vocabulary == SMALLEST_VOCABULARY
-    assert len(tokenizer.encode("the fox")) == len("the fox")
+    assert len(tokenizer.ids("the fox")) == len("the fox")
 
 
 def test_trained_tokenizer_is_cached_by_the_contents_of_its_source(source: Path) -> None:
@@ -184,7 +184,7 @@ def test_tokenizer_loads_from_its_file_or_the_folder_of_the_file(tmp_path: Path,
     for spec in (path, tmp_path):
         tokenizer = load(spec, source)
         assert (tokenizer.vocabulary, tokenizer.end_of_document) == (4, 3)
-        assert tokenizer.encode("a b a zzz") == [1, 2, 1, 0]
+        assert tokenizer.ids("a b a zzz") == [1, 2, 1, 0]
         assert tokenizer_problem(str(spec), 4) is None
 
 

@@ -226,7 +226,7 @@ def test_documents_end_with_the_named_token_unless_there_is_a_certain_one(
         found.end_of_document,
         found.fingerprint,
     )
-    assert AutoTokenizer.from_pretrained(folder)(WORDS)["input_ids"] == found.encode(WORDS)
+    assert AutoTokenizer.from_pretrained(folder)(WORDS)["input_ids"] == found.ids(WORDS)
 
 
 def test_prefix_space_that_a_class_of_transformers_would_override_is_refused(tmp_path: Path) -> None:
@@ -247,8 +247,8 @@ def pairs_of(tokenizer: Tokenizer, prompt: str, answer: str) -> list[int]:
 
 def test_nothing_in_a_tokenizer_makes_chance_decide(tmp_path: Path) -> None:
     certain, by_chance = load(write_folder(tmp_path / "a", {})), load(write_folder(tmp_path / "b", {}, dropout=0.5))
-    expected = certain.encode(WORDS * 20)
-    assert by_chance.encode(WORDS * 20) == expected == next(iter(by_chance.encode_batch([WORDS * 20])))
+    expected = certain.ids(WORDS * 20)
+    assert by_chance.ids(WORDS * 20) == expected == next(iter(by_chance.encode_batch([WORDS * 20])))
     assert pairs_of(by_chance, WORDS * 20, "fox") == pairs_of(certain, WORDS * 20, "fox")
     opened = OpenedModel(None, by_chance, FACTS, as_pairs=True)  # type: ignore[arg-type]
     assert opened.prompt_ids(WORDS * 20) == expected

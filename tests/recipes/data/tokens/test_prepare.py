@@ -67,7 +67,7 @@ def test_tokens_lead_back_to_the_rows_of_their_documents(tmp_path: Path) -> None
         pieces = pieces[:-1] if pieces[-1] == "" and count > 1 else pieces
         assert len(places) == len(pieces)
         for (file, row, begin, end), piece in zip(places, pieces, strict=True):
-            document = work.tokenizer.encode([lines["a"], lines["b"]][file][row - 1])
+            document = work.tokenizer.ids([lines["a"], lines["b"]][file][row - 1])
             assert work.tokenizer.decode(document[begin:end]) == piece
         assert sum(end - begin for _, _, begin, end in places) == count
     assert len(list(tokens.documents(0, tokens.tokens))) == sum(shard.documents for shard in shards)

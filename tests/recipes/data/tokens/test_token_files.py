@@ -105,7 +105,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tokenizer, D
     texts = write_rows(folder / "rows.jsonl", 300)
     tokenizer = tokenizer_for(folder / "rows.jsonl")
     shards_in(folder / "prepared", work_on(folder / "rows.jsonl", fraction=0, tokenizer=tokenizer))
-    return folder, tokenizer, [[*tokenizer.encode(text), tokenizer.end_of_document] for text in texts]
+    return folder, tokenizer, [[*tokenizer.ids(text), tokenizer.end_of_document] for text in texts]
 
 
 def opened(source: str, tokenizer: Tokenizer, lines: list[str] | None = None, **data: Any) -> Data:

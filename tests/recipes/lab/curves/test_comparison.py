@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from recipes.lab.curves.comparison import aligned, comparison
 from recipes.lab.curves.reading import read_runs
+from recipes.lab.curves.report import aligned, comparison
 from recipes.lab.curves.style import shortened
 from tests.recipes.lab.curves.runs import row, run_folder
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from recipes.lab.curves.page import draw_panel
 from recipes.lab.curves.panels import curves
-from recipes.lab.curves.picture import draw_panel
 from recipes.lab.curves.reading import read_runs
 from tests.recipes.lab.curves.runs import row, run_folder
 

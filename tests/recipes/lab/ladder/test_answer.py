@@ -7,10 +7,8 @@ import pytest
 
 from models.config import ModelConfig
 from models.sizes import SIZES
-from recipes.lab.ladder.answer import CAUTION, LadderAnswer, at_equal_flops, lines
-from recipes.lab.ladder.fit import BestRates, EndedRun, compute_optimal
-from recipes.lab.ladder.page import write_ladder_page
-from recipes.lab.ladder.rates import Trial
+from recipes.lab.ladder.answer import CAUTION, LadderAnswer, at_equal_flops, lines, write_ladder_page
+from recipes.lab.ladder.fit import BestRates, EndedRun, Trial, compute_optimal
 from recipes.lab.ladder.rungs import scaled
 from recipes.metrics.ladder import Ladder, losses
 from tests.ladders import LAW, fit

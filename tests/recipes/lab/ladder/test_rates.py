@@ -4,7 +4,8 @@ from math import inf
 
 import pytest
 
-from recipes.lab.ladder.rates import Trial, settle_factor
+from recipes.lab.ladder.fit import Trial
+from recipes.lab.ladder.ladder import settle_factor
 
 
 def trials(*rungs: dict[float, float]) -> list[Trial]:

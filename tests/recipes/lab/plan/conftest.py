@@ -7,4 +7,4 @@ import pytest
 def _no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU decides; and a closed pipe does not end pytest, as it ends the command."""
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("recipes.lab.plan.world.devices", lambda: ())
+    monkeypatch.setattr("recipes.lab.plan.plan.devices", lambda: ())

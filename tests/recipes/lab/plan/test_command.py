@@ -10,9 +10,8 @@ import pytest
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.lab.plan import command
-from recipes.lab.plan.plan import plan
+from recipes.lab.plan.plan import World, plan
 from recipes.lab.plan.screen import Money, costs
-from recipes.lab.plan.world import World
 from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict
 from recipes.plan.time import step_time

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.lab.plan.plan import Plan, plan
+from recipes.lab.plan.plan import Plan, World, plan
 from recipes.lab.plan.screen import Money, between, duration, in_units, number, screen, seconds
-from recipes.lab.plan.world import World
 from recipes.plan.hardware import GPUS
 from recipes.plan.time import StepTime
 from recipes.recipe.load import CONFIGS, load

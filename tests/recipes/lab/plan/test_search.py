@@ -11,19 +11,18 @@ import pytest
 
 from parallel.config import ActivationCheckpointingConfig, MeshConfig
 from parallel.errors import UserError
-from recipes.lab.plan.plan import Plan, plan
+from recipes.lab.plan.plan import Asked, Plan, World, plan, world_of
 from recipes.lab.plan.result import SearchResult, search, write_fastest
 from recipes.lab.plan.search import GRAIN, KINDS, SLOWEST, TIE, kind_of, peak
 from recipes.lab.plan.search_space import CHUNKS, PREFETCH, SEARCHED, SHARES, Meshed, Space, changes, tuned
-from recipes.lab.plan.world import Asked, World, world_of
 from recipes.plan.hardware import GPUS, Gpu
 from recipes.plan.memory import FULL
 from recipes.plan.rates import RATES
+from recipes.recipe.conflicts import unread
 from recipes.recipe.fields import value_of
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.rules import violations
 from recipes.recipe.schema import Recipe
-from recipes.recipe.unread import unread
 from recipes.weights.locate import InitialWeights
 from tests.training import change
 
@@ -372,7 +371,7 @@ def test_a_recipe_of_405b_on_16384_gpus_is_searched_without_torch_in_half_a_minu
 import sys
 from recipes.recipe.load import load
 from recipes.plan.hardware import GPUS
-from recipes.lab.plan.world import World
+from recipes.lab.plan.plan import World
 from recipes.lab.plan.search_space import Meshed, Space
 
 recipe = load("{ROOT}/configs/llama3_405b_128x8h100.toml", rules=False)

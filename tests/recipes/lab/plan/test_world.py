@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from recipes.lab.plan.world import Asked, World, known, world_of
+from recipes.lab.plan.plan import Asked, World, known, world_of
 from recipes.plan.hardware import GPUS, Gpu
 from recipes.plan.rates import RATES, Rates
 from recipes.recipe.load import CONFIGS, load
@@ -52,13 +52,13 @@ def test_a_recipe_without_hardware_is_planned_for_the_fewest_h100_of_its_mesh() 
 
 
 def test_the_gpu_of_this_machine_comes_before_the_assumed_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.lab.plan.world.devices", lambda: (CARD, CARD))
+    monkeypatch.setattr("recipes.lab.plan.plan.devices", lambda: (CARD, CARD))
     assert world_of(recipe_of("smollm3_debug.toml"), Asked("")).gpu == GPUS["H200"]
     assert world_of(recipe_of("smollm3_3b_8xh100.toml"), Asked("")).gpu.name == "H100"
 
 
 def test_an_unknown_gpu_of_this_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.lab.plan.world.devices", lambda: (("NVIDIA GeForce RTX 4090", 24_564 * 2**20),))
+    monkeypatch.setattr("recipes.lab.plan.plan.devices", lambda: (("NVIDIA GeForce RTX 4090", 24_564 * 2**20),))
     world = world_of(recipe_of("smollm3_debug.toml"), Asked(""))
     assert (world.gpu.name, world.kind_from) == ("H100", "assumed: this machine's NVIDIA GeForce RTX 4090 is unknown")
 

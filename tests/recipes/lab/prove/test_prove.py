@@ -13,8 +13,7 @@ import torch
 from parallel.dist import on_main, start, stop
 from recipes.lab.prove.compare import Comparison
 from recipes.lab.prove.prove import against_one_process
-from recipes.lab.prove.text import FEW, OTHER, TEXT, write_words
-from recipes.lab.prove.twin import Twin, twins_of
+from recipes.lab.prove.twin import FEW, OTHER, TEXT, Twin, twins_of, write_words
 from recipes.recipe.load import load
 from tests.compiling import graphs_only
 from tests.mutants import plant
@@ -22,7 +21,7 @@ from tests.processes import ROOT, run_processes
 from tests.random_recipes import draw, prove_all
 from tests.test_mutants import MUTANTS
 from tests.training import change
-from tests.twins import lean
+from tests.twins import lean, shortened
 
 SEEDS = range(2)
 # Rounding puts the gradient of a router 2.1e-5 off in the third, which has no field of GPT-OSS; its limit is 2e-5.
@@ -34,7 +33,7 @@ def different_twins(folder: Path) -> dict[str, Twin]:
     for path in sorted((ROOT / "configs").glob("*debug*.toml")):
         recipe = load(path, elsewhere=True)
         for number, twin in enumerate(twins_of(recipe, folder, processes=2, nodes=1, on_gpu=False)):
-            without_name = twin.short.with_values("", **{"run.name": "-"})
+            without_name = shortened(twin).with_values("", **{"run.name": "-"})
             if without_name.recipe not in [other.recipe for other in found.values()]:
                 found[f"{path.stem}-{number}"] = without_name
     return found

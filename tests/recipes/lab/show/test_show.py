@@ -78,7 +78,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tokenizer_for(folder / "both")
     shards_in(folder / "web", work_on(folder / "both", fraction=0, tokenizer=tokenizer))
     shards_in(folder / "code", work_on(folder / "c.jsonl", fraction=0, tokenizer=tokenizer))
-    tokens = [[*tokenizer.encode(text), tokenizer.end_of_document] for text in rows["c"]]
+    tokens = [[*tokenizer.ids(text), tokenizer.end_of_document] for text in rows["c"]]
     write_megatron(folder / "c.bin", tokens)
     return folder
 
@@ -245,7 +245,7 @@ def test_learned_tokens_stand_in_brackets_with_the_name_of_what_ends_an_answer(
     texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = tokenizer_for(texts / "both")
-    ids = [*tokenizer.encode("What?"), *(answer := [*tokenizer.encode(" \x1b[1mThat."), tokenizer.end_of_document])]
+    ids = [*tokenizer.ids("What?"), *(answer := [*tokenizer.ids(" \x1b[1mThat."), tokenizer.end_of_document])]
     learned = np.arange(len(ids)) >= len(ids) - len(answer)
     say_tokens(tokenizer, ids, learned, names_ends=True)
     assert capsys.readouterr().out == "What?[[ \\u001b[1mThat.<|endoftext|>]] (ends with '<|endoftext|>') \n"
