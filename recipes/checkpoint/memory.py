@@ -28,7 +28,7 @@ from recipes.checkpoint import memory_folder
 from recipes.checkpoint.files import complete, read_manifest, verify, write_shard
 from recipes.checkpoint.folder import partial_folder, reason, taken_by
 from recipes.checkpoint.manifest import Damage, shard_name
-from recipes.checkpoint.memory_folder import OF, Held, Mark, Parts, folder_of, require
+from recipes.checkpoint.memory_folder import OF, Held, KeptRun, Mark, Parts, folder_of, require
 from recipes.checkpoint.state import checked_progress, hyperparameters, named_tensors, restore
 from recipes.checkpoint.storage import HostCopies, assemble, local, make_plan, read_tensors, spreads_of
 from recipes.checkpoint.together import Together
@@ -36,7 +36,6 @@ from recipes.files.atomic import free_bytes
 from recipes.files.layout import MEMORY, METRICS, checkpoint_step, checkpoint_steps, step_folder
 from recipes.files.reading import logged_rows
 from recipes.files.units import size
-from recipes.recipe.schema import Recipe
 
 SHARD = shard_name(0, 1)
 GENERATIONS = 2
@@ -46,11 +45,11 @@ GENERATIONS = 2
 class Place:
     """This process's part, its folder, and those that it keeps for others."""
 
-    def __init__(self, recipe: Recipe, world: World, mark: Mark) -> None:
+    def __init__(self, run: KeptRun, world: World, mark: Mark) -> None:
         """Raises UserError if this node has no such place."""
-        self.root, self.mark, self.node = memory_folder.own_folder(recipe), mark, world.node
+        self.root, self.mark, self.node = memory_folder.own_folder(run.memory_folder), mark, world.node
         self.folder = self.root / mark.id / self.node.name
-        self.parts = Parts(world.nodes, recipe.mesh.fit(world.size, nodes=len(world.nodes)))
+        self.parts = Parts(world.nodes, run.degrees)
         takers = self.parts.takers()
         self.to = takers.get(world.rank)
         self.source = next((giver for giver, taker in takers.items() if taker == world.rank), None)
@@ -60,19 +59,19 @@ class Place:
         self.of_node = {folder_of(self.folder, rank) for rank in (*self.node.ranks, *givers)}
 
 
-def newest(recipe: Recipe, world: World, *, after: int, log: Callable[[str], None]) -> Path | None:
+def newest(run: KeptRun, world: World, *, after: int, log: Callable[[str], None]) -> Path | None:
     """This process's part of the newest step after this one that is whole over all nodes; what its node has lost comes
     from another. None if there is no such step. All processes call it.
 
     log: receives what was found. Raises UserError.
     """
-    mark = on_main(world, lambda: memory_folder.read_mark(recipe.run.folder))
+    mark = on_main(world, lambda: memory_folder.read_mark(run.folder))
     if mark is None or not mark.step:
         return None
-    if mark.of != memory_folder.hash_of(recipe, world.size):
+    if mark.of != run.of:
         log(f"step {mark.step} in memory is of another recipe or number of processes, and not used")
         return None
-    place = on_all(world, lambda: Place(recipe, world, mark))
+    place = on_all(world, lambda: Place(run, world, mark))
     share = slice(place.node.ranks.index(world.rank), None, len(place.node.ranks))
     found = [*memory_folder.look(place.folder, mark, place.parts, share=share)]
     held = dict[tuple[int, int], list[Held]]()
@@ -101,7 +100,7 @@ def newest(recipe: Recipe, world: World, *, after: int, log: Callable[[str], Non
     except UserError as error:
         log(f"step {step} in memory is not used: {error}")
         return None
-    log(on_main(world, lambda: _said(recipe.run.folder / METRICS, step, after)))
+    log(on_main(world, lambda: _said(run.folder / METRICS, step, after)))
     if lost := sorted({world.node_of(taker) for _, _, taker in moves}):
         log(f"  what {' '.join(lost)} lacked of it came from other nodes")
     return path
@@ -187,7 +186,7 @@ class Memory:
 
     def __init__(
         self,
-        recipe: Recipe,
+        run: KeptRun,
         world: World,
         *,
         every: int,
@@ -198,23 +197,23 @@ class Memory:
     ) -> None:
         """Delete what is in memory of other starts.
 
-        recipe: of all stages. every: so many steps. begun_from: what newest() returned. own_bytes: of this process's
+        every: so many steps. begun_from: what newest() returned. own_bytes: of this process's
         part. files: name -> text of the small files of a checkpoint. log: receives one line of text per message. Raises
         UserError if a node has no room for the copies.
         """
-        self._run, self._files, self._log = recipe.run.folder, files, log
+        self._run, self._files, self._log = run.folder, files, log
         self._copies, self._messages = HostCopies(), deque[str]()
         self._thread: threading.Thread | None = None
         self._together, self._channel = Together(Channel.MEMORY), Messages(Channel.MEMORY)
 
         def write_mark() -> Mark:
             mark = memory_folder.read_mark(self._run) if begun_from else None
-            mark = mark or memory_folder.new_mark(recipe, world.size)
+            mark = mark or run.new_mark()
             mark.write(self._run)
             return mark
 
         mark = on_main(world, write_mark)
-        self._place = place = on_all(world, lambda: Place(recipe, world, mark))
+        self._place = place = on_all(world, lambda: Place(run, world, mark))
         wanted = own_bytes * GENERATIONS * (2 if place.parts.takers() else 1) * len(place.node.ranks)
 
         def make_room() -> None:

@@ -30,8 +30,6 @@ from recipes.checkpoint.manifest import Damage
 from recipes.files.atomic import write_whole
 from recipes.files.layout import MEMORY, checkpoint_step, step_folder
 from recipes.files.reading import fault, user_path
-from recipes.recipe.load import to_toml
-from recipes.recipe.schema import Recipe
 
 OF = "memory"
 """The key of a manifest's state with the ID and the part."""
@@ -51,12 +49,23 @@ class Mark:
         write_whole(run / MEMORY, json.dumps(asdict(self)) + "\n")
 
 
-def hash_of(recipe: Recipe, processes: int) -> str:
-    return xxhash.xxh3_128_hexdigest(f"{processes} {to_toml(recipe)}".encode())
+@dataclass(frozen=True)
+class KeptRun:
+    """A run whose steps are kept in memory."""
 
+    folder: Path
+    memory_folder: str
+    recipe: str
+    """Its text."""
+    degrees: MeshDegrees
 
-def new_mark(recipe: Recipe, processes: int) -> Mark:
-    return Mark(secrets.token_hex(8), hash_of(recipe, processes), 0)
+    @property
+    def of(self) -> str:
+        """That of its marks."""
+        return xxhash.xxh3_128_hexdigest(f"{self.degrees.processes} {self.recipe}".encode())
+
+    def new_mark(self) -> Mark:
+        return Mark(secrets.token_hex(8), self.of, 0)
 
 
 def read_mark(run: Path) -> Mark | None:
@@ -67,9 +76,9 @@ def read_mark(run: Path) -> Mark | None:
     return None
 
 
-def own_folder(recipe: Recipe) -> Path:
+def own_folder(memory_folder: str) -> Path:
     """The folder of this user on this node, which is made. Raises UserError if others could write there."""
-    place = user_path(recipe.checkpoint.memory_folder) / f"shardwright-{os.geteuid()}"
+    place = user_path(memory_folder) / f"shardwright-{os.geteuid()}"
     try:
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)

@@ -22,7 +22,7 @@ from recipes.files.reading import names_in
 from recipes.metrics.throughput import Throughput
 from recipes.optimization.optimizer import matrices_of
 from recipes.optimization.skip_steps import StepGuard
-from recipes.recipe.load import LoadedRecipe
+from recipes.recipe.load import LoadedRecipe, to_toml
 from recipes.recipe.rules_mesh import require_fits_world
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage, at_several_lengths, stage_of, stages_of
@@ -42,6 +42,7 @@ from recipes.training.run_folder import (
 if TYPE_CHECKING:
     from recipes.checkpoint.checkpoints import Checkpoints
     from recipes.checkpoint.memory import Memory
+    from recipes.checkpoint.memory_folder import KeptRun
     from recipes.evaluation.beside import Beside
     from recipes.metrics.float8_samples import CastSampler
     from recipes.metrics.profile import StepProfiler
@@ -91,7 +92,8 @@ def build_run(loaded: LoadedRecipe, process: Process, *, after: int | None = Non
     if any(stage.recipe.checkpoint.memory_every for stage in stages_of(recipe)):
         from recipes.checkpoint.memory import newest
 
-        checkpoint = newest(recipe, world, after=step_of(checkpoint), log=process.console.log) or checkpoint
+        kept, log = _kept_run(recipe, process), process.console.log
+        checkpoint = newest(kept, world, after=step_of(checkpoint), log=log) or checkpoint
     if recipe.profile.trace_steps:
         from recipes.metrics.profile import StepProfiler
 
@@ -167,9 +169,7 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     guard = StepGuard(built.mesh, device=world.device, max_skipped_steps=most, loss_spike_z=spike)
     guard.restore(progress)
     recorder = Recorder(stage, process, built, loader, guard=guard, throughput=throughput, progress=progress)
-    memory = None
-    if checkpoints and (every := recipe.checkpoint.memory_every) and clock.step < recipe.run.steps:
-        memory = _memory(loaded.recipe, process, built, checkpoints, checkpoint, every=every)
+    memory = _memory(loaded, stage, process, built, checkpoints, checkpoint)
     observers, beside = observers_of(recipe, process, built), process.beside
     if recipe.validation.job and world.is_main:
         from recipes.evaluation.beside import Beside
@@ -183,15 +183,25 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     return Run(process, stage, built, loader, checkpoints, memory, guard, recorder, observers, tasks)
 
 
+def _kept_run(recipe: Recipe, process: Process) -> "KeptRun":
+    """recipe: of all stages."""
+    from recipes.checkpoint.memory_folder import KeptRun
+
+    degrees = recipe.mesh.fit(process.world.size, nodes=len(process.world.nodes))
+    return KeptRun(recipe.run.folder, recipe.checkpoint.memory_folder, to_toml(recipe), degrees)
+
+
 def _memory(
-    recipe: Recipe,
+    loaded: LoadedRecipe,
+    stage: Stage,
     process: Process,
     built: Built,
-    checkpoints: "Checkpoints",
+    checkpoints: "Checkpoints | None",
     checkpoint: Path | None,
-    *,
-    every: int,
-) -> "Memory":
+) -> "Memory | None":
+    recipe = stage.recipe
+    if not checkpoints or not recipe.checkpoint.memory_every or process.clock.step >= recipe.run.steps:
+        return None
     from recipes.checkpoint.memory import Memory
     from recipes.checkpoint.storage import local
 
@@ -199,9 +209,9 @@ def _memory(
     elements, of_matrices = (sum(part.numel() for part in some) for some in (parts, matrices))
     moments = recipe.optimizer.state_bytes(elements, len(parts), matrices=(of_matrices, len(matrices)))
     return Memory(
-        recipe,
+        _kept_run(loaded.recipe, process),
         process.world,
-        every=every,
+        every=recipe.checkpoint.memory_every,
         begun_from=checkpoint if is_in_memory(checkpoint) else None,
         own_bytes=sum(part.nbytes for part in parts) + moments,
         files=checkpoints.files,

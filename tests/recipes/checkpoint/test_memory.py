@@ -29,8 +29,6 @@ from recipes.checkpoint.memory_folder import (
 )
 from recipes.checkpoint.storage import assemble, make_plan, spreads_of
 from recipes.files.layout import MEMORY, step_folder
-from recipes.recipe.load import load
-from tests.training import DEBUG, change
 
 MARK = Mark("0a1b2c3d", "hash", 4)
 ALL = slice(None)
@@ -169,14 +167,13 @@ def a_folder_of_another_user(place: Path) -> None:
 )
 def test_a_place_where_others_could_write_is_refused(tmp_path: Path, make: Callable[[Path], object]) -> None:
     (folder := tmp_path / "memory").mkdir()
-    recipe = change(load(DEBUG), checkpoint={"memory_folder": str(folder)})
     make(folder / f"shardwright-{os.geteuid()}")
     with pytest.raises(UserError, match=r"^checkpoint\.memory_folder: "):
-        own_folder(recipe)
+        own_folder(str(folder))
 
 
 def test_the_place_is_of_this_user_alone(tmp_path: Path) -> None:
-    place = own_folder(change(load(DEBUG), checkpoint={"memory_folder": str(tmp_path)}))
+    place = own_folder(str(tmp_path))
     assert place.stat().st_mode & 0o777 == 0o700
 
 
