@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.dist import World, on_all, on_main
-from parallel.errors import UserError
+from parallel.errors import UserError, some
 from parallel.messages import Channel, Messages
 from recipes.checkpoint import memory_folder
 from recipes.checkpoint.files import complete, read_manifest, verify, write_shard
@@ -65,11 +65,11 @@ def newest(run: KeptRun, world: World, *, after: int, log: Callable[[str], None]
 
     log: receives what was found. Raises UserError.
     """
-    mark = on_main(world, lambda: memory_folder.read_mark(run.folder))
+    mark, of = on_main(world, lambda: (memory_folder.read_mark(run.folder), run.of))  # a path may differ elsewhere
     if mark is None or not mark.step:
         return None
-    if mark.of != run.of:
-        log(f"step {mark.step} in memory is of another recipe or number of processes, and not used")
+    if mark.of != of:
+        log(f"step {mark.step} in memory is of another recipe, folder or number of processes, and not used")
         return None
     place = on_all(world, lambda: Place(run, world, mark))
     share = slice(place.node.ranks.index(world.rank), None, len(place.node.ranks))
@@ -226,9 +226,11 @@ class Memory:
         def require_room() -> None:
             free = free_bytes(place.root)
             if free is not None and (free := free + taken_by(place.folder)) < wanted:
+                others = [str(folder) for about, folder in memory_folder.runs_in(place.root) if about.stem != mark.id]
                 raise UserError(
                     f"checkpoint.memory_every: the copies need {size(wanted)} on {place.node.name}, and {place.root}"
-                    f" has {size(free)} free; write another checkpoint.memory_folder, or memory_every = 0"
+                    f" has {size(free)} free{f', beside those of {some(others)}' if others else ''}; write another"
+                    " checkpoint.memory_folder, or memory_every = 0"
                 )
 
         on_all(world, make_room)

@@ -41,7 +41,7 @@ class Mark:
 
     id: str
     of: str
-    """Hash of the recipe and the number of processes."""
+    """Hash of the run's folder and recipe, and of the number of processes."""
     step: int
     """The newest that all nodes have kept; 0 = none yet."""
 
@@ -61,8 +61,8 @@ class KeptRun:
 
     @property
     def of(self) -> str:
-        """That of its marks."""
-        return xxhash.xxh3_128_hexdigest(f"{self.degrees.processes} {self.recipe}".encode())
+        """That of its marks. A copy of its folder is another run."""
+        return xxhash.xxh3_128_hexdigest(f"{self.folder.resolve()} {self.degrees.processes} {self.recipe}".encode())
 
     def new_mark(self) -> Mark:
         return Mark(secrets.token_hex(8), self.of, 0)
@@ -94,14 +94,23 @@ def own_folder(memory_folder: str) -> Path:
 def remove_stale(place: Path, mark: Mark, run: Path) -> None:
     """Say which run this mark is of, and delete what this node has in memory of marks that no run has any more."""
     write_whole(place / f"{mark.id}.json", json.dumps({"run": str(run.resolve())}))
-    for about in place.glob("[!.]*.json"):
-        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            found = read_mark(Path(json.loads(about.read_text(encoding="utf-8"))["run"]))
-            if found and found.id == about.stem:
-                continue
+    for about, folder in runs_in(place):
+        found = read_mark(folder) if folder else None
+        if (found and found.id == about.stem) or (folder and not folder.parent.is_dir()):  # seen elsewhere, perhaps
+            continue
         shutil.rmtree(about.with_suffix(""), ignore_errors=True)
         with suppress(OSError):
             about.unlink()
+
+
+def runs_in(place: Path) -> Iterator[tuple[Path, Path | None]]:
+    """What says which run something is of, and the folder of that run; None if it cannot be read."""
+    for about in place.glob("[!.]*.json"):
+        folder = None
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            folder = Path(json.loads(about.read_text(encoding="utf-8"))["run"])
+            folder.exists()
+        yield about, folder
 
 
 @dataclass(frozen=True)
