@@ -23,7 +23,6 @@ NOT_ASKED_FOR = {
     "models.documents",
     "models.transformers_config",
     "parallel.float8",
-    "recipes.metrics.float8_samples",
     "recipes.cluster.links",
     "recipes.cluster.preflight",
     "recipes.data.text.hub",
