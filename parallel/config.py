@@ -257,8 +257,6 @@ class Float8Config:
     """Linears not to convert: those with one of these as a component of their dotted name."""
     emulate: bool = False
     """Compute in bf16 or fp32 with float8 rounding, for devices without float8 matrix units. Slow; for tests."""
-    sample_every: Annotated[int, Ge(0)] = 0
-    """Every this many steps, write overflow and underflow of every cast to float8.jsonl; 0 = off. Not with compile."""
 
     @property
     def plain_linears(self) -> frozenset[str]:

@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any, cast
@@ -16,7 +16,6 @@ from models.interface import ModelInterface, interface_of
 from parallel.config import Float8Config
 from parallel.errors import UserError
 from parallel.float8_limits import UNIT, fit, why_not_excluded, why_not_shared
-from parallel.fsdp import plain_name
 
 
 def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str, shards: int = 1) -> str:
@@ -114,79 +113,6 @@ def _linear_of_rows() -> type[nn.Module]:
 def precompute_scales(model: nn.Module) -> None:
     """Compute all weights' scales for float8 all-gather with one all-reduce. Call it after every optimizer step."""
     _torchao_float8().precompute_float8_dynamic_scale_for_fsdp(model)
-
-
-@dataclass(frozen=True)
-class Cast:
-    """One rounding to float8 of an operand of a linear's three products."""
-
-    tensor: str
-    """torchao's name: "input", "weight" or "grad_output"; with "_for_grad_weight" or "_for_grad_input" where a second
-    product casts the same operand otherwise."""
-    dtype: torch.dtype
-    axis: int | None
-    """Axis of the operand, (tokens, width) or (out, in), along which the numbers share a scale; None = all do."""
-    power_of_two: bool
-    """Whether the scale is rounded down to a power of two."""
-
-    @property
-    def operand(self) -> str:
-        """ "input", "weight" or "grad_output"."""
-        return self.tensor.partition("_for_")[0]
-
-
-def casts_of_linears(model: nn.Module) -> dict[str, tuple[nn.Linear, list[Cast]]]:
-    """Plain name -> (module, its different casts), of every converted linear, from Float8Linear's own configuration.
-
-    Its products are input x weight^T, then grad_output x weight and grad_output^T x input; a scale goes along the axis
-    that a product sums over.
-    """
-    _torchao_float8()
-    from torchao.float8.config import ScalingGranularity, ScalingType
-    from torchao.float8.float8_linear import Float8Linear
-
-    found = {}
-    for name, linear in model.named_modules():
-        if not isinstance(linear, Float8Linear):
-            continue
-        casts: dict[tuple[str, int | None], Cast] = {}  # an operand has one dtype in both of its products
-        for tensor, axis in _SUMMED_AXIS.items():
-            config = getattr(linear.config, f"cast_config_{tensor}")
-            if config.scaling_type is ScalingType.DISABLED:
-                continue
-            along = None if config.scaling_granularity is ScalingGranularity.TENSORWISE else axis
-            new = Cast(tensor, config.target_dtype, along, linear.config.round_scales_to_power_of_2)
-            casts.setdefault((new.operand, along), new)
-        found[plain_name(name)] = (linear, list(casts.values()))
-    return found
-
-
-_SUMMED_AXIS = {
-    "input": 1,
-    "weight": 1,
-    "grad_output": 1,
-    "weight_for_grad_input": 0,
-    "input_for_grad_weight": 0,
-    "grad_output_for_grad_weight": 0,
-}
-
-
-def scale_for(largest: Tensor, cast: Cast) -> Tensor:
-    """torchao's scales of numbers with these largest magnitudes."""
-    _torchao_float8()
-    from torchao.float8.float8_utils import amax_to_scale
-
-    return amax_to_scale(largest, cast.dtype, round_scales_to_power_of_2=cast.power_of_two)
-
-
-def gathered_as_float8(linear: nn.Linear) -> tuple[Tensor, Tensor | None] | None:
-    """(this process's part of the weight, its scale where that is computed in advance), or None without such a gather.
-
-    Ask between steps, while the weights are sharded.
-    """
-    with torch.no_grad():  # else to_local() makes a view, and torchao's class forgets the scale
-        local: Any = linear.weight.to_local() if isinstance(linear.weight, DTensor) else linear.weight
-    return (local._tensor, local._precomputed_scale) if hasattr(local, "_precomputed_scale") else None
 
 
 Move = Callable[[DTensor, Placement], DTensor]

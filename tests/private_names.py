@@ -81,7 +81,5 @@ NAMES: dict[str, tuple[str, str]] = {
     "_model_mapping": ("which class a config names", TRANSFORMERS + "models/auto/auto_factory.py"),
     "_no_split_modules": ("where the blocks are", TRANSFORMERS + "modeling_utils.py"),
     "_data": ("rows in float8, which are gathered as bytes", "https://github.com/pytorch/ao"),
-    "_precomputed_scale": ("float8 weights in checkpoints", "https://github.com/pytorch/ao"),
     "_supports_sdpa": ("whether a kernel fits", TRANSFORMERS + "modeling_utils.py"),
-    "_tensor": ("float8 weights in checkpoints", "https://github.com/pytorch/ao"),
 }

@@ -15,7 +15,6 @@ EVALUATION_LOG = "evaluations.txt"  # what the processes that did so print
 LOG_FILE = "log.txt"  # a copy of the screen output
 END = "end.json"  # what killed the run (recipes/files/end.py)
 QUARANTINE = "quarantine.jsonl"  # the rows of the data that were skipped
-FLOAT8_SHARES = "float8.jsonl"  # {"step", "linear", "tensor", "overflow", "underflow"} for each sampled step
 PROOF = "proof.json"  # what was proved before the first step (recipes/cluster/proof.py)
 REPORT = "report.html"  # curves and what else there is to say, with report.md; written at validations and the end
 TENSORBOARD = "tensorboard"  # folder of what TensorBoard reads

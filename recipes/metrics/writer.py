@@ -9,7 +9,7 @@ from typing import Any
 
 from recipes.files.atomic import Lines, sync, utc_now
 from recipes.files.border import reason
-from recipes.files.layout import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
+from recipes.files.layout import LOG_FILE, METRICS, QUARANTINE
 from recipes.files.screen import say
 from recipes.metrics.config import TRACKERS, MetricsConfig
 
@@ -104,7 +104,7 @@ class MetricsWriter:
         for sink in self._sinks.values():
             sink.call("flush")
         try:
-            sync(self._folder, (METRICS, FLOAT8_SHARES, QUARANTINE, LOG_FILE))
+            sync(self._folder, (METRICS, QUARANTINE, LOG_FILE))
         except OSError as error:
             self._log(f"{self._folder} cannot be synced: {error.strerror}; a power cut would lose lines")
 

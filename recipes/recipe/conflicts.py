@@ -166,19 +166,9 @@ CONFLICTS: tuple[Conflict, ...] = (
      '"tensorwise"'),
     ("float8.all_gather", lambda r: r.float8.all_gather and r.mesh.tensor > 1,
      "would train to other numbers with mesh.tensor > 1; write all_gather = false"),
-    ("float8.sample_every", lambda r: r.float8.sample_every and r.mesh.tensor > 1,
-     "does not work with mesh.tensor > 1 yet; write 0"),
     # The kind of GPU is known only when the run starts.
     ("float8.emulate", lambda r: r.float8.recipe != "none" and not r.float8.emulate and r.run.device == "cpu",
      'must be true with run.device = "cpu": CPUs have no float8 matrix units; write emulate = true'),
-    # Hooks on the linears count the casts, and a block compiled as one graph runs no hooks.
-    ("float8.sample_every", lambda r: r.float8.sample_every and r.float8.recipe == "none",
-     'samples casts, but recipe = "none" makes none; write 0, or a recipe'),
-    ("float8.sample_every", lambda r: r.float8.sample_every and r.float8.recipe != "none" and r.compile.enabled,
-     "needs hooks in the blocks, which compile.enabled = true rules out; write 0, or enabled = false"),
-    ("float8.sample_every", lambda r: r.float8.recipe != "none" and not r.compile.enabled
-       and r.float8.sample_every > r.run.steps,
-     "exceeds run.steps = {run.steps}, so no step would be sampled; write at most {run.steps}"),
     # Stages of a pipeline.
     ("pipeline.stages_per_rank", lambda r: r.mesh.pipeline > 1 and r.pipeline.schedule in ("1f1b", "gpipe")
        and r.pipeline.runs != 1,
@@ -198,8 +188,6 @@ CONFLICTS: tuple[Conflict, ...] = (
     ("activation_checkpointing.mode", lambda r: r.activation_checkpointing.mode == "selective" and _splits_backward(r),
      '"selective" recomputes blocks once, but pipeline.schedule = "{pipeline.schedule}" needs that twice; write '
      '"none" or "full", or schedule = "interleaved"'),
-    ("float8.sample_every", lambda r: r.float8.sample_every and r.mesh.pipeline > 1,
-     "does not work with mesh.pipeline > 1 yet; write 0"),
     # Experts.
     ("mesh.expert", lambda r: r.mesh.expert > 1 and not r.model.experts,
      "divides routed experts, but the model has none (model.experts = 0); write 1"),

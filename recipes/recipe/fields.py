@@ -34,8 +34,6 @@ COMMAND_LINE = "command line"
 """Where a value was written that no file has."""
 BEFORE = {"data.border_targets": True}
 """What runs did before a field existed whose default is something else. A run that goes on keeps its value."""
-GONE = {"compile.cache": "torch keeps compiled code in TORCHINDUCTOR_CACHE_DIR (docs/running.md); remove it"}
-"""Fields of older versions -> what to do instead. The recipe.toml of a run may still have them; nothing reads them."""
 LARGEST = 2**63
 """Integers of TOML are smaller."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -247,6 +245,8 @@ def unknown_section(name: str) -> str:
 
 def unknown_key(key: str) -> str:
     """The message for a dotted or bare key that does not exist."""
+    from recipes.recipe.synonyms import GONE
+
     if key in GONE:
         return f"is gone; {GONE[key]}"
     section, _, name = _normal(key).rpartition(".")

@@ -22,7 +22,6 @@ from recipes.files.reading import SHOWN, fault, read_whole, toml_table, user_pat
 from recipes.recipe.fields import (
     BEFORE,
     COMMAND_LINE,
-    GONE,
     Problem,
     Written,
     default_recipe,
@@ -263,6 +262,8 @@ def _read(tables: dict[str, Any], origin: str, run: Written) -> list[Problem]:
         else:
             values |= {f"{section}.{name}": value for name, value in table.items()}
     if states_all(values):  # the recipe.toml of a run
+        from recipes.recipe.synonyms import GONE
+
         values = {key: value for key, value in values.items() if key not in GONE}
     return problems + run.read(values, origin, lambda key: None if key in field_types() else unknown_key(key))
 

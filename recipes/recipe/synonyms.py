@@ -1,8 +1,13 @@
-"""What other programs and people call the fields and values of a recipe. Imports no torch."""
+"""What other programs, people and older versions call the fields and values of a recipe. Imports no torch."""
 
 from collections.abc import Sequence
 from typing import Any
 
+GONE = {
+    "compile.cache": "torch keeps compiled code in TORCHINDUCTOR_CACHE_DIR (docs/running.md); remove it",
+    "float8.sample_every": "scales come from the values themselves, so that only infinities overflow; remove it",
+}
+"""Fields of older versions -> what to do instead. The recipe.toml of a run may still have them; nothing reads them."""
 KEYS = {
     "run.steps": "max_steps num_steps total_steps train_steps training_steps max_iters train_iters num_train_epochs",
     "run.output": "output_dir out_dir save_dir dump_folder",

@@ -44,12 +44,11 @@ if TYPE_CHECKING:
     from recipes.checkpoint.memory import Memory
     from recipes.checkpoint.memory_folder import KeptRun
     from recipes.evaluation.beside import Beside
-    from recipes.metrics.float8_samples import CastSampler
     from recipes.metrics.profile import StepProfiler
     from recipes.weights.description import Description
     from recipes.weights.locate import Weights
 
-    Observer = Beside | StepProfiler | CastSampler
+    Observer = Beside | StepProfiler
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,8 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     guard.restore(progress)
     recorder = Recorder(stage, process, built, loader, guard=guard, throughput=throughput, progress=progress)
     memory = _memory(loaded, stage, process, built, checkpoints, checkpoint)
-    observers, beside = observers_of(recipe, process, built), process.beside
+    observers: tuple[Observer, ...] = (process.profiler,) if process.profiler else ()
+    beside = process.beside
     if recipe.validation.job and world.is_main:
         from recipes.evaluation.beside import Beside
 
@@ -353,18 +353,3 @@ def validation_tasks(
     )
     tests.require_answerable(model, tasks)
     return lambda: tests.rows_of(tests.results_of(model, tasks))
-
-
-def observers_of(recipe: Recipe, process: Process, built: Built) -> "tuple[Observer, ...]":
-    """What the recipe asks to watch steps with, the outermost first."""
-    observers: list[Observer] = []
-    if recipe.profile.trace_steps and process.profiler:
-        observers.append(process.profiler)
-    if recipe.float8.sample_every:
-        from recipes.metrics.float8_samples import CastSampler
-
-        log, clock, folder = process.console.log, process.clock, recipe.run.folder
-        observers.append(
-            CastSampler(built.model, recipe.float8, process.world, folder, mesh=built.mesh, clock=clock, log=log)
-        )
-    return tuple(observers)

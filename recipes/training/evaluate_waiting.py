@@ -119,7 +119,7 @@ def evaluate(recipe: Recipe, checkpoint: Path, world: World) -> dict[str, Any]:
 def _here(recipe: Recipe, world: World) -> Recipe:
     """The recipe for these processes: the same numbers, up to rounding, whatever mesh and machine the run has."""
     on_cpu = world.device.type == "cpu"
-    float8 = replace(recipe.float8, all_gather=False, gather_activations=False, sample_every=0)
+    float8 = replace(recipe.float8, all_gather=False, gather_activations=False)
     return replace(
         recipe,
         mesh=MeshConfig(),

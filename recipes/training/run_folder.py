@@ -18,7 +18,6 @@ from recipes.files.layout import (
     CHECKPOINTS,
     ENVIRONMENT,
     EVALUATIONS,
-    FLOAT8_SHARES,
     LOG_FILE,
     METRICS,
     PROOF,
@@ -128,7 +127,7 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
             earlier = {name for stage in stages_of(recipe) if stage.last <= done for name in stage.recipe.data.sources}
             keep_rows(folder / QUARANTINE, "source", [*(earlier - present)].__contains__)
             _update(folder / ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
-        for name in (METRICS, FLOAT8_SHARES, EVALUATIONS):
+        for name in (METRICS, EVALUATIONS):
             cut_back(folder / name, done)
     except OSError as error:
         raise fault(f"{error.filename or folder} cannot be written", error, "; write another run.output") from None

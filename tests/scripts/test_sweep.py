@@ -35,7 +35,7 @@ CPU = ROOT / "configs/sweeps/cpu"
 OTHERS = ("tiny", "gpu_bench", "nccl_bench", "float8_head")
 CPU_VARIANTS = sorted(path.stem for path in CPU.glob("*.toml") if path.stem not in OTHERS)
 TRAINED = ("document_mask", "numerics", "zero")
-"""Masks; every float8 recipe, sampled and compared; two processes, and a profile."""
+"""Masks; every float8 recipe, compared; two processes, and a profile."""
 NUMBERS = (
     "step_seconds",
     "data_seconds",
@@ -171,16 +171,10 @@ def test_profiled_rows_have_a_breakdown_that_adds_up_to_the_step(finished: Calla
     assert numbers["steps"] == 2 and numbers["seconds"]["communication, exposed"] > 0
 
 
-def test_the_float8_rows_of_numerics_sample_the_casts_of_every_linear(finished: Callable[[str], Finished]) -> None:
-    sweep = finished("numerics")
-    sampled = [result["label"] for result in sweep.results if result["float8"]]
-    assert sampled == ["tensorwise", "tensorwise_gather", "rowwise", "rowwise_gw_hp"]
-    for label in sampled:
-        overflow, underflow = sweep.numerics[label][4:6]
-        assert overflow == "0" and 0 < float(underflow.partition(" in ")[0]) < 50
-        shares = [json.loads(line) for line in (sweep.folder / f"runs/{label}/float8.jsonl").read_text().splitlines()]
-        assert {row["step"] for row in shares} == {6, 12}
-        assert len({row["linear"] for row in shares}) == 14
+def test_the_float8_rows_of_numerics_are_compared(finished: Callable[[str], Finished]) -> None:
+    found = {label: cells[-1] for label, cells in finished("numerics").numerics.items()}
+    float8 = ("tensorwise", "tensorwise_gather", "rowwise", "rowwise_gw_hp")
+    assert found == {"bf16_sums": "yardstick"} | dict.fromkeys(float8, "too short to judge")
 
 
 # Rows that fail

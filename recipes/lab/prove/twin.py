@@ -198,7 +198,6 @@ def _twin(recipe: Recipe, degrees: MeshDegrees, folder: Path) -> Recipe:
         "batch.micro_batch_size": micro,
         "batch.loss_chunks": min(recipe.batch.loss_chunks, 5),
         "pipeline.split": (*[1] * (stages - 1), model.layers - stages + 1) if recipe.pipeline.split else (),
-        "float8.sample_every": 0,
         "checkpoint.memory_every": 0,
         "activation_checkpointing.blocks": blocks,
         "compile.autotune": False,

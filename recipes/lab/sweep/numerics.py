@@ -39,10 +39,6 @@ class Comparison:
     """(step, loss minus the reference's) where the difference is largest in magnitude."""
     norm_ratio: float | None
     """Median of the gradient norm's ratio to the reference's."""
-    overflow: float | None
-    """The largest share among the sampled casts; None if none was sampled."""
-    underflow: tuple[float, str, str] | None
-    """(share, linear, tensor) of the sampled cast with the largest share."""
     limit: float | None
     """The largest magnitude of loss_gap that passes; None for a yardstick."""
     verdict: str
@@ -78,8 +74,6 @@ def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], ro
     norms_here = result.get("grad_norms", [])
     ratios = [norm / norms[step] for step, norm in norms_here if norm is not None and norms.get(step)]
     ratio = median(ratios) if ratios else None
-    casts = result.get("float8", [])
-    overflow = max((overflow for _, _, overflow, _ in casts), default=None)
     float8 = row.recipe.float8.recipe != "none"
     short = float8 and row.recipe.run.steps < LEAST_STEPS
     wrong = {
@@ -88,12 +82,10 @@ def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], ro
         "not finite": None in [loss for _, _, loss in result["curve"]] + [norm for _, norm in norms_here],
         "loss": not short and (loss_gap is None or abs(loss_gap) > (limit if float8 else LARGEST_NOISE)),
         "gradient norm": not short and (ratio is None or not NORM_RATIO[0] <= ratio <= NORM_RATIO[1]),
-        "overflow": overflow is not None and overflow > 0,
     }
     failures = ", ".join(name for name, failed in wrong.items() if failed)
     if float8:
-        passed = "too short to judge" if short else "pass" if overflow is not None else "pass, casts not sampled"
-        verdict = f"FAIL: {failures}" if failures else passed
+        verdict = f"FAIL: {failures}" if failures else "too short to judge" if short else "pass"
     else:
         verdict = f"no {YARDSTICK}: {failures}" if failures else YARDSTICK
     return Comparison(
@@ -101,8 +93,6 @@ def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], ro
         loss_gap=loss_gap,
         largest_loss_gap=max(gap, key=lambda point: abs(point[1]), default=None),
         norm_ratio=ratio,
-        overflow=overflow,
-        underflow=max(((share, linear, tensor) for linear, tensor, _, share in casts), default=None),
         limit=limit if float8 else None,
         verdict=verdict,
     )
@@ -120,21 +110,18 @@ def numerics_table(sweep: Sweep, results: dict[str, Result]) -> str:
     comparisons = compare(sweep, results)
     if not comparisons:
         return ""
-    columns = ("loss gap, %", "limit, %", "largest gap", "gradient-norm ratio", "overflow", "underflow, %", "verdict")
+    columns = ("loss gap, %", "limit, %", "largest gap", "gradient-norm ratio", "verdict")
     rows = [(row.label, *_cells(row)) for row in comparisons]
-    lines = markdown_table((f"against {reference_title(sweep, results)}", *columns), rows, align="lrrrrrrl")
+    lines = markdown_table((f"against {reference_title(sweep, results)}", *columns), rows, align="lrrrrl")
     return "\n".join(["## Numerics", "", *lines, "", HOW_TO_READ, ""])
 
 
 def _cells(row: Comparison) -> list[str]:
     step, gap = row.largest_loss_gap or (0, None)
-    share, linear, tensor = row.underflow or (None, "", "")
     return [
         "not finite" if row.loss_gap is None else f"{100 * row.loss_gap:+.3f}",
         "none" if row.limit is None else f"{100 * row.limit:.3f}",
         "not finite" if gap is None else f"{gap:+.4f} at step {step}",
         "unknown" if row.norm_ratio is None else f"{row.norm_ratio:.3f}",
-        "not sampled" if row.overflow is None else f"{row.overflow:.2g}",
-        "not sampled" if share is None else f"{100 * share:.3g} in {linear}, {tensor}",
         row.verdict,
     ]

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.files.layout import ENVIRONMENT, FLOAT8_SHARES, METRICS
+from recipes.files.layout import ENVIRONMENT, METRICS
 from recipes.files.markdown import markdown_table
 from recipes.files.reading import json_lines, logged_rows
 from recipes.lab.sweep.grid import Row, Sweep, windows
@@ -102,7 +102,6 @@ def measure(row: Row, folder: Path) -> Result:
         "curve": [[step, logged["tokens"], logged["loss"]] for step, logged in sorted(rows.items())],
         "grad_norms": [[step, logged.get("grad_norm")] for step, logged in sorted(rows.items())],
         "skipped_steps": [logged["step"] for logged in logged_rows(folder / METRICS) if "skipped" in logged],
-        "float8": _worst_casts(folder / FLOAT8_SHARES),
         "environment": environment,
     }
     of_pairs = {name: _at_pace(name, rows, spans, seconds=middle) for name in RATES} if recipe.data.has_pairs else {}
@@ -117,16 +116,6 @@ def _at_pace(
         return None
     amount = sum((end - begin) * rows[end][column] * rows[end]["step_seconds"] for begin, end in spans)
     return amount / sum(end - begin for begin, end in spans) / seconds
-
-
-def _worst_casts(path: Path) -> list[list[Any]]:
-    """[linear, tensor, overflow, underflow] of every cast: the largest shares in any sampled step."""
-    worst: dict[tuple[str, str], tuple[float, float]] = {}
-    for row in logged_rows(path):
-        name = row["linear"], row["tensor"]
-        overflow, underflow = worst.get(name, (0.0, 0.0))
-        worst[name] = max(overflow, row["overflow"]), max(underflow, row["underflow"])
-    return [[*name, *shares] for name, shares in worst.items()]
 
 
 def read_results(folder: Path) -> list[Result]:

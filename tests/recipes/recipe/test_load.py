@@ -12,10 +12,10 @@ from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.data.config import DataConfig
 from recipes.recipe import command_line
-from recipes.recipe.fields import GONE, describe, field_docs, field_types, sections
+from recipes.recipe.fields import describe, field_docs, field_types, sections
 from recipes.recipe.load import CONFIGS, load, to_toml
 from recipes.recipe.schema import Recipe
-from recipes.recipe.synonyms import FIELDS, SECTIONS
+from recipes.recipe.synonyms import FIELDS, GONE, SECTIONS
 
 MODEL = '[model]\nname = "smollm3_debug"\n'
 FULL = ("--activation_checkpointing.mode", "full")

@@ -1,6 +1,5 @@
 """Whole runs on a disk (a small tmpfs) that becomes full or read-only at some step."""
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -98,21 +97,16 @@ def test_training_continues_while_its_files_cannot_be_written(
         run={"name": kind, "output": str(disk)},
         model={"vocabulary": 512},
         batch={"global_batch_size": 2, "micro_batch_size": 2},
-        float8={"recipe": "rowwise", "emulate": True, "sample_every": 1},
     )
     [(code, synced)] = run_processes(1, run, recipe, screen, disk, kind)
     assert code == 0
-    assert {"metrics.jsonl", "float8.jsonl", "log.txt", kind} <= set(synced)  # before the first shard
+    assert {"metrics.jsonl", "log.txt", kind} <= set(synced)  # before the first shard
     output, folder = screen.read_text(), recipe.run.folder
     assert [f"step {step:>6}/{STEPS}" in output for step in range(1, STEPS + 1)] == [True] * STEPS
     assert "NOT SAVED" in output
     steps = [row["step"] for row in rows(recipe)]  # whole rows only
     assert steps == sorted(set(steps)) and {1, BAD - 1, GOOD, STEPS} <= set(steps)
     assert STEPS - len(steps) == lost(output, folder / "metrics.jsonl") > 0
-    shares = [json.loads(line)["step"] for line in (folder / "float8.jsonl").read_text().splitlines()]
-    casts = shares.count(1)
-    assert [shares.count(step) for step in range(GOOD, STEPS + 1)] == [casts] * (STEPS - GOOD + 1)
-    assert STEPS * casts - len(shares) == lost(output, folder / "float8.jsonl")
     if kind == "read-only":  # on the full disk, the last page of the log may have space left
         assert lost(output, folder / "log.txt") > 0
     log = untimed((folder / "log.txt").read_text()).splitlines()

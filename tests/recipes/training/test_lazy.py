@@ -25,7 +25,6 @@ NOT_ASKED_FOR = {
     "parallel.float8",
     "recipes.checkpoint.memory",
     "recipes.checkpoint.memory_folder",
-    "recipes.metrics.float8_samples",
     "recipes.cluster.links",
     "recipes.cluster.preflight",
     "recipes.data.text.hub",

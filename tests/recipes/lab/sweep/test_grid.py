@@ -141,25 +141,25 @@ NAMED = """
 [[runs]]
 name = "a"
 float8.recipe = "tensorwise"
-float8.sample_every = 6
+batch.loss_chunks = 4
 [[runs]]
 name = "b"
 optimizer.betas = [0.8, 0.9]
 [[runs]]
-float8.sample_every = 3
+batch.loss_chunks = 2
 run.seed = 3
 """
 
 
 def test_a_key_of_the_command_line_has_its_value_in_every_row(tmp_path: Path) -> None:
     """Labels and overrides show the value that runs."""
-    sweep = read(tmp_path, NAMED, "--float8.sample_every", "0", "--optimizer.betas", "0.7", "0.8")
+    sweep = read(tmp_path, NAMED, "--batch.loss_chunks", "8", "--optimizer.betas", "0.7", "0.8")
     assert [(row.label, row.overrides) for row in sweep.rows] == [
-        ("a", {"float8.recipe": "tensorwise", "float8.sample_every": 0}),
+        ("a", {"float8.recipe": "tensorwise", "batch.loss_chunks": 8}),
         ("b", {"optimizer.betas": (0.7, 0.8)}),
-        ("seed=3", {"float8.sample_every": 0, "run.seed": 3}),
+        ("seed=3", {"batch.loss_chunks": 8, "run.seed": 3}),
     ]
-    assert {(row.recipe.float8.sample_every, row.recipe.optimizer.betas) for row in sweep.rows} == {(0, (0.7, 0.8))}
+    assert {(row.recipe.batch.loss_chunks, row.recipe.optimizer.betas) for row in sweep.rows} == {(8, (0.7, 0.8))}
     sweep = read(tmp_path, AXES.replace(", 'full'", ""), "--activation_checkpointing.mode", "full")
     assert [row.label for row in sweep.rows] == ["micro_batch_size=1", "micro_batch_size=2"]
     assert {row.overrides["activation_checkpointing.mode"] for row in sweep.rows} == {"full"}

@@ -49,26 +49,19 @@ def sweep(tmp_path: Path) -> Sweep:
     return read_sweep(tmp_path / "mine.toml", output=tmp_path, processes=1)
 
 
-def result(
-    label: str, *, losses: Any = (4.0,) * 9, norms: Any = (1.0,) * 9, casts: Any = (), skipped: Any = ()
-) -> Result:
+def result(label: str, *, losses: Any = (4.0,) * 9, norms: Any = (1.0,) * 9, skipped: Any = ()) -> Result:
     return {
         "label": label,
         "outcome": "done",
         "curve": [[step, 100 * step, loss] for step, loss in zip(STEPS, losses, strict=True)],
         "grad_norms": [list(point) for point in zip(STEPS, norms, strict=True)],
         "skipped_steps": list(skipped),
-        "float8": [list(cast) for cast in casts],
         "processes": 1,
         "environment": {"device": "cpu"},
     }
 
 
-CLEAN = (("blocks.0.attention.q_proj", "input", 0.0, 0.25), ("blocks.1.attention.q_proj", "weight", 0.0, 0.5))
-
-
 def verdict(sweep: Sweep, **numbers: Any) -> str:
-    numbers = {"casts": CLEAN} | numbers
     [row] = compare(sweep, {"bf16": result("bf16"), "fp8": result("fp8", **numbers)})
     return row.verdict
 
@@ -77,7 +70,6 @@ def verdict(sweep: Sweep, **numbers: Any) -> str:
     ("numbers", "expected"),
     [
         ({}, "pass"),
-        ({"casts": ()}, "pass, casts not sampled"),
         ({"losses": (9.0,) * 7 + (4.0, 4.039)}, "pass"),  # only the last quarter counts, and its mean is within 0.02
         ({"losses": (4.0,) * 7 + (4.0, 4.041)}, "FAIL: loss"),
         ({"losses": (4.0,) * 7 + (4.0, 3.959)}, "FAIL: loss"),  # a much lower loss is not the same training either
@@ -87,7 +79,6 @@ def verdict(sweep: Sweep, **numbers: Any) -> str:
         ({"norms": (1.11,) * 5 + (0.9,) * 4}, "FAIL: gradient norm"),
         ({"norms": (0.89,) * 5 + (1.0,) * 4}, "FAIL: gradient norm"),
         ({"norms": (1.0,) * 8 + (None,)}, "FAIL: not finite"),
-        ({"casts": (*CLEAN, ("lm_head", "input", 1e-9, 0.0))}, "FAIL: overflow"),
         ({"losses": (5.0,) * 9, "norms": (2.0,) * 9}, "FAIL: loss, gradient norm"),
         ({"skipped": [7]}, "FAIL: skipped step 7"),
         (
@@ -100,32 +91,31 @@ def test_a_row_passes_or_fails_by_the_rule(sweep: Sweep, numbers: dict[str, Any]
     assert verdict(sweep, **numbers) == expected
 
 
-def test_a_comparison_has_gap_norm_ratio_and_worst_casts(sweep: Sweep) -> None:
-    noisy = result("fp8", losses=(4.0, 3.5, *(4.01,) * 7), norms=(2.0, *(1.05,) * 8), casts=CLEAN)
+def test_a_comparison_has_gap_and_norm_ratio(sweep: Sweep) -> None:
+    noisy = result("fp8", losses=(4.0, 3.5, *(4.01,) * 7), norms=(2.0, *(1.05,) * 8))
     results = {"bf16": result("bf16"), "fp8": noisy, "again": result("again"), "other": result("other")}
     fp8, again = compare(sweep, results)  # "other" has another learning rate
     assert (fp8.label, again.label) == ("fp8", "again")
     assert fp8.loss_gap == pytest.approx(0.0025)
     assert fp8.largest_loss_gap == (16, -0.5)
-    assert (fp8.norm_ratio, fp8.overflow) == (1.05, 0.0)
-    assert fp8.underflow == (0.5, "blocks.1.attention.q_proj", "weight")
-    assert (again.underflow, again.limit, again.verdict) == (None, None, "yardstick")
+    assert fp8.norm_ratio == 1.05
+    assert (again.limit, again.verdict) == (None, "yardstick")
     page = numerics_table(sweep, results)
-    cells = "+0.250 | 0.500 | -0.5000 at step 16 | 1.050 | 0 | 50 in blocks.1.attention.q_proj, weight | pass |"
+    cells = "+0.250 | 0.500 | -0.5000 at step 16 | 1.050 | pass |"
     assert f"| fp8 | {cells}\n| again | +0.000 | none | " in page and HOW_TO_READ in page
 
 
 def test_the_page_that_says_when_a_row_passes_has_the_numbers_of_the_rule() -> None:
     page = " ".join((CONFIGS.parent / "docs/benchmarks/README.md").read_text(encoding="utf-8").split())
     low, high = NORM_RATIO
-    assert f"the **limit**: {LARGEST_LOSS_GAP:.1%} (" in page and f"is between {low} and {high};" in page
+    assert f"the **limit**: {LARGEST_LOSS_GAP:.1%} (" in page and f"is between {low} and {high}." in page
     assert f"more than {LARGEST_NOISE:.0%} away" in page
-    assert f"Fewer than {LEAST_STEPS} steps are judged by the first and the last alone" in page
+    assert f"Fewer than {LEAST_STEPS} steps are judged by the first alone" in page
 
 
 def verdicts(sweep: Sweep, again: Result, fp8: float) -> list[tuple[float | None, str]]:
     """(limit, verdict) of a float8 row whose losses are `fp8` above the reference's, and of the bf16 row `again`."""
-    rows = {"bf16": result("bf16"), "fp8": result("fp8", losses=(4 + fp8,) * 9, casts=CLEAN), "again": again}
+    rows = {"bf16": result("bf16"), "fp8": result("fp8", losses=(4 + fp8,) * 9), "again": again}
     return [(row.limit, row.verdict) for row in compare(sweep, rows)]
 
 
@@ -154,7 +144,7 @@ def test_a_bf16_row_that_breaks_the_rule_is_no_yardstick(sweep: Sweep, wrong: di
 
 
 def test_no_row_passes_if_the_reference_skipped_steps(sweep: Sweep) -> None:
-    rows = {"bf16": result("bf16", skipped=[3, 4]), "fp8": result("fp8", casts=CLEAN), "again": result("again")}
+    rows = {"bf16": result("bf16", skipped=[3, 4]), "fp8": result("fp8"), "again": result("again")}
     why = "the reference skipped steps 3, 4"
     assert [row.verdict for row in compare(sweep, rows)] == [f"FAIL: {why}", f"no yardstick: {why}"]
 
@@ -171,7 +161,7 @@ def test_the_page_has_no_numerics_without_float8_or_a_reference(sweep: Sweep, re
     assert compare(sweep, results) == [] and numerics_table(sweep, results) == ""
 
 
-def test_a_result_has_gradient_norms_and_the_worst_casts(sweep: Sweep) -> None:
+def test_a_result_has_gradient_norms(sweep: Sweep) -> None:
     row = sweep.rows[1]
     folder = row.recipe.run.folder
     folder.mkdir(parents=True)
@@ -179,12 +169,5 @@ def test_a_result_has_gradient_norms_and_the_worst_casts(sweep: Sweep) -> None:
     rows = [{"step": step, "tokens": step, "grad_norm": step / 2, **common} for step in STEPS]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "environment.json").write_text('{"device": "cpu"}')
-    sampled = [(10, "a", 0.0, 0.5), (10, "b", 0.25, 0.0), (20, "a", 0.125, 0.25), (20, "b", 0.0, 0.0)]
-    lines = [
-        json.dumps({"step": step, "linear": name, "tensor": "input", "overflow": overflow, "underflow": underflow})
-        for step, name, overflow, underflow in sampled
-    ]
-    (folder / "float8.jsonl").write_text("\n".join(lines))
     found = result_of(row, Ended("done", "", 1.0))
     assert found["grad_norms"] == [[step, step / 2] for step in STEPS]
-    assert found["float8"] == [["a", "input", 0.125, 0.5], ["b", "input", 0.25, 0.0]]

@@ -12,7 +12,6 @@ from recipes.lab.sweep.results import Result, by_seed, loss_gaps, table
 from recipes.recipe.load import CONFIGS
 
 STEPS = (1, 64, 128)
-CASTS = [["blocks.0.attention.q_proj", "input", 0.0, 0.25]]
 
 
 def read(folder: Path, axes: str, *, steps: int = 128) -> Sweep:
@@ -37,7 +36,7 @@ def results(sweep: Sweep, losses: list[float]) -> dict[str, Result]:
     """Losses of the rows, the same at every step."""
     environment = {"device": "cpu", "packages": {"torch": "2", "torchao": "0"}, "git_commit": "0123"}
     common: dict[str, Any] = {
-        **{"outcome": "done", "processes": 1, "skipped_steps": [], "float8": CASTS, "mfu": None, "mfu_full": None},
+        **{"outcome": "done", "processes": 1, "skipped_steps": [], "mfu": None, "mfu_full": None},
         **{"tokens_per_second_per_device": 1.0, "tflops_per_device": None, "peak_memory_gib": 1.0, "step_seconds": 1.0},
         **{"step_seconds_least": 1.0, "step_seconds_most": 1.0, "grad_norms": [[step, 1.0] for step in STEPS]},
         "environment": environment | {"git_uncommitted_changes": False},
@@ -99,13 +98,13 @@ def test_float8_of_a_gpu_is_not_called_emulated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "overflow", "verdict"),
-    [(4.0, 0.0, "too short to judge"), (9.0, 0.0, "too short to judge"), (4.0, 0.5, "FAIL: overflow")],
+    ("loss", "skipped", "verdict"),
+    [(4.0, [], "too short to judge"), (9.0, [], "too short to judge"), (4.0, [7], "FAIL: skipped step 7")],
 )
-def test_few_steps_are_too_short_to_judge_losses_but_not_overflow(
-    tmp_path: Path, loss: float, overflow: float, verdict: str
+def test_few_steps_are_too_short_to_judge_losses_but_not_skipped_steps(
+    tmp_path: Path, loss: float, skipped: list[int], verdict: str
 ) -> None:
     sweep = read(tmp_path, 'float8.recipe = ["none", "rowwise"]', steps=99)
     found = results(sweep, [4.0, loss])
-    found["recipe=rowwise"]["float8"] = [["lm_head", "input", overflow, 0.0]]
+    found["recipe=rowwise"]["skipped_steps"] = skipped
     assert [row.verdict for row in compare(sweep, found)] == [verdict]
