@@ -32,7 +32,7 @@ class ValidationConfig:
     job: str = ""
     """Evaluate each checkpoint beside the run: "process" (CPU), "process 6,7" (GPUs), "slurm OPTIONS" (of sbatch)."""
     ladder: str = ""
-    """A ladder.json of scripts/ladder.py: say how far the losses are from those that small runs predict."""
+    """A ladder.json of scripts/ladder.py: the report puts what small runs predict beside the losses."""
 
     @property
     def texts(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ L(N, D) = E + A / N^a + B / D^b (Hoffmann et al. 2022, arXiv 2203.15556, approac
 the validation text, nats; N: ModelConfig.non_embedding_params(); D: tokens. Imports no torch.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -87,31 +87,6 @@ class Ladder:
             return None
         predicted = numpy.array([fit.predict(parameters, tokens) for _, fit in self.fits])
         return Prediction(*(float(numpy.interp(share, shares, column)) for column in predicted.T))
-
-
-@dataclass
-class Beside:
-    """A run beside its ladder."""
-
-    ladder: Ladder
-    parameters: int
-    tokens: int
-    """D of the whole run."""
-    above: list[int] = field(default_factory=list)
-    """The steps of the last validations, as far as their losses were above the interval."""
-
-    def compare(self, step: int, loss: float, *, share: float) -> tuple[str, dict[str, float]]:
-        """A line to log, "" for none, and the columns of metrics.jsonl, at the end. share: of the run's steps."""
-        if (predicted := self.ladder.predict(self.parameters, self.tokens, share=share)) is None:
-            return "", {}
-        interval, error = f"({predicted.low:.3f} to {predicted.high:.3f})", loss / predicted.loss - 1
-        self.above = [*self.above, step] if loss > predicted.high else []
-        if share == 1:
-            gap = f"{abs(error):.1%} {'above' if error > 0 else 'below'}"
-            line = f"the ladder predicted {predicted.loss:.3f} {interval}; the loss is {loss:.3f}, {gap}"
-            return line, {f"ladder_{name}": value for name, value in (*predicted._asdict().items(), ("error", error))}
-        since = f"since step {self.above[0]:,}" if len(self.above) == 2 else ""
-        return since and f"validation loss {loss:.3f} is above the ladder's 95% {interval} {since}", {}
 
 
 def losses(laws: list[Law], parameters: Any, tokens: Any) -> NDArray[numpy.float64]:

@@ -22,7 +22,7 @@ from recipes.files.reading import names_in
 from recipes.metrics.throughput import Throughput
 from recipes.optimization.optimizer import matrices_of
 from recipes.optimization.skip_steps import StepGuard
-from recipes.recipe.load import LoadedRecipe, to_toml
+from recipes.recipe.load import LoadedRecipe
 from recipes.recipe.rules_mesh import require_fits_world
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage, at_several_lengths, stage_of, stages_of
@@ -42,7 +42,6 @@ from recipes.training.run_folder import (
 if TYPE_CHECKING:
     from recipes.checkpoint.checkpoints import Checkpoints
     from recipes.checkpoint.memory import Memory
-    from recipes.checkpoint.memory_folder import KeptRun
     from recipes.evaluation.beside import Beside
     from recipes.metrics.profile import StepProfiler
     from recipes.weights.description import Description
@@ -89,10 +88,9 @@ def build_run(loaded: LoadedRecipe, process: Process, *, after: int | None = Non
     on_main_first(world, lambda: check_output_folder(recipe))
     checkpoint = on_main(world, lambda: _find_checkpoint(loaded, process))
     if any(stage.recipe.checkpoint.memory_every for stage in stages_of(recipe)):
-        from recipes.checkpoint.memory import newest
+        from recipes.training.in_memory import newest
 
-        kept, log = _kept_run(recipe, process), process.console.log
-        checkpoint = newest(kept, world, after=step_of(checkpoint), log=log) or checkpoint
+        checkpoint = newest(recipe, process, after=step_of(checkpoint)) or checkpoint
     if recipe.profile.trace_steps:
         from recipes.metrics.profile import StepProfiler
 
@@ -168,7 +166,11 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     guard = StepGuard(built.mesh, device=world.device, max_skipped_steps=most, loss_spike_z=spike)
     guard.restore(progress)
     recorder = Recorder(stage, process, built, loader, guard=guard, throughput=throughput, progress=progress)
-    memory = _memory(loaded, stage, process, built, checkpoints, checkpoint)
+    memory = None
+    if checkpoints and recipe.checkpoint.memory_every and clock.step < recipe.run.steps:
+        from recipes.training.in_memory import memory_of
+
+        memory = memory_of(loaded.recipe, stage, process, built, checkpoint, files=checkpoints.files)
     observers: tuple[Observer, ...] = (process.profiler,) if process.profiler else ()
     beside = process.beside
     if recipe.validation.job and world.is_main:
@@ -181,42 +183,6 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
         process = replace(process, first_step=clock.step, trains_since=time.perf_counter())
     process = replace(process, metrics=recorder.metrics, goodput=recorder.goodput, beside=beside)
     return Run(process, stage, built, loader, checkpoints, memory, guard, recorder, observers, tasks)
-
-
-def _kept_run(recipe: Recipe, process: Process) -> "KeptRun":
-    """recipe: of all stages."""
-    from recipes.checkpoint.memory_folder import KeptRun
-
-    degrees = recipe.mesh.fit(process.world.size, nodes=len(process.world.nodes))
-    return KeptRun(recipe.run.folder, recipe.checkpoint.memory_folder, to_toml(recipe), degrees)
-
-
-def _memory(
-    loaded: LoadedRecipe,
-    stage: Stage,
-    process: Process,
-    built: Built,
-    checkpoints: "Checkpoints | None",
-    checkpoint: Path | None,
-) -> "Memory | None":
-    recipe = stage.recipe
-    if not checkpoints or not recipe.checkpoint.memory_every or process.clock.step >= recipe.run.steps:
-        return None
-    from recipes.checkpoint.memory import Memory
-    from recipes.checkpoint.storage import local
-
-    parts, matrices = [local(one) for one in built.parameters], [local(one) for one in matrices_of(built.optimizer)]
-    elements, of_matrices = (sum(part.numel() for part in some) for some in (parts, matrices))
-    moments = recipe.optimizer.state_bytes(elements, len(parts), matrices=(of_matrices, len(matrices)))
-    return Memory(
-        _kept_run(loaded.recipe, process),
-        process.world,
-        every=recipe.checkpoint.memory_every,
-        begun_from=checkpoint if is_in_memory(checkpoint) else None,
-        own_bytes=sum(part.nbytes for part in parts) + moments,
-        files=checkpoints.files,
-        log=process.console.log,
-    )
 
 
 def weights_for(loaded: LoadedRecipe, checkpoint: Path | None) -> "Weights | None":

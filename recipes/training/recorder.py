@@ -1,7 +1,7 @@
 """What a logged step measures and where it goes: rates, goodput, stragglers, metrics.jsonl, the screen."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from math import isfinite
@@ -18,7 +18,6 @@ from recipes.checkpoint.config import AVERAGE_LOSS, AVERAGED, KEEP_BEST, VALIDAT
 from recipes.data.history import epoch_lines
 from recipes.data.loader import DataLoader
 from recipes.evaluation.config import TASK
-from recipes.files.reading import user_path
 from recipes.metrics.clock import LOADING, LOG, SKIPPED, STEP, Goodput
 from recipes.metrics.config import TRACKERS
 from recipes.metrics.throughput import AttentionLength, HostMemory, Throughput
@@ -33,7 +32,6 @@ from recipes.training.run_folder import Report
 
 if TYPE_CHECKING:
     from recipes.cluster.stragglers import ComputeTime, Stragglers
-    from recipes.metrics.ladder import Beside
     from recipes.metrics.memory import GpuMemory
     from recipes.metrics.pair_lengths import PairLengths
     from recipes.training.foresight import Foresight
@@ -95,7 +93,6 @@ class Recorder:
             from recipes.training.foresight import foresight
 
             self._foresight = foresight(recipe, mesh.degrees, device=throughput.device_name, nodes=len(world.nodes))
-        self._beside = _beside(recipe, tokens=loader.tokens(self._steps), log=console.log)
         self._report = Report(recipe.run.folder) if recipe.metrics.picture and world.is_main else None
         self.metrics = process.metrics or _writer(recipe, world, progress, console)
         self.metrics.stage = stage.name
@@ -222,18 +219,12 @@ class Recorder:
         of_text = f"of {name} {whose}" if name else whose
         self._console.log(f"step {step:>6}  validation loss {of_text}{loss:.4f}", style="bold")
 
-    def end_validation(self, step: int, scores: Mapping[str, float], *, loss: float) -> None:
-        """Record the scores on its tasks, "TASK/METRIC" -> value, and how its mean loss compares with a ladder's."""
+    def end_validation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Record the scores on its tasks, "TASK/METRIC" -> value."""
         if scores:
             self._note_validation(step, {f"{TASK}{name}": score for name, score in scores.items()})
             shown = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
             self._console.log(f"step {step:>6}  {shown}", style="bold")
-        if self._beside and isfinite(loss):
-            line, columns = self._beside.compare(step, loss, share=step / self._steps)
-            if columns:
-                self._note_validation(step, columns)
-            if line:
-                self._console.log(f"step {step:>6}  {line}", style="bold")
         if self._report and step < self._steps:
             self._report.begin()
 
@@ -298,15 +289,3 @@ def row_with_metrics(row: dict[str, Any], *, recipe: Recipe, built: Built) -> di
             raise UserError(f"{entry.place}: metric {name!r} is a column already; rename it")
         row = row | {name: float(entry.value(row, built, **own))}
     return row
-
-
-def _beside(recipe: Recipe, *, tokens: int, log: Callable[[str], None]) -> "Beside | None":
-    """The ladder that the run is compared with. tokens: of the whole run."""
-    if not recipe.validation.ladder:
-        return None
-    from recipes.metrics import ladder
-
-    compared = ladder.read_ladder(user_path(recipe.validation.ladder))
-    if len(compared.fits) == 1:
-        log(f"{recipe.validation.ladder} has a law of the last losses only: nothing is compared before the end")
-    return ladder.Beside(compared, recipe.model.non_embedding_params(), tokens)

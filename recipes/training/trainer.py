@@ -3,7 +3,6 @@
 import signal
 import time
 from contextlib import ExitStack
-from statistics import fmean
 
 from parallel.errors import CorruptState, UserError
 from recipes.files.exit_codes import CANNOT_WRITE, CORRUPTED, FINISHED, POISONED, PREEMPTED, ended_by
@@ -103,7 +102,7 @@ class Trainer:
 
         with self.clock.synchronized(VALIDATION):
             self.validation_loss = validate(self.built_run)
-            self.recorder.end_validation(self.step, self.built_run.tasks(), loss=fmean(self.validation_loss.values()))
+            self.recorder.end_validation(self.step, self.built_run.tasks())
 
     def _save(self, *, in_memory: bool = False) -> None:
         to = self.memory if in_memory else self.checkpoints

@@ -202,10 +202,10 @@ def _predicted(run: LoggedRun) -> list[list[str]]:
         if recipe.validation.ladder and (column := next(iter(run.named(VALIDATION)), "")):
             tokens = sum(map(tokens_of, stages_of(whole)))
             ladder = read_ladder(user_path(recipe.validation.ladder))
-            if found := ladder.predict(whole.model.non_embedding_params(), tokens):
-                measured, at = run.columns[column].last_value, run.columns[column].last
+            measured, at = run.columns[column].last_value, run.columns[column].last
+            if found := ladder.predict(whole.model.non_embedding_params(), tokens, share=at / whole.run.steps):
                 interval = f"{found.loss:.3f} ({found.low:.3f} to {found.high:.3f})"
-                rows += [["validation loss at the end", interval, f"{measured:.3f} at step {at:,}"]]
+                rows += [[f"validation loss at step {at:,}", interval, f"{measured:.3f}"]]
     return rows
 
 

@@ -25,7 +25,7 @@ OFTEN = 0.05
 """Share of the resampled laws that may have no floor."""
 REPEATS = 4.0
 """Epochs up to which repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
-LAST_ONLY = "while training  validation.ladder compares the last loss only: before the end, these losses have no law"
+LAST_ONLY = "while training  reports compare the last loss only (validation.ladder): before the end, losses have no law"
 
 
 @dataclass(frozen=True)
