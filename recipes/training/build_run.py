@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from models.config import FROM_WEIGHTS
-from parallel.dist import on_main, on_main_first
+from parallel.dist import World, on_main, on_main_first
 from parallel.errors import TemporaryError
 from parallel.mesh import Mesh
 from recipes.data.loader import DataLoader
@@ -127,11 +127,7 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     """
     stage = stage_of(loaded.recipe, step_of(checkpoint))
     recipe, world, console, clock = stage.recipe, process.world, process.console, process.clock
-    if checkpoint is not None and not is_in_memory(checkpoint):  # every process reads some of its files
-        from recipes.checkpoint.together import wait_for_small_files
-
-        wait_for_small_files(checkpoint, world)
-    weights = weights_for(loaded, checkpoint)
+    weights = weights_for(loaded, checkpoint, world)
     starts_from = weights if recipe.model.weights and checkpoint is None else None
     built = build(recipe, world, weights=starts_from)
     throughput = _throughput(recipe, process)
@@ -176,8 +172,8 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     if recipe.validation.job and world.is_main:
         from recipes.evaluation.beside import Beside
 
-        log, write = console.log, recorder.metrics.write
-        beside = beside or Beside(recipe.run.folder, recipe.validation.job, log=log, write=write)
+        job, write = recipe.validation.job, recorder.metrics.write
+        beside = beside or Beside(recipe.run.folder, job, log=console.log, write=write)
         observers += (beside,)
     if process.metrics is None:
         process = replace(process, first_step=clock.step, trains_since=time.perf_counter())
@@ -185,9 +181,13 @@ def _build_stage(loaded: LoadedRecipe, process: Process, checkpoint: Path | None
     return Run(process, stage, built, loader, checkpoints, memory, guard, recorder, observers, tasks)
 
 
-def weights_for(loaded: LoadedRecipe, checkpoint: Path | None) -> "Weights | None":
+def weights_for(loaded: LoadedRecipe, checkpoint: Path | None, world: World) -> "Weights | None":
     """What load() located; looked up again only if that was a checkpoint of this run that has been set aside since, or
     if the run begins as a fork."""
+    if checkpoint is not None and not is_in_memory(checkpoint):  # every process reads some of its files
+        from recipes.checkpoint.together import wait_for_small_files
+
+        wait_for_small_files(checkpoint, world)
     weights, recipe = loaded.weights, loaded.recipe
     assert weights is not None or not recipe.model.weights, "a recipe whose weights load_run() has not located"
     if checkpoint is not None and is_of_trunk(checkpoint, recipe):

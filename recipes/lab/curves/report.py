@@ -202,7 +202,7 @@ def _predicted(run: LoggedRun) -> list[list[str]]:
         if recipe.validation.ladder and (column := next(iter(run.named(VALIDATION)), "")):
             tokens = sum(map(tokens_of, stages_of(whole)))
             ladder = read_ladder(user_path(recipe.validation.ladder))
-            measured, at = run.columns[column].last_value, run.columns[column].last
+            measured, at = run.columns[column].last_value, run.columns[column].last or 0
             if found := ladder.predict(whole.model.non_embedding_params(), tokens, share=at / whole.run.steps):
                 interval = f"{found.loss:.3f} ({found.low:.3f} to {found.high:.3f})"
                 rows += [[f"validation loss at step {at:,}", interval, f"{measured:.3f}"]]
