@@ -7,6 +7,7 @@ node is lost, some step is whole.
 """
 
 import os
+import secrets
 import shutil
 import threading
 import time
@@ -28,7 +29,7 @@ from recipes.checkpoint import memory_folder
 from recipes.checkpoint.files import complete, read_manifest, verify, write_shard
 from recipes.checkpoint.folder import partial_folder, reason, taken_by
 from recipes.checkpoint.manifest import Damage, shard_name
-from recipes.checkpoint.memory_folder import OF, Held, KeptRun, Mark, Parts, folder_of, require
+from recipes.checkpoint.memory_folder import OF, KeptRun, Mark, Parts, folder_of, require
 from recipes.checkpoint.state import checked_progress, hyperparameters, named_tensors, restore
 from recipes.checkpoint.storage import HostCopies, assemble, local, make_plan, read_tensors, spreads_of
 from recipes.checkpoint.together import Together
@@ -38,8 +39,6 @@ from recipes.files.reading import logged_rows
 from recipes.files.units import size
 
 SHARD = shard_name(0, 1)
-GENERATIONS = 2
-"""Steps of which there are copies at the same time: the newest, and the one that is being written."""
 
 
 class Place:
@@ -73,11 +72,8 @@ def newest(run: KeptRun, world: World, *, after: int, log: Callable[[str], None]
         return None
     place = on_all(world, lambda: Place(run, world, mark))
     share = slice(place.node.ranks.index(world.rank), None, len(place.node.ranks))
-    found = [*memory_folder.look(place.folder, mark, place.parts, share=share)]
-    held = dict[tuple[int, int], list[Held]]()
-    for step, part, rank in (one for one in found if not isinstance(one, str)):
-        held.setdefault((step, part), []).append((world.rank, rank))
-    held, problems = world.messages.reduce((held, [one for one in found if isinstance(one, str)]), _joined)
+    found = memory_folder.look(place.folder, mark, place.parts, share=share, by=world.rank)
+    held, problems = world.messages.reduce(found, _joined)
     chosen = place.parts.choose(held, after=after) if world.is_main else None
     chosen, problems = world.messages.from_main((chosen, problems[:3]))
     for problem in problems:
@@ -136,7 +132,7 @@ def exchange(messages: Messages, mine: Path | None, theirs: Path, *, to: int | N
         if coming:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True)
-            came = [_mapped(_created(place / Path(name).name, length), length) for name, length in coming.items()]
+            came = [_mapped(place / Path(name).name, length, new=True) for name, length in coming.items()]
     except OSError as error:
         problem = reason(error)
     ready = messages.pass_on(bool(came), to=source, source=to)
@@ -150,15 +146,12 @@ def exchange(messages: Messages, mine: Path | None, theirs: Path, *, to: int | N
         raise Damage(problem)
 
 
-def _created(path: Path, length: int) -> Path:
-    """A new file whose space is there: writing to a mapped file without it would kill the process."""
-    with path.open("xb") as file:
-        if length:
-            os.posix_fallocate(file.fileno(), 0, length)
-    return path
-
-
-def _mapped(path: Path, length: int) -> Tensor:
+def _mapped(path: Path, length: int, *, new: bool = False) -> Tensor:
+    """The bytes of a file. new: make it, with its space: writing to a mapped file without it would kill the process."""
+    if new:
+        with path.open("xb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(length, 1))
+            file.truncate(length)
     return torch.from_file(str(path), shared=True, size=length, dtype=torch.uint8) if length else torch.empty(0)
 
 
@@ -207,14 +200,14 @@ class Memory:
         self._together, self._channel = Together(Channel.MEMORY), Messages(Channel.MEMORY)
 
         def write_mark() -> Mark:
-            mark = memory_folder.read_mark(self._run) if begun_from else None
-            mark = mark or run.new_mark()
+            mark = (memory_folder.read_mark(self._run) if begun_from else None) or Mark(secrets.token_hex(8), run.of, 0)
             mark.write(self._run)
             return mark
 
         mark = on_main(world, write_mark)
         self._place = place = on_all(world, lambda: Place(run, world, mark))
-        wanted = own_bytes * GENERATIONS * (2 if place.parts.takers() else 1) * len(place.node.ranks)
+        # Of two steps: the newest, and the one that is being written.
+        wanted = 2 * own_bytes * (2 if place.parts.takers() else 1) * len(place.node.ranks)
 
         def make_room() -> None:
             if world.leads_node:
@@ -236,8 +229,7 @@ class Memory:
         on_all(world, make_room)
         on_all(world, require_room)
         whose = "of two nodes each" if place.parts.takers() else "of the nodes"
-        each = f"every {every} steps, in the memory {whose}"
-        log(f"  copies: {each}, {size(wanted)} on this node in {place.root}")
+        log(f"  copies: every {every} steps, in the memory {whose}, {size(wanted)} on this node in {place.root}")
 
     def save(self, model: nn.Module, optimizer: Optimizer, *, step: int, progress: Mapping[str, Any]) -> None:
         """Copy the state after `step` steps. Waits for the copies before, and for the state to be copied to the host;

@@ -12,7 +12,6 @@ before it began anew, is not found, and the next start on that node deletes it.
 
 import json
 import os
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,9 +62,6 @@ class KeptRun:
     def of(self) -> str:
         """That of its marks. A copy of its folder is another run."""
         return xxhash.xxh3_128_hexdigest(f"{self.folder.resolve()} {self.degrees.processes} {self.recipe}".encode())
-
-    def new_mark(self) -> Mark:
-        return Mark(secrets.token_hex(8), self.of, 0)
 
 
 def read_mark(run: Path) -> Mark | None:
@@ -144,12 +140,10 @@ class Parts:
         for step in sorted({step for step, _ in held if step > after}, reverse=True):
             holders = {rank: held.get((step, self.of(rank)), []) for rank in node_of}
             if all(holders.values()):
-                missing = [
-                    (rank, there)
-                    for rank, there in holders.items()
-                    if not any(folder == rank and node_of[holder] == node_of[rank] for holder, folder in there)
-                ]
-                return step, [(*there[rank % len(there)], rank) for rank, there in missing]
+                pairs = [pair for there in holders.values() for pair in there]
+                at_home = {folder for by, folder in pairs if node_of[by] == node_of.get(folder)}
+                lacking = [(rank, there) for rank, there in holders.items() if rank not in at_home]
+                return step, [(*there[rank % len(there)], rank) for rank, there in lacking]
         return None
 
 
@@ -163,16 +157,20 @@ def folder_of(node: Path, rank: int) -> Path:
     return node / f"rank-{rank:05d}"
 
 
-def look(node: Path, mark: Mark, parts: Parts, *, share: slice) -> Iterator[tuple[int, int, int] | str]:
-    """(step, part, rank of the folder) of what is whole in a node's folder, and in words what is not. share: of the
-    folders, those that this process looks at."""
+def look(
+    node: Path, mark: Mark, parts: Parts, *, share: slice, by: int
+) -> tuple[dict[tuple[int, int], list[Held]], list[str]]:
+    """What is whole in a node's folder, as choose() takes it, and in words what is not. share: of what is there, what
+    this process, `by`, looks at."""
+    held, problems = dict[tuple[int, int], list[Held]](), []
     for path in sorted(node.glob("rank-*/step-*"))[share]:
         try:
             rank, step = int(path.parent.name.removeprefix("rank-")), checkpoint_step(path.name) or 0
             require(step_folder(folder_of(node, rank), step), mark, part := parts.of(rank))
-            yield step, part, rank
+            held.setdefault((step, part), []).append((by, rank))
         except (UserError, ValueError) as error:
-            yield str(error)
+            problems.append(str(error))
+    return held, problems
 
 
 def require(path: Path, mark: Mark, part: int) -> None:

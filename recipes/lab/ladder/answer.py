@@ -25,7 +25,6 @@ OFTEN = 0.05
 """Share of the resampled laws that may have no floor."""
 REPEATS = 4.0
 """Epochs up to which repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
-LAST_ONLY = "while training  reports compare the last loss only (validation.ladder): before the end, losses have no law"
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,6 @@ def lines(answer: LadderAnswer) -> list[str]:
         f"check           {HELD.format(math.expm1(fit.misfit)) if fit.misfit else UNHELD}",
         *below[1:],
         *_cautions(answer),
-        *([LAST_ONLY] if len(answer.ladder.fits) == 1 else []),
         *failed,
     ]
 

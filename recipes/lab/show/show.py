@@ -84,7 +84,8 @@ def stages_with_data(loaded: LoadedRecipe, process: Process) -> Stages:
         trunk = find_trunk(recipe, log=process.console.log, origins=loaded.origins)
         history = from_json(taken_over(read_manifest(trunk).state["progress"], trunk)["history"])
         checkpoint, done = checkpoint or trunk, step_of(trunk)
-    place = process, build_mesh(MeshDegrees(replicate=1, shard=1), device_type="cpu"), weights_for(loaded, checkpoint)
+    mesh = build_mesh(MeshDegrees(replicate=1, shard=1), device_type="cpu")
+    place = process, mesh, weights_for(loaded, checkpoint, process.world)
     for stage in (stage for stage in stages_of(recipe) if stage.last > done):
         validation = replace(stage.recipe.validation, every=0, sample_tokens=0, job="")
         data = replace(stage.recipe.data, tokenizer=trained or stage.recipe.data.tokenizer)

@@ -103,9 +103,9 @@ def test_a_whole_part_is_found_by_the_process_whose_share_it_is(tmp_path: Path) 
     kept(tmp_path, state=[MARK.id, 0])
     kept(tmp_path, rank=1, state=[MARK.id, 1])
     parts = parts_on(1, 1)
-    assert [*look(tmp_path, MARK, parts, share=ALL)] == [(4, 0, 0), (4, 1, 1)]
-    assert [*look(tmp_path, MARK, parts, share=slice(1, None, 2))] == [(4, 1, 1)]
-    assert not [*look(tmp_path / "none", MARK, parts, share=ALL)]
+    assert look(tmp_path, MARK, parts, share=ALL, by=5) == ({(4, 0): [(5, 0)], (4, 1): [(5, 1)]}, [])
+    assert look(tmp_path, MARK, parts, share=slice(1, None, 2), by=0) == ({(4, 1): [(0, 1)]}, [])
+    assert look(tmp_path / "none", MARK, parts, share=ALL, by=0) == ({}, [])
 
 
 def flip(name: str) -> Callable[[Path], object]:
@@ -134,7 +134,7 @@ def test_a_part_that_is_not_as_a_process_of_this_run_kept_it_is_passed_over_in_w
     tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
     spoil(kept(tmp_path, state=[MARK.id, 0]))
-    [problem] = look(tmp_path, MARK, parts_on(1, 1), share=ALL)
+    _, [problem] = look(tmp_path, MARK, parts_on(1, 1), share=ALL, by=0)
     assert isinstance(problem, str) and problem
 
 
