@@ -43,10 +43,8 @@ def main() -> int:
         return 0
     try:
         recipe = trained()
-        workers = Workers()
-        if recipe:
-            run = recipe.run
-            workers = Workers(run.folder, node_timeout=run.node_timeout, spare_nodes=run.spare_nodes)
+        about = {name: getattr(recipe.run, name) for name in ("node_timeout", "spare_nodes")} if recipe else {}
+        workers = Workers(recipe.run.folder if recipe else None, **about)
         handle_stop_signals(workers.stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/restarts.py blocks them until this line
         if recipe is None or not recipe.run.prove_first:

@@ -54,8 +54,6 @@ class Place:
         self.source = next((giver for giver, taker in takers.items() if taker == world.rank), None)
         self.part, self.own = self.parts.of(world.rank), folder_of(self.folder, world.rank)
         self.kept = [self.own] if self.source is None else [self.own, folder_of(self.folder, self.source)]
-        givers = [giver for giver, taker in takers.items() if taker in self.node.ranks]
-        self.of_node = {folder_of(self.folder, rank) for rank in (*self.node.ranks, *givers)}
 
 
 def newest(run: KeptRun, world: World, *, after: int, log: Callable[[str], None]) -> Path | None:
@@ -79,7 +77,8 @@ def newest(run: KeptRun, world: World, *, after: int, log: Callable[[str], None]
     for problem in problems:
         log(f"in memory: {problem}")
     if chosen is None:
-        log(f"step {mark.step} is not whole in the memory of the nodes; nor is another one after {after}")
+        if mark.step > after:
+            log(f"step {mark.step} is not whole in the memory of the nodes; nor is another one after {after}")
         return None
     step, moves = chosen
     path = step_folder(place.own, step)
@@ -111,9 +110,8 @@ def _said(metrics: Path, step: int, on_disk: int) -> str:
     text = f"begins from the memory of the nodes: step {step}; on the disk is step {on_disk}"
     if not metrics.exists():
         return text
-    repeated = max((row["step"] for row in logged_rows(metrics)), default=step) - step
-    ago = time.time() - metrics.stat().st_mtime
-    return f"{text}; steps to repeat: {repeated}, the last of them logged {ago:.1f} s ago"
+    repeated, ago = max((row["step"] for row in logged_rows(metrics)), default=0) - step, metrics.stat().st_mtime
+    return f"{text}; steps logged since then: {max(repeated, 0)}; last logged {time.time() - ago:.1f} s ago"
 
 
 def exchange(messages: Messages, mine: Path | None, theirs: Path, *, to: int | None, source: int | None) -> None:
@@ -206,14 +204,16 @@ class Memory:
 
         mark = on_main(world, write_mark)
         self._place = place = on_all(world, lambda: Place(run, world, mark))
-        # Of two steps: the newest, and the one that is being written.
-        wanted = 2 * own_bytes * (2 if place.parts.takers() else 1) * len(place.node.ranks)
+        wanted = (
+            2 * own_bytes * (2 if place.parts.takers() else 1) * len(place.node.ranks)
+        )  # the newest step and the next
 
         def make_room() -> None:
             if world.leads_node:
-                memory_folder.remove_stale(place.root, mark, self._run)
+                memory_folder.note(place.root, mark, self._run)
+                memory_folder.remove_stale(place.root)
                 for other in place.folder.glob("*/*"):
-                    if begun_from is None or other.name != begun_from.name or other.parent not in place.of_node:
+                    if begun_from is None or other.name != begun_from.name:
                         shutil.rmtree(other, ignore_errors=True)
 
         def require_room() -> None:
@@ -273,22 +273,21 @@ class Memory:
             self._together.on_all(lambda: write(partial_folder(path.parent, step)))
             problem = ""
             try:
-                mine = None if place.to is None else path
-                exchange(self._channel, mine, copies[0] if copies else path, to=place.to, source=place.source)
+                exchange(self._channel, path, copies[0] if copies else path, to=place.to, source=place.source)
             except (OSError, UserError) as error:
                 problem = reason(error)
             self._together.on_all(take)
             self._together.on_main(lambda: replace(place.mark, step=step).write(self._run))
             kept = {step}
+            memory_folder.note(place.root, place.mark, self._run)
         except Exception as error:  # training continues whatever the error is
             self._messages.append(f"step {step:>6}  NOT KEPT in memory: {reason(error)}; the step before is")
             if not isinstance(error, UserError):  # a process was lost, and others may have deleted the step before
                 return
             kept = {*checkpoint_steps(path.parent)} - {step}
-        for folder in place.kept:
-            for other in checkpoint_steps(folder):
-                if other not in kept:
-                    shutil.rmtree(step_folder(folder, other), ignore_errors=True)
+        for other in (one for folder in place.kept if folder.is_dir() for one in folder.iterdir()):
+            if checkpoint_step(other.name) not in kept:  # also what is not whole
+                shutil.rmtree(other, ignore_errors=True)
 
     def finish(self) -> None:
         """Wait for the copies that are being made, and log what became of them."""
@@ -304,8 +303,7 @@ class Memory:
             return
         for folder in self._place.kept:
             shutil.rmtree(folder, ignore_errors=True)
-        for folder in (self._place.folder, self._place.folder.parent):
-            with suppress(OSError):  # not empty yet
-                folder.rmdir()
+        with suppress(OSError):  # not empty yet
+            os.removedirs(self._place.folder)
         if self._together.is_main:
             (self._run / MEMORY).unlink(missing_ok=True)

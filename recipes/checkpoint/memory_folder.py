@@ -14,7 +14,8 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from recipes.files.atomic import write_whole
 from recipes.files.layout import MEMORY, checkpoint_step, step_folder
 from recipes.files.reading import fault, user_path
 
+STALE_SECONDS = 3600.0
 OF = "memory"
 """The key of a manifest's state with the ID and the part."""
 
@@ -87,16 +89,23 @@ def own_folder(memory_folder: str) -> Path:
     return place
 
 
-def remove_stale(place: Path, mark: Mark, run: Path) -> None:
-    """Say which run this mark is of, and delete what this node has in memory of marks that no run has any more."""
+def note(place: Path, mark: Mark, run: Path) -> None:
+    """Say which run this mark is of, and that it lives."""
     write_whole(place / f"{mark.id}.json", json.dumps({"run": str(run.resolve())}))
+
+
+def remove_stale(place: Path) -> None:
+    """Delete what this node has in memory of marks that their runs do not have any more; of a run whose folder is not
+    to be seen here, as in another container, once it has been silent for STALE_SECONDS."""
     for about, folder in runs_in(place):
-        found = read_mark(folder) if folder else None
-        if (found and found.id == about.stem) or (folder and not folder.parent.is_dir()):  # seen elsewhere, perhaps
-            continue
-        shutil.rmtree(about.with_suffix(""), ignore_errors=True)
         with suppress(OSError):
-            about.unlink()
+            if folder and folder.is_dir():
+                stale = (found := read_mark(folder)) is None or found.id != about.stem
+            else:
+                stale = time.time() - about.stat().st_mtime > STALE_SECONDS
+            if stale:
+                shutil.rmtree(about.with_suffix(""), ignore_errors=True)
+                about.unlink()
 
 
 def runs_in(place: Path) -> Iterator[tuple[Path, Path | None]]:
@@ -107,6 +116,10 @@ def runs_in(place: Path) -> Iterator[tuple[Path, Path | None]]:
             folder = Path(json.loads(about.read_text(encoding="utf-8"))["run"])
             folder.exists()
         yield about, folder
+
+
+Held = dict[tuple[int, int], list[tuple[int, int]]]
+"""(step, part) -> who has it: a process, and the rank whose folder in its node has it."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +144,9 @@ class Parts:
         both = [pair for node, after in pairs for pair in zip(node.ranks, after.ranks, strict=False)]
         return {giver: taker for giver, taker in both if len(nodes_with[self.of(giver)]) == 1}
 
-    def choose(self, held: Mapping[tuple[int, int], list["Held"]], *, after: int) -> "tuple[int, list[Move]] | None":
-        """The newest step after this one of which all parts are held, and what must move. None if there is none.
-
-        held: (step, part) -> by whom, and as whose.
-        """
+    def choose(self, held: Held, *, after: int) -> tuple[int, list[tuple[int, int, int]]] | None:
+        """The newest step after this one of which all parts are held, and what must move: of whom, as of which rank, to
+        whom. None if there is none."""
         node_of = {rank: node.name for node in self.nodes for rank in node.ranks}
         for step in sorted({step for step, _ in held if step > after}, reverse=True):
             holders = {rank: held.get((step, self.of(rank)), []) for rank in node_of}
@@ -147,22 +158,14 @@ class Parts:
         return None
 
 
-Held = tuple[int, int]
-"""A process, and the rank whose folder in its node has a part."""
-Move = tuple[int, int, int]
-"""The same, and the process that needs the part in its own folder."""
-
-
 def folder_of(node: Path, rank: int) -> Path:
     return node / f"rank-{rank:05d}"
 
 
-def look(
-    node: Path, mark: Mark, parts: Parts, *, share: slice, by: int
-) -> tuple[dict[tuple[int, int], list[Held]], list[str]]:
-    """What is whole in a node's folder, as choose() takes it, and in words what is not. share: of what is there, what
-    this process, `by`, looks at."""
-    held, problems = dict[tuple[int, int], list[Held]](), []
+def look(node: Path, mark: Mark, parts: Parts, *, share: slice, by: int) -> tuple[Held, list[str]]:
+    """What is whole in a node's folder, and in words what is not. share: of what is there, what this process, `by`,
+    looks at."""
+    held, problems = Held(), []
     for path in sorted(node.glob("rank-*/step-*"))[share]:
         try:
             rank, step = int(path.parent.name.removeprefix("rank-")), checkpoint_step(path.name) or 0

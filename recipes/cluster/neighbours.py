@@ -240,7 +240,7 @@ class Neighbours:
 
     def _meet(self, link: Link, line: bytes) -> None:
         """Take the first line of a connection: of the other end of an edge of the tree, or of a visitor."""
-        with suppress(ValueError, TypeError):
+        with suppress(ValueError, TypeError, RecursionError):
             secret, node, host = json.loads(line)
             ours = link.node if link.node is not None else above(self._node) if self._nodes else node
             if hmac.compare_digest(str(secret).encode(), self._secret.encode()) and node in (ours, VISITOR):

@@ -227,6 +227,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     ("checkpoint.keep_every", lambda r: r.checkpoint.keep_every
        and (r.checkpoint.every == 0 or r.checkpoint.keep_every % r.checkpoint.every),
      "must be a multiple of checkpoint.every = {checkpoint.every}, or 0 to keep none forever"),
+    ("run.node_timeout", lambda r: 0 < r.run.node_timeout < 3,
+     "must be 0 (off) or at least 3: launchers say every second that they live"),
     ("checkpoint.memory_every", lambda r: r.checkpoint.memory_every and not r.checkpoint.every,
      "needs checkpoints on the disk, which outlive the nodes; write checkpoint.every = 500, for example"),
     # An export may fail on a full disk.

@@ -17,7 +17,7 @@ from recipes.data.loader import DataLoader
 from recipes.data.open_data import DataSettings
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.atomic import utc_now
-from recipes.files.layout import CHECKPOINTS, END, LOG_FILE, PROFILE, SAVED
+from recipes.files.layout import CHECKPOINTS, END, LOG_FILE, MEMORY, PROFILE, SAVED
 from recipes.files.reading import names_in
 from recipes.metrics.throughput import Throughput
 from recipes.optimization.optimizer import matrices_of
@@ -236,6 +236,8 @@ def _claim_folder(recipe: Recipe, process: Process, built: Built, checkpoint: Pa
     about |= {"plugins": recipe.versions} if recipe.versions else {}
     for note in on_main(world, lambda: claim_run_folder(recipe, done=done, environment=about, lock=process.lock)):
         console.log(note)
+    if world.is_main and not is_in_memory(checkpoint):
+        (recipe.run.folder / MEMORY).unlink(missing_ok=True)  # of a start that this one does not go on from
     console.open_log(recipe.run.folder / LOG_FILE)
     if checkpoint is not None and is_of_trunk(checkpoint, recipe):
         from recipes.training.fork import note_origin

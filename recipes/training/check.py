@@ -256,8 +256,8 @@ def _lines_of_stages(stages: Sequence[Facts], other: str) -> list[str]:
         lines.append(f"batch: {recipe.batch.global_batch_size:,} sequences = {recipe.batch.divided(degrees)}")
         lines += _parts(recipe)
         if every := recipe.checkpoint.memory_every:
-            copies = f"{size(4 * facts.saved)} of {recipe.checkpoint.memory_folder} per process"
-            lines.append(f"copies: every {every:,} steps, of two steps in two nodes each: {copies}")
+            most = f"{size(4 * facts.saved)} of {recipe.checkpoint.memory_folder} per process"
+            lines.append(f"copies: every {every:,} steps, of two steps in two nodes each: at most {most}")
         indent = "  " if facts.stage.name else ""
         found += [_steps(facts.stage), *(f"{indent}{line}" for line in lines if line not in before)]
         before = lines

@@ -109,9 +109,8 @@ class Trainer:
         assert to is not None
         self.recorder.log_skipped()  # a run that resumes from here does not take these steps again
         with self.clock.synchronized(SAVE):
-            if not in_memory:
-                require_sound_state(self.built, self.world)  # last, so that little happens before it is copied
-                self.recorder.metrics.sync()
+            require_sound_state(self.built, self.world)  # last, so that little happens before it is copied
+            self.recorder.metrics.sync()
             progress = self.loader.progress(self.step) | self.guard.state()
             progress |= self.recorder.state(finished=self.step == self.recipe.run.steps)
             to.save(self.built.model, self.built.optimizer, step=self.step, progress=progress)

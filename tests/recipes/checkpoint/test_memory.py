@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import accumulate
@@ -22,6 +23,7 @@ from recipes.checkpoint.memory_folder import (
     Parts,
     folder_of,
     look,
+    note,
     own_folder,
     read_mark,
     remove_stale,
@@ -178,22 +180,29 @@ def test_the_place_is_of_this_user_alone(tmp_path: Path) -> None:
 
 
 def test_only_what_the_mark_of_a_run_names_stays(tmp_path: Path) -> None:
-    place, runs = tmp_path / "place", [tmp_path / name for name in ("this", "other", "begun-anew", "gone", "rubbish")]
-    marks = [replace(MARK, id=name) for name in ("a", "b", "c", "d", "e")]
+    """And what is of a run whose folder is not to be seen here, for a while."""
+    place = tmp_path / "place"
+    runs = [tmp_path / name for name in ("this", "other", "begun-anew", "ended", "rubbish", "gone", "long-gone")]
+    marks = [replace(MARK, id=name) for name in ("a", "b", "c", "d", "e", "f", "g")]
     place.mkdir()
     for run, mark in zip(runs, marks, strict=True):
         run.mkdir()
         mark.write(run)
         (place / mark.id / "node").mkdir(parents=True)
-        remove_stale(place, mark, run)
-    replace(MARK, id="f").write(runs[2])
+        note(place, mark, run)
+    replace(MARK, id="x").write(runs[2])
     (runs[3] / MEMORY).unlink()
     (runs[4] / MEMORY).write_text('{"id": 5, "of": 6, "step": []}')
+    for run in runs[5:]:
+        shutil.rmtree(run)
+    os.utime(place / "g.json", (0, 0))
     for number, rubbish in enumerate(("", "[]", "{}", '{"run": 5}', '{"run": "\\u0000"}', "[" * 100_000)):
-        (place / f"rubbish-{number}.json").write_text(rubbish)
+        (old := place / f"rubbish-{number}.json").write_text(rubbish)
+        os.utime(old, (0, 0))
     (place / "folder.json").mkdir()
-    remove_stale(place, marks[0], runs[0])
-    assert sorted(path.name for path in place.iterdir()) == ["a", "a.json", "b", "b.json", "folder.json"]
+    remove_stale(place)
+    left = {"a", "a.json", "b", "b.json", "f", "f.json", "folder.json"}
+    assert {path.name for path in place.iterdir()} == left
 
 
 @pytest.mark.parametrize(
