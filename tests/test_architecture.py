@@ -308,7 +308,7 @@ def test_no_file_is_longer_than_400_lines() -> None:
     assert not long, long
 
 
-@pytest.mark.parametrize(("room", "limit"), [("core", 40_980), ("recipes/lab", 7_520), ("scripts", 1_420)])
+@pytest.mark.parametrize(("room", "limit"), [("core", 40_970), ("recipes/lab", 7_520), ("scripts", 1_420)])
 def test_a_room_is_no_longer_than_its_limit(room: str, limit: int) -> None:
     """A new capability raises a limit in the same change, here and in docs/architecture.md. core: what trains."""
     lines = {file: count for file, count in lines_outside_tests().items() if file.endswith(".py")}

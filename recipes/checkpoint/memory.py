@@ -204,9 +204,7 @@ class Memory:
 
         mark = on_main(world, write_mark)
         self._place = place = on_all(world, lambda: Place(run, world, mark))
-        wanted = (
-            2 * own_bytes * (2 if place.parts.takers() else 1) * len(place.node.ranks)
-        )  # the newest step and the next
+        wanted = 2 * own_bytes * (2 if place.parts.takers() else 1) * len(place.node.ranks)  # of this step and the next
 
         def make_room() -> None:
             if world.leads_node:
