@@ -156,7 +156,16 @@ def test_one_that_cannot_be_reached_is_named_once_and_the_others_go_on(monkeypat
 def test_a_line_from_any_launcher_reaches_all_and_strangers_reach_none(nodes: Nodes) -> None:
     place = nodes.place(1)
     hello = json.dumps([SECRET, 0, "host"]).encode()
-    for words in (b"", b"\n", b"\xff" * 30_000, b"[]\n", b'["", 0, ""]\ncause\n', b"{" * 9000 + b"\n", b"left\n"):
+    for words in (
+        b"",
+        b"\n",
+        b"\xff" * 30_000,
+        b"[]\n",
+        b'["", 0, ""]\ncause\n',
+        b"{" * 9000 + b"\n",
+        b"[" * 5000 + b"\n",
+        b"left\n",
+    ):
         with suppress(OSError), socket.create_connection(place) as stranger:
             stranger.sendall(words)
             stranger.shutdown(socket.SHUT_WR)
