@@ -38,7 +38,7 @@ def open_missing() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+            setattr(sys, name, open(number, "w", closefd=False) if number else None)  # noqa: SIM115
 
 
 def put(number: int, content: bytes, *, patience: float = PATIENCE) -> OSError | None:
