@@ -353,7 +353,7 @@ def verdicts_with_parts(recipes: list[Recipe]) -> list[dict[str, Any]]:
         ("1.1.2.2:documents", "attention"),
         ("2.1.2.1.1:plain", "attention feed_forward"),
         ("1.2.1.2:selective", "attention feed_forward norm"),
-        ("1.1.1.2:olmo", "attention"),
+        pytest.param("1.1.1.2:olmo", "attention", marks=pytest.mark.exhaustive),
         pytest.param("1.1.1.2:tensorwise,compile", "attention feed_forward", marks=pytest.mark.exhaustive),
     ],
 )

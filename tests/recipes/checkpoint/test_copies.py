@@ -364,7 +364,10 @@ def test_shards_that_have_arrived_are_not_sent_again_after_a_copy_that_failed(
     assert "manifest.json" in steps_of(recipe)["step-00000002"]
 
 
-@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 2), (signal.SIGTERM, 1)])
+EXHAUSTIVE = pytest.param(signal.SIGTERM, 1, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 2), EXHAUSTIVE])
 def test_one_signal_leaves_the_wait_for_the_last_copy(
     server: ObjectServer, recipe: Recipe, tmp_path: Path, number: int, processes: int
 ) -> None:

@@ -110,7 +110,13 @@ def test_what_killed_a_run_is_said_by_name(fault: str, code: int, said: str, tmp
     assert "SIGTERM ended the run" not in log and (said in log or said.removeprefix(": ") in log)
 
 
-@pytest.mark.parametrize("place", [["--nproc-per-node=1"], ["--nnodes=2", "--nproc-per-node=1"]])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(["--nproc-per-node=1"], marks=pytest.mark.exhaustive),
+        ["--nnodes=2", "--nproc-per-node=1"],
+    ],
+)
 def test_a_recipe_is_proved_before_the_first_step_and_once_for_the_same_recipe(
     place: list[str], tmp_path: Path, corpus: Path
 ) -> None:
