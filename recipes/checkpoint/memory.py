@@ -188,9 +188,9 @@ class Memory:
     ) -> None:
         """Delete what is in memory of other starts.
 
-        every: so many steps. begun_from: what newest() returned. own_bytes: of this process's
-        part. files: name -> text of the small files of a checkpoint. log: receives one line of text per message. Raises
-        UserError if a node has no room for the copies.
+        every: so many steps. begun_from: what newest() returned. own_bytes: of this process's part. files: name -> text
+        of the small files of a checkpoint. log: receives one line of text per message. Raises UserError if a node has
+        no room for the copies.
         """
         self._run, self._files, self._log = run.folder, files, log
         self._copies, self._messages = HostCopies(), deque[str]()
