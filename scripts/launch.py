@@ -22,7 +22,7 @@ from recipes.cluster.launcher import PROVE, Workers, handle_stop_signals, launch
 from recipes.files.exit_codes import SIGNALS, exit_code, leave  # noqa: E402
 from recipes.files.screen import say, tell  # noqa: E402
 from recipes.recipe.load import load, to_toml  # noqa: E402
-from recipes.recipe.schema import Recipe  # noqa: E402
+from recipes.recipe.schema import Recipe, RunConfig  # noqa: E402
 
 
 def trained() -> Recipe | None:
@@ -43,8 +43,8 @@ def main() -> int:
         return 0
     try:
         recipe = trained()
-        about = {name: getattr(recipe.run, name) for name in ("node_timeout", "spare_nodes")} if recipe else {}
-        workers = Workers(recipe.run.folder if recipe else None, **about)
+        run = recipe.run if recipe else RunConfig()
+        workers = Workers(run.folder if recipe else None, node_timeout=run.node_timeout, spare_nodes=run.spare_nodes)
         handle_stop_signals(workers.stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/restarts.py blocks them until this line
         if recipe is None or not recipe.run.prove_first:

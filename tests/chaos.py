@@ -70,13 +70,20 @@ class Run:
         metrics = self.path / "metrics.jsonl"
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
-    def result(self) -> tuple[list[tuple[int, float, float]], dict[str, str]]:
-        """(step, loss, gradient norm) of every step, and the checksum of every file of the last checkpoint."""
-        rows = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
-        newest = max((self.path / "checkpoints").glob("step-*"))
-        files = json.loads((newest / "manifest.json").read_text())["files"]
-        checksums = {f"{newest.name}/{name}": about["checksum"] for name, about in files.items()}
-        return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row], checksums
+
+def result_of(run: Path) -> tuple[list[tuple[int, float, float]], dict[str, str]]:
+    """(step, loss, gradient norm) of every step, and the checksum of every file of the last checkpoint."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    newest = max((run / "checkpoints").glob("step-*"))
+    files = json.loads((newest / "manifest.json").read_text())["files"]
+    checksums = {f"{newest.name}/{name}": about["checksum"] for name, about in files.items()}
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row], checksums
+
+
+def write_corpus(folder: Path) -> None:
+    """The text that is trained on."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    (folder / "corpus.txt").write_text("\n\n".join((stdlib / f"{name}.py").read_text() for name in ("ast", "enum")))
 
 
 def kill(process: subprocess.Popen[bytes], workers: list[int]) -> None:
@@ -142,17 +149,16 @@ def main(arguments: list[str]) -> int:
     verdicts: list[bool] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        stdlib = Path(sysconfig.get_path("stdlib"))
-        (folder / "corpus.txt").write_text("\n\n".join((stdlib / f"{name}.py").read_text() for name in ("ast", "enum")))
+        write_corpus(folder)
         new_run = partial(Run, folder, processes=options.processes, steps=options.steps, changes=changes)
         undisturbed = new_run("undisturbed")
         torment(undisturbed, kills=0, pause=0, draw=draw)
-        expected = undisturbed.result()
+        expected = result_of(undisturbed.path)
         while kills < options.kills:
             run = new_run(f"tormented-{len(verdicts)}")
             wanted = min(options.kills_per_run, options.kills - kills)
             kills += torment(run, kills=wanted, pause=options.pause, draw=draw)
-            found = run.result()
+            found = result_of(run.path)
             verdicts.append(found == expected)
             losses, files = ("equal" if one == other else "DIFFER" for one, other in zip(found, expected, strict=True))
             newest = min(found[1]).partition("/")[0]

@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from tests.chaos import OVERRIDES
+from tests.chaos import OVERRIDES, result_of, write_corpus
 from tests.processes import ROOT, descendants, free_ports
 
 EVERY = 10
@@ -97,14 +96,6 @@ class Nodes:
 
     def has_ended(self) -> bool:
         return self.processes[0].poll() is not None
-
-    def result(self) -> tuple[dict[int, tuple[float, float]], dict[str, str]]:
-        """The loss and gradient norm of every step, and the checksum of every file of the last checkpoint."""
-        rows = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
-        newest = max((self.path / "checkpoints").glob("step-*"))
-        files = json.loads((newest / "manifest.json").read_text())["files"]
-        checksums = {f"{newest.name}/{name}": about["checksum"] for name, about in files.items()}
-        return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}, checksums
 
 
 def end(processes: Iterable[int]) -> None:
@@ -240,16 +231,15 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(exist_ok=True)
-        stdlib = Path(sysconfig.get_path("stdlib"))
-        (folder / "corpus.txt").write_text("\n\n".join((stdlib / f"{name}.py").read_text() for name in ("ast", "enum")))
+        write_corpus(folder)
         undisturbed = Nodes(folder, "undisturbed", options, changes)
         torment(undisturbed, options, 0, draw)
-        expected = undisturbed.result()
+        expected = result_of(undisturbed.path)
         while len(rows) < options.kills:
             run = Nodes(folder, f"tormented-{len(verdicts)}", options, changes)
             wanted = min(options.kills_per_run, options.kills - len(rows))
             rows += torment(run, options, wanted, draw)
-            found = run.result()
+            found = result_of(run.path)
             verdicts.append(found == expected)
             losses, files = ("equal" if one == other else "DIFFER" for one, other in zip(found, expected, strict=True))
             print(

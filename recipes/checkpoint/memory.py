@@ -83,13 +83,12 @@ def newest(run: KeptRun, world: World, *, after: int, log: Callable[[str], None]
     step, moves = chosen
     path = step_folder(place.own, step)
     for giver, rank, taker in moves:
-        source = step_folder(folder_of(place.folder, rank), step) if world.rank == giver else None
+        given = step_folder(folder_of(place.folder, rank), step) if world.rank == giver else None
         with suppress(OSError, UserError):  # which the taker finds
-            if source and giver == taker:
-                shutil.copytree(source, path, dirs_exist_ok=True)
+            if given and giver == taker:
+                shutil.copytree(given, path, dirs_exist_ok=True)
             elif world.rank in (giver, taker):
-                to, giver_or_none = (taker, None) if source else (None, giver)
-                exchange(world.messages, source, path, to=to, source=giver_or_none)
+                exchange(world.messages, given, path, to=taker if given else None, source=None if given else giver)
     try:
         on_all(world, lambda: require(path, mark, place.part))
     except UserError as error:
@@ -97,7 +96,7 @@ def newest(run: KeptRun, world: World, *, after: int, log: Callable[[str], None]
         return None
     log(on_main(world, lambda: _said(run.folder / METRICS, step, after)))
     if lost := sorted({world.node_of(taker) for _, _, taker in moves}):
-        log(f"  what {' '.join(lost)} lacked of it came from other nodes")
+        log(f"  the parts missing on {' '.join(lost)} came from other nodes")
     return path
 
 
@@ -110,8 +109,8 @@ def _said(metrics: Path, step: int, on_disk: int) -> str:
     text = f"begins from the memory of the nodes: step {step}; on the disk is step {on_disk}"
     if not metrics.exists():
         return text
-    repeated, ago = max((row["step"] for row in logged_rows(metrics)), default=0) - step, metrics.stat().st_mtime
-    return f"{text}; steps logged since then: {max(repeated, 0)}; last logged {time.time() - ago:.1f} s ago"
+    logged, ago = max((row["step"] for row in logged_rows(metrics)), default=0), time.time() - metrics.stat().st_mtime
+    return f"{text}; steps logged since then: {max(logged - step, 0)}; last logged {ago:.1f} s ago"
 
 
 def exchange(messages: Messages, mine: Path | None, theirs: Path, *, to: int | None, source: int | None) -> None:
@@ -279,7 +278,7 @@ class Memory:
             kept = {step}
             memory_folder.note(place.root, place.mark, self._run)
         except Exception as error:  # training continues whatever the error is
-            self._messages.append(f"step {step:>6}  NOT KEPT in memory: {reason(error)}; the step before is")
+            self._messages.append(f"step {step:>6}  NOT KEPT in memory: {reason(error)}; older copies stay")
             if not isinstance(error, UserError):  # a process was lost, and others may have deleted the step before
                 return
             kept = {*checkpoint_steps(path.parent)} - {step}

@@ -32,6 +32,7 @@ from recipes.files.layout import MEMORY, checkpoint_step, step_folder
 from recipes.files.reading import fault, user_path
 
 STALE_SECONDS = 3600.0
+"""Without a copy, after which those of a run whose folder is not to be seen are deleted."""
 OF = "memory"
 """The key of a manifest's state with the ID and the part."""
 
@@ -114,7 +115,7 @@ def runs_in(place: Path) -> Iterator[tuple[Path, Path | None]]:
         folder = None
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             folder = Path(json.loads(about.read_text(encoding="utf-8"))["run"])
-            folder.exists()
+            folder.exists()  # raises for what cannot be a path
         yield about, folder
 
 

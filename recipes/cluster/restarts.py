@@ -19,7 +19,7 @@ from parallel.errors import UserError
 from recipes.files import exit_codes
 from recipes.files.atomic import utc_now, write_whole
 from recipes.files.end import read_end
-from recipes.files.layout import CHECKPOINTS, MEMORY, checkpoint_steps
+from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 from recipes.files.screen import tell
 
 PAUSE_SECONDS = 2
@@ -127,12 +127,12 @@ def number_of_restarts(text: str) -> int:
 
 def newest_step(folder: Path) -> int:
     """The newest step in a run's checkpoints, or in memory; 0 = none, or the folder cannot be read now."""
-    steps = [0]
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        steps.append(int(json.loads((folder / MEMORY).read_text(encoding="utf-8"))["step"]))
+    from recipes.checkpoint.memory_folder import read_mark  # numpy
+
+    steps = [mark.step] if (mark := read_mark(folder)) else []
     with suppress(UserError):  # the workers report it
         steps += checkpoint_steps(folder / CHECKPOINTS)
-    return max(steps)
+    return max(steps, default=0)
 
 
 class History:

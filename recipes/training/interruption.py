@@ -94,8 +94,8 @@ class Interruption:
         self.agreed_now()
 
     def cut_short(self, error: Exception, folder: Path, *, done: bool) -> str:
-        """The last line of a run in this folder that an error ended after a signal, which ended a compiler, perhaps, or
-        came twice to a rank; or another rank failed first. done: whether its last step was taken."""
+        """The last line of a run in this folder that failed after a signal: that ended a compiler, or a rank got it
+        twice, or another rank failed first. done: whether the last step was taken."""
         lost = "a process was lost; " if lost_a_peer(error) else ""
         cause = f"{end}; that" if (end := read_end(folder)) else lost + signal.Signals(self.noted).name
         when = "after its last step; run the same command again" if done else "in the middle of a step; NOT SAVED"

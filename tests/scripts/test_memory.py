@@ -83,7 +83,7 @@ def test_a_node_that_has_lost_its_memory_begins_from_that_of_another(
     (out, err), (_, other_err) = ends(job.nodes)
     assert [node.returncode for node in job.nodes] == [0, 0], err + other_err
     begun = re.findall(
-        r"\nbegins from the memory of the nodes: step (\d+); .*\n  what \S+#1 lacked of it came from", out
+        r"\nbegins from the memory of the nodes: step (\d+); .*\n  the parts missing on \S+#1 came from", out
     )
     assert begun == [str(newest)] and "\nresumed from " not in out
     if mesh:  # an all-reduce may round otherwise than a reduce-scatter
