@@ -276,7 +276,7 @@ class Memory:
             self._together.on_all(take)
             self._together.on_main(lambda: replace(place.mark, step=step).write(self._run))
             kept = {step}
-            memory_folder.note(place.root, place.mark, self._run)
+            (place.root / f"{place.mark.id}.json").touch()  # see remove_stale(); a kill leaves no half-written one
         except Exception as error:  # training continues whatever the error is
             self._messages.append(f"step {step:>6}  NOT KEPT in memory: {reason(error)}; older copies stay")
             if not isinstance(error, UserError):  # a process was lost, and others may have deleted the step before

@@ -91,7 +91,7 @@ def own_folder(memory_folder: str) -> Path:
 
 
 def note(place: Path, mark: Mark, run: Path) -> None:
-    """Say which run this mark is of, and that it lives."""
+    """Say which run this mark is of; the age of the file, when that last kept a step."""
     write_whole(place / f"{mark.id}.json", json.dumps({"run": str(run.resolve())}))
 
 
