@@ -200,7 +200,7 @@ def test_a_full_disk_ends_the_suite_with_one_line(tmp_path: Path, monkeypatch: p
     def full(*words: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(loop, "run_row", full)
+    monkeypatch.setattr(loop, "train_apart", full)
     code, _, err = measured_here(tmp_path)
     assert code == 2 and err.endswith("No space left on device; free space, or write another --output and --runs\n")
     assert [*json.loads((tmp_path / "record/gpu-cpu.json").read_text())["rows"]] == [*GROUPS]
