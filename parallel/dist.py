@@ -24,8 +24,6 @@ Result = TypeVar("Result")
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """torch 2.13 has the new names, and warns of the old ones."""
-PREFIX = "shardwright/"
-"""Prefix of our keys in the launcher's store."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The variables that torch reads its allocator's settings from; the first one that is set counts."""
 

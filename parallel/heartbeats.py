@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from parallel.dist import PREFIX, World, store_address
+from parallel.dist import World, store_address
 from parallel.errors import UserError
+from parallel.nodes import PREFIX
 
 SHARED_MEMORY = Path("/dev/shm")
 """The folder whose files Linux keeps in memory; where it is missing, read-only or full, that for temporary files is."""

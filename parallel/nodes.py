@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 
+PREFIX = "shardwright/"
+"""Prefix of our keys in the launcher's store."""
 FEW = 6
 """Longer lists of names are shortened."""
 

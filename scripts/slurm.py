@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
         log(f"the recipe fits {job.nodes} nodes")
         return 0
     section = tomllib.loads(recipe)["run"]
-    job.spare_nodes = section["spare_nodes"]
+    job.spare_nodes, job.least_nodes = section["spare_nodes"], section["least_nodes"]
     return job.supervise(RunConfig(name=section["name"], output=section["output"]).folder)
 
 

@@ -34,9 +34,13 @@ def main(command: list[str]) -> int:
     except UserError as error:
         tell(str(error))
         return exit_code(error)
-    launcher = Launcher(with_parent(command))
+    alone = {"--standalone", "--nproc-per-node=1"}  # whose launcher needs no torch
+    launcher = Launcher(with_parent(command), prepared=not alone.issubset(command))
     handle_stop_signals(launcher.stop)
-    return supervise(launcher, run.folder, steps=run.steps, restarts=restarts)
+    try:
+        return supervise(launcher, run.folder, steps=run.steps, restarts=restarts)
+    finally:
+        launcher.end()
 
 
 if __name__ == "__main__":

@@ -54,6 +54,10 @@ class Place:
         self.source = next((giver for giver, taker in takers.items() if taker == world.rank), None)
         self.part, self.own = self.parts.of(world.rank), folder_of(self.folder, world.rank)
         self.kept = [self.own] if self.source is None else [self.own, folder_of(self.folder, self.source)]
+        sources = [giver for giver, taker in takers.items() if taker in self.node.ranks]
+        here = {folder_of(self.folder, rank) for rank in (*self.node.ranks, *sources)}
+        self.former = [one for one in self.folder.glob("rank-*") if one not in here] if world.leads_node else []
+        """Folders of other numbers of processes, or places of this node, which go with the step that they hold."""
 
 
 def newest(run: KeptRun, world: World, *, after: int, log: Callable[[str], None]) -> Path | None:
@@ -66,7 +70,7 @@ def newest(run: KeptRun, world: World, *, after: int, log: Callable[[str], None]
     if mark is None or not mark.step:
         return None
     if mark.of != of:
-        log(f"step {mark.step} in memory is of another recipe, folder or number of processes, and not used")
+        log(f"step {mark.step} in memory is of another recipe, folder or mesh, and not used")
         return None
     place = on_all(world, lambda: Place(run, world, mark))
     share = slice(place.node.ranks.index(world.rank), None, len(place.node.ranks))
@@ -282,6 +286,8 @@ class Memory:
             if not isinstance(error, UserError):  # a process was lost, and others may have deleted the step before
                 return
             kept = {*checkpoint_steps(path.parent)} - {step}
+        for folder in place.former if step in kept else ():
+            shutil.rmtree(folder, ignore_errors=True)
         for other in (one for folder in place.kept if folder.is_dir() for one in folder.iterdir()):
             if checkpoint_step(other.name) not in kept:  # also what is not whole
                 shutil.rmtree(other, ignore_errors=True)
@@ -298,7 +304,7 @@ class Memory:
         self.finish()
         if keep:
             return
-        for folder in self._place.kept:
+        for folder in self._place.kept + self._place.former:
             shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # not empty yet
             os.removedirs(self._place.folder)

@@ -17,7 +17,7 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -43,7 +43,7 @@ class Mark:
 
     id: str
     of: str
-    """Hash of the run's folder and recipe, and of the number of processes."""
+    """Hash of the run's folder, recipe and mesh."""
     step: int
     """The newest that all nodes have kept; 0 = none yet."""
 
@@ -63,8 +63,10 @@ class KeptRun:
 
     @property
     def of(self) -> str:
-        """That of its marks. A copy of its folder is another run."""
-        return xxhash.xxh3_128_hexdigest(f"{self.folder.resolve()} {self.degrees.processes} {self.recipe}".encode())
+        """That of its marks. A copy of its folder is another run. Any number of replicas has the same parts, by which
+        their folders are named, unless stages count them in their ranks."""
+        mesh = self.degrees if self.degrees.pipeline > 1 else replace(self.degrees, replicate=1)
+        return xxhash.xxh3_128_hexdigest(f"{self.folder.resolve()} {mesh} {self.recipe}".encode())
 
 
 def read_mark(run: Path) -> Mark | None:
@@ -152,7 +154,7 @@ class Parts:
         for step in sorted({step for step, _ in held if step > after}, reverse=True):
             holders = {rank: held.get((step, self.of(rank)), []) for rank in node_of}
             if all(holders.values()):
-                pairs = [pair for there in holders.values() for pair in there]
+                pairs = [pair for (of, _), there in held.items() if of == step for pair in there]
                 at_home = {folder for by, folder in pairs if node_of[by] == node_of.get(folder)}
                 lacking = [(rank, there) for rank, there in holders.items() if rank not in at_home]
                 return step, [(*there[rank % len(there)], rank) for rank, there in lacking]

@@ -40,6 +40,7 @@ from recipes.files.screen import tell
 if TYPE_CHECKING:
     from recipes.cluster.proof import Proof
     from recipes.cluster.rendezvous import Launchers, Served
+    from recipes.cluster.spares import Numbers
 
 PROVE = "--prove"
 FROZEN_SECONDS = 5
@@ -64,9 +65,11 @@ class Workers:
     torch 2.13 always), and abandons them on a second signal. So torchrun handles no signals here.
     """
 
-    def __init__(self, run_folder: Path | None = None, *, node_timeout: float = 10.0, spare_nodes: int = 0) -> None:
-        """run_folder: of the run that they train, if they do. node_timeout, spare_nodes: those of its recipe."""
-        self._run_folder, self.node_timeout, self.spare_nodes = run_folder, node_timeout, spare_nodes
+    def __init__(
+        self, run_folder: Path | None = None, *, node_timeout: float = 10.0, numbers: "Numbers | None" = None
+    ) -> None:
+        """run_folder: of the run that they train, if they do. node_timeout: of its recipe. numbers: None = of all."""
+        self._run_folder, self.node_timeout, self.numbers = run_folder, node_timeout, numbers
         self.starting = False
         self.signal = 0  # the first signal, 0 = none yet
         self.ended_first: set[int] | None = None  # processes that ended by themselves, before torchrun ended the others
@@ -332,28 +335,31 @@ def _end_with_launcher(args: Namespace, *, several: bool) -> None:
 
 def _join_nodes(args: Namespace, workers: Workers) -> "Served | None":
     """Returns the store if this is node 0: it ends with the last reference."""
+    from torch.distributed.run import determine_local_world_size
+
     from recipes.cluster.rendezvous import Launchers, serve
 
     count = int(args.nnodes.rpartition(":")[2])
     args.master_addr, args.master_port = args.master_addr.strip("[]"), args.master_port or 29500
     address = args.master_addr, args.master_port
-    nodes = Launchers(
-        address, node=args.node_rank, nodes=count, log=log, timeout=workers.node_timeout, spares=workers.spare_nodes
-    )
+    most = None
+    if workers.numbers:
+        most = partial(workers.numbers.most, started=count, processes=determine_local_world_size(args.nproc_per_node))
+    nodes = Launchers(address, node=args.node_rank, nodes=count, log=log, timeout=workers.node_timeout, most=most)
     workers.others = nodes
     workers.exit_on_early_signals()
     served = serve(args.master_addr, args.master_port, remote=True) if args.node_rank == 0 else None
-    if args.node_rank == 0 and served is None and (nodes.answers() or workers.spare_nodes):
+    if args.node_rank == 0 and served is None and (nodes.answers() or most):
         raise UserError(
             f"NODE_RANK=0 runs at {args.master_addr}, no address of this node: number nodes from 0, each once"
         )
     nodes.join()
     nodes.await_all(lambda: workers.starting or nodes.is_spare(), give_up=lambda: os._exit(NOT_MET))
     nodes.watch(workers.kill, grace=2 * FROZEN_SECONDS)
-    if workers.spare_nodes and (place := nodes.place()) is not None:
+    if most and (place := nodes.place()) is not None:
         if place != args.node_rank:
             log(f"takes the place of node {place}, which has not come")
-        args.node_rank, args.nnodes = place, str(count - workers.spare_nodes)
+        args.node_rank, args.nnodes = place, str(nodes.training)
     if args.node_rank != 0:
         args.master_addr = nodes.reach()
     elif served is None:

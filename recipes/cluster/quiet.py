@@ -1,9 +1,17 @@
-"""What a launcher prints of torch's and torchrun's logs."""
+"""How a launcher imports torch: in advance, if it will replace another one, and with little of torch's logs."""
 
 import logging
 import os
+import select
+import signal
 
+from recipes.files.exit_codes import SIGNALS
 from recipes.files.screen import tell
+
+WAITS = "LAUNCHER_WAITS"
+"""The environment variable of a launcher that starts in advance, and reads from standard input that it is needed."""
+QUIET_SECONDS = 20.0
+"""Until it imports torch: those that train start meanwhile."""
 
 
 class OnlyKills(logging.Handler):
@@ -26,3 +34,18 @@ def import_torch_distributed() -> None:
     if "LOGLEVEL" not in os.environ:
         logger = logging.getLogger("torch.distributed")
         logger.handlers, logger.propagate = [OnlyKills()], False
+
+
+def await_turn() -> None:
+    """If another launcher runs yet, import torch after some seconds and wait: a restart need not wait for that."""
+    if not os.environ.pop(WAITS, ""):
+        return
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # of a supervisor that ends
+    if not select.select([0], [], [], QUIET_SECONDS)[0]:
+        import_torch_distributed()
+        import torch.distributed.run  # noqa: F401
+    if not os.read(0, 1):  # the supervisor has ended
+        os._exit(0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    os.dup2(nothing := os.open(os.devnull, os.O_RDONLY), 0)
+    os.close(nothing)

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from parallel.dist import PREFIX
 from parallel.errors import UserError
 from parallel.heartbeats import ENDED as ENDED_SUBJECT
-from parallel.nodes import abbreviated
+from parallel.nodes import PREFIX, abbreviated
 from recipes.files.end import words_of
 from recipes.files.exit_codes import PREEMPTED
 
@@ -117,14 +116,14 @@ class Launchers:
         nodes: int,
         log: Callable[[str], None],
         timeout: float = 10.0,
-        spares: int = 0,
+        most: Callable[[int], int] | None = None,
     ) -> None:
         """Connect nothing yet. address: that of node 0's store. node: this one's index. log: receives lines of text.
-        timeout: run.node_timeout. spares: run.spare_nodes, of all `nodes`.
+        timeout: run.node_timeout. most: how many of so many nodes train, 0 = too few; None = only all.
         """
         self._address, self._node, self._nodes, self._log = address, node, nodes, log
         self._timeout, self._own_address, self._has_given = timeout, "", False
-        self._spares, self._active = spares, list[int]()
+        self._most, self._active = most, list[int]()
         self._store: TCPStore | None = None
         self._neighbours: Neighbours | None = None
         self._connecting = threading.Lock()
@@ -151,7 +150,7 @@ class Launchers:
                         f" {platform.node()}: give every node its own number, 0 to {self._nodes - 1}"
                     )
                 time.sleep(3 * LOOK_SECONDS)  # node 0 may be ending, too
-                if self._spares and not store.check([ENDED]):
+                if self._most and not store.check([ENDED]):
                     from recipes.cluster.spares import known
 
                     if self._node not in (known(store) or [self._node]):
@@ -167,11 +166,22 @@ class Launchers:
         """Wait until node 0 has decided which nodes train. Returns the place of this one; None: it is a spare."""
         from recipes.cluster.spares import agreed, nodes_below
 
-        self._active = agreed(self._connected, self._came, node=self._node, nodes=self._nodes, spares=self._spares)
+        assert self._most
+        self._active = agreed(self._connected, self._came, node=self._node, nodes=self._nodes, most=self._most)
         if self._neighbours and self._store:
             below = nodes_below(self._node, self._active, nodes=self._nodes)
             self._neighbours.reach(partial(self._places, self._store), below)
+        if self._node == 0 and len(self._active) < self._most(self._nodes):
+            self._log(f"trains with {len(self._active)} of {self._nodes} nodes: {self._absent()} did not come")
+        with suppress(RuntimeError):  # of a store that goes
+            if self._store and self.is_spare() and self._most(len(self._came(self._store))) > len(self._active):
+                _announce(self._store, Cause(f"node {self._node} has come: all start again with it", 1, crashed=True))
         return None if self.is_spare() else self._active.index(self._node)
+
+    @property
+    def training(self) -> int:
+        """The number of nodes that train."""
+        return len(self._active)
 
     def is_spare(self, node: int | None = None) -> bool:
         """Whether a node, by default this one, only waits."""
@@ -253,7 +263,7 @@ class Launchers:
 
     def end_spares(self, code: int) -> None:
         """Node 0's workers have ended as all others: let the spare nodes end with their code, too."""
-        if self._spares and self._node == 0:
+        if self._most and self._node == 0:
             self.announce_end(code, crashed=False)
 
     def leave(self) -> None:
@@ -333,7 +343,7 @@ class Launchers:
         self._neighbours = Neighbours(
             _secret(store),
             node=self._node,
-            nodes=0 if self._spares else self._nodes,  # place() decides who is below whom
+            nodes=0 if self._most else self._nodes,  # place() decides who is below whom
             timeout=self._timeout,
             loss=lambda words: json.dumps(Cause(words, 1, crashed=True)),
             heard=self._hear,

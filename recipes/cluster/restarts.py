@@ -4,6 +4,7 @@ Each node decides alone, and all alike: exit code and newest checkpoint are the 
 """
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -16,13 +17,14 @@ from pathlib import Path
 from types import FrameType
 
 from parallel.errors import UserError
+from recipes.cluster import quiet
 from recipes.files import exit_codes
 from recipes.files.atomic import utc_now, write_whole
 from recipes.files.end import read_end
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 from recipes.files.screen import tell
 
-PAUSE_SECONDS = 2
+PAUSE_SECONDS = 1
 """Seconds to wait before another start, so that ports and devices are free by then."""
 FAULT_SECONDS, LONGEST_PAUSE = 30, 300
 """The same after a first fault that may pass, and at most: each in a row doubles it, as a server may need minutes."""
@@ -176,21 +178,40 @@ def log(text: str) -> None:
 class Launcher:
     """The process that starts the workers, and the signals passed on to it."""
 
-    def __init__(self, command: list[str]) -> None:
-        self._command = command
+    def __init__(self, command: list[str], *, prepared: bool = False) -> None:
+        """prepared: whether the next one starts in advance, and waits until it is needed; see quiet.py."""
+        self._command, self._prepared = command, prepared
         self._process: subprocess.Popen[bytes] | None = None
+        self._next: subprocess.Popen[bytes] | None = None
         self.signal = 0  # the first signal, 0 = none yet
 
     def run(self) -> int:
         """Start the launcher and wait. Returns its exit code, 128 + n for signal n."""
         # The launcher unblocks them once it can notify the other nodes.
         signal.pthread_sigmask(signal.SIG_BLOCK, exit_codes.SIGNALS)
-        self._process = subprocess.Popen(self._command)
+        self._process = self._take_next() or subprocess.Popen(self._command)
+        if self._prepared:
+            waits = os.environ | {quiet.WAITS: "1"}
+            self._next = subprocess.Popen(self._command, env=waits, stdin=subprocess.PIPE, bufsize=0)
         if self.signal:
             self._process.send_signal(self.signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, exit_codes.SIGNALS)
         code = self._process.wait()
         return code if code >= 0 else exit_codes.ended_by(-code)
+
+    def _take_next(self) -> subprocess.Popen[bytes] | None:
+        """The one that is prepared, which is told that it is needed; None if there is none, or it has ended."""
+        if self._next and self._next.stdin and self._next.poll() is None:
+            with suppress(BrokenPipeError), self._next.stdin as turn:
+                turn.write(b"1")
+                return self._next
+        return None
+
+    def end(self) -> None:
+        """End the one that is prepared."""
+        if self._next is not None:
+            self._next.kill()
+            self._next.wait()
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal. Between two starts, the next launcher gets it, so that other nodes are notified."""

@@ -27,6 +27,8 @@ from recipes.files.screen import Output, put, tell
 
 STARTED, STOPPING = "started", "stopping"
 STATES = {STARTED: "lost: killed, or the node failed", STOPPING: "killed while stopping"}
+TAKEN = ("--run.spare_nodes", "0", "--run.least_nodes", "0")
+"""No node of an attempt waits, and none may lack."""
 STATE = "slurm-state:"
 """Begins a line from a node to the batch script, through srun's standard error: no disk can be full on that way."""
 
@@ -53,8 +55,9 @@ class Job:
         self.environment = {**environment, "NNODES": str(self.nodes), "RESTARTS": "0"}
         self.requeues = int(environment.get("SLURM_RESTART_COUNT", "0"))
         self.ended_by_slurm = False
-        self.spare_nodes = 0
+        self.spare_nodes = self.least_nodes = 0
         """Of the recipe; set before supervise()."""
+        self._absent: list[str] = []  # in the attempt before
         self._lost: dict[str, int] = {}  # node -> the last attempt in which it did not answer, or was lost
 
     def checked_recipe(self) -> tuple[int, str]:
@@ -63,15 +66,18 @@ class Job:
         After a fault that may pass, it is checked again, as often as the job restarts. Unless the job has FORCE=1, what
         cannot fit the GPUs is wrong, too.
         """
-        command = [*self._run_command, "--check"]
-        environment = self.environment | {"FORCE": self.environment.get("FORCE") or "0"}
         for number in count(1):
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+            done = self._check()
             if done.returncode != TEMPORARY or number > self.restarts:
                 break
             log(f"checked again in {fault_pause(number):g} s")
             time.sleep(fault_pause(number))
         return done.returncode, done.stdout
+
+    def _check(self, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        environment = self.environment | {"FORCE": self.environment.get("FORCE") or "0"} | environment
+        command = [*self._run_command, *overrides, "--check"]
+        return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
 
     def supervise(self, folder: Path) -> int:
         """Start all nodes until the run is done or another start would not help. Returns the exit code."""
@@ -88,7 +94,8 @@ class Job:
                 return code
             history.begin(step)
             attempt, names = len(history.attempts), self._chosen()
-            on = output("scontrol", "show", "hostlist", ",".join(names)).strip() if self.spare_nodes else self.node_list
+            fewer = len(names) < self.nodes
+            on = output("scontrol", "show", "hostlist", ",".join(names)).strip() if fewer else self.node_list
             log(f"attempt {attempt} on {on}, from {f'step {step}' if step else 'the beginning'}")
             states = self._run(attempt, names)
             if self.ended_by_slurm:
@@ -96,7 +103,7 @@ class Job:
                 log("ended by SLURM, which cancels the job or requeues it")
                 return PREEMPTED
             end, code = end_of([int(state) if state and state.isdecimal() else None for state in states.values()])
-            absent = [name for name, state in states.items() if state is None]
+            self._absent = absent = [name for name, state in states.items() if state is None]
             if absent and end in (End.CRASHED, End.TEMPORARY):
                 end = End.UNSTARTED
             history.end(end)
@@ -111,7 +118,7 @@ class Job:
                 log(f"  no answer from: {' '.join(absent)}")
             # Where nodes are absent, srun has killed the others before they could say so.
             self._lost |= dict.fromkeys(absent or [name for name in states if states[name] == STARTED], attempt)
-            if self.spare_nodes and end == End.UNSTARTED and not {*absent}.intersection(self._chosen()):
+            if end == End.UNSTARTED and not {*absent}.intersection(self._chosen()):
                 continue
             if end in (End.PREEMPTED, End.UNSTARTED) and not reason_to_stop(
                 history.attempts, step=newest_step(folder), restarts=self.restarts
@@ -124,14 +131,21 @@ class Job:
                 time.sleep(pause_after(history.attempts))
 
     def _chosen(self) -> list[str]:
-        """The nodes that train next: the first that are not down; those that were lost in this job only as a remedy."""
-        names = output("scontrol", "show", "hostnames", self.node_list).split()
-        if not self.spare_nodes:
+        """The nodes that train next: the first that are not down; those that were lost in this job only as a remedy.
+        Fewer, if the recipe allows it and there are no more."""
+        names, count = output("scontrol", "show", "hostnames", self.node_list).split(), self.nodes - self.spare_nodes
+        if not (self.spare_nodes or self.least_nodes):
             return names
         ask = ["sinfo", "--noheader", "--Node", f"--nodes={self.node_list}", "--states=down,no_respond", "--format=%N"]
         down = subprocess.run(ask, stdout=subprocess.PIPE, text=True).stdout.split()  # none if SLURM does not answer
-        best = sorted(names, key=lambda name: (name in down, self._lost.get(name, 0)))[: self.nodes - self.spare_nodes]
+        down += self._absent
+        if self.least_nodes and (there := len({*names} - {*down})) < count:
+            count = next(filter(self._can_train, range(there, self.least_nodes - 1, -1)), count)
+        best = sorted(names, key=lambda name: (name in down, self._lost.get(name, 0)))[:count]
         return [name for name in names if name in best]  # in the order of SLURM, by which it numbers them
+
+    def _can_train(self, nodes: int) -> bool:
+        return self._check(*TAKEN, NNODES=str(nodes)).returncode == 0
 
     def _run(self, attempt: int, names: Sequence[str]) -> dict[str, str | None]:
         """Run the recipe on these nodes once. Returns the last state of each node: an exit code, or a key of STATES, or
@@ -149,7 +163,7 @@ class Job:
         # The batch script gets SIGTERM only when SLURM ends the job; srun and the nodes get it too.
         before = signal.signal(signal.SIGTERM, record)
         try:
-            taken = ["--run.spare_nodes", "0"] if self.spare_nodes else []  # no node of an attempt waits
+            taken = TAKEN if self.spare_nodes or self.least_nodes else ()
             return self._step([*self._on_node, str(self.logs), *self._run_command, *taken], names, variables)
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -161,7 +175,7 @@ class Job:
         states: dict[str, str | None] = dict.fromkeys(names)
         # One task per node, with all of its CPUs. A node that fails ends the others, which might wait for it for hours.
         srun = ["srun", f"--ntasks={len(names)}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
-        if self.spare_nodes:
+        if len(names) < self.nodes:
             srun += [f"--nodes={len(names)}", f"--nodelist={','.join(names)}"]
         environment = {**self.environment, **variables}
         with subprocess.Popen([*srun, *command], env=environment, stderr=subprocess.PIPE) as process:

@@ -1,20 +1,44 @@
-"""Spare nodes: which of the nodes that have come train, and which wait to take the place of a lost one."""
+"""Which of the nodes that have come train: spare ones wait to take the place of a lost one, or fewer go on."""
 
 import json
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch.distributed import TCPStore
-
-from parallel.dist import PREFIX
+from parallel.nodes import PREFIX
 from recipes.cluster.neighbours import below
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 ACTIVE = PREFIX + "active"
 """The numbers of the nodes that train, by place, as JSON."""
-SETTLE_SECONDS = 5.0
+SETTLE_SECONDS = 2.0
 """How long node 0 waits for more nodes after the last one has come, once there are enough."""
-LOOK_SECONDS = 0.5
+FEWER_SECONDS = 60.0
+"""The same, once there are fewer, with which the run may go on."""
+LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """With how many nodes a recipe trains."""
+
+    spare: int
+    """run.spare_nodes."""
+    least: int
+    """run.least_nodes; 0 = all that are not spare."""
+    fits: Callable[[int, int], bool]
+    """Whether so many processes on so many nodes can train it."""
+
+    def most(self, came: int, *, started: int, processes: int) -> int:
+        """How many train of those that have come; 0 = too few have. started: nodes. processes: of each node."""
+        if came >= started - self.spare:
+            return started - self.spare
+        fewer = range(came, self.least - 1, -1) if self.least else ()
+        return next((number for number in fewer if self.fits(number * processes, number)), 0)
 
 
 def chosen(came: Collection[int], needed: int) -> list[int]:
@@ -29,22 +53,22 @@ def nodes_below(node: int, active: Sequence[int], *, nodes: int) -> list[int]:
     return [order[place] for place in below(order.index(node), nodes)]
 
 
-def known(store: TCPStore) -> list[int]:
+def known(store: "TCPStore") -> list[int]:
     """Place -> node; empty if node 0 has not decided yet."""
     return list(json.loads(store.get(ACTIVE))) if store.check([ACTIVE]) else []
 
 
 def agreed(
-    connected: Callable[[], TCPStore | None],
-    came: Callable[[TCPStore], set[int]],
+    connected: Callable[[], "TCPStore | None"],
+    came: Callable[["TCPStore"], set[int]],
     *,
     node: int,
     nodes: int,
-    spares: int,
+    most: Callable[[int], int],
 ) -> list[int]:
     """Place -> node, which node 0 decides when all nodes have come, or enough have and then no other for some seconds.
 
-    connected: the store, once it is up. came: the nodes that have. node: this one.
+    connected: the store, once it is up. came: the nodes that have. node: this one. most: how many of so many train.
     """
     latest, since = set[int](), time.monotonic()
     while True:
@@ -54,7 +78,8 @@ def agreed(
                     return found
                 if (now := came(store)) != latest:
                     latest, since = now, time.monotonic()
-                settled = len(latest) >= nodes - spares and time.monotonic() - since > SETTLE_SECONDS
-                if node == 0 and (settled or len(latest) == nodes):
-                    store.set(ACTIVE, json.dumps(chosen(latest, nodes - spares)))
+                count = most(len(latest)) if node == 0 else 0
+                wait = SETTLE_SECONDS if count == most(nodes) else FEWER_SECONDS
+                if count and (len(latest) == nodes or time.monotonic() - since > wait):
+                    store.set(ACTIVE, json.dumps(chosen(latest, count)))
         time.sleep(LOOK_SECONDS)

@@ -79,6 +79,8 @@ class RunConfig:
     """A node whose launcher is silent for so many seconds is lost: the others end, or restart. 0 = off."""
     spare_nodes: Annotated[int, Ge(0)] = 0
     """This many of the started nodes wait instead of training, and replace lost ones at a restart (docs/cluster.md)."""
+    least_nodes: Annotated[int, Ge(0)] = 0
+    """Restart on as few nodes as this if others do not come within a minute; 0 = wait for them (docs/cluster.md)."""
 
     @property
     def folder(self) -> Path:

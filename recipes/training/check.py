@@ -56,8 +56,11 @@ def check(path: str, arguments: Sequence[str], *, processes: int | None, nodes: 
         if processes and nodes and nodes > 1:
             processes, nodes = _without_spares(path, arguments, processes, nodes)
         loaded = load_run(path, arguments, processes=processes, nodes=nodes)
-        if started == 1 and loaded.recipe.run.spare_nodes:
-            raise UserError("run.spare_nodes: needs several nodes; to start on one, write --run.spare_nodes 0")
+        for name in ("spare_nodes", "least_nodes"):
+            if started == 1 and getattr(loaded.recipe.run, name):
+                raise UserError(f"run.{name}: needs several nodes; to start on one, write --run.{name} 0")
+        if processes and nodes and (least := loaded.recipe.run.least_nodes):
+            _require_least(least, path, arguments, processes=processes, nodes=nodes)
         run, here = loaded.recipe.run, os.environ.get(HERE, "")
         if processes is None and here and not hardware_of(run.name, written=run.hardware):
             processes = int(here)
@@ -81,6 +84,18 @@ def _without_spares(path: str, arguments: Sequence[str], processes: int, nodes: 
     if spare >= nodes:
         raise UserError(f"run.spare_nodes = {spare}: must be fewer than the {nodes} nodes; start more, or write less")
     return processes // nodes * (nodes - spare), nodes - spare
+
+
+def _require_least(least: int, path: str, arguments: Sequence[str], *, processes: int, nodes: int) -> None:
+    """Raises UserError unless run.least_nodes of these nodes could train the recipe."""
+    if least > nodes:
+        raise UserError(f"run.least_nodes = {least}: more than the {nodes} nodes that train; write {nodes} or fewer")
+    processes = processes // nodes * least
+    try:
+        load(path, arguments, processes=processes, nodes=least, elsewhere=True)
+    except UserError as error:
+        where = f"run.least_nodes = {least}: with so many nodes, {processes} processes cannot train it; write more, or"
+        raise UserError(f"{where}\n{error}") from None
 
 
 def look_at_first_rows(loaded: LoadedRecipe) -> str:

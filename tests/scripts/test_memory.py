@@ -115,8 +115,6 @@ def test_neither_another_recipe_nor_a_run_begun_anew_uses_old_memory(tmp_path: P
         return out
 
     assert "in memory is" not in begin()
-    assert " in memory is of another recipe, folder or number of processes, and not used\n" in begin(
-        "--run.steps", "60"
-    )
+    assert " in memory is of another recipe, folder or mesh, and not used\n" in begin("--run.steps", "60")
     shutil.rmtree(folder)
     assert "memory of the nodes: step" not in begin()

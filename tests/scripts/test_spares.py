@@ -1,6 +1,8 @@
 """Spare nodes: two nodes that train and one that waits, with real launchers, all on this machine."""
 
 import os
+import re
+import shutil
 import signal
 import socket
 from collections.abc import Callable
@@ -10,7 +12,8 @@ import pytest
 
 from recipes.files.exit_codes import PREEMPTED
 from tests.commands import Command
-from tests.processes import descendants
+from tests.processes import descendants, wait_for
+from tests.scripts import test_memory as in_memory
 from tests.scripts.nodes import EVERY, STEPS, arguments, kill, launch, losses
 from tests.scripts.test_nodes import Nodes, checked, ends
 
@@ -151,6 +154,31 @@ def test_a_single_node_may_train_while_the_other_waits_and_a_recipe_is_proved_by
     assert other_out == "" and other_err.count(WAITS) == 2
 
 
+def test_fewer_nodes_go_on_from_memory_where_a_lost_one_stays_away_and_all_start_again_when_it_comes(
+    tmp_path: Path, corpus: Path
+) -> None:
+    replicas = ("--mesh.replicate", "-1", "--mesh.shard", "1", "--batch.global_batch_size", "12")
+    (expected := launch(tmp_path, arguments(tmp_path, corpus, "one", *replicas), NPROC="2")).communicate()
+    least = ("--run.least_nodes", "2", *replicas, *in_memory.words(tmp_path))
+    job = Nodes(tmp_path, corpus, *least, NNODES="3", RESTARTS="5")
+    job.nodes.append(job.start(2))
+    wait_for("copies after the checkpoint", lambda: in_memory.in_memory(tmp_path) > in_memory.ON_DISK)
+    lose(job.nodes.pop())
+    for path in (tmp_path / "memory").glob("*/*/*#2"):
+        shutil.rmtree(path)
+    until(job.nodes[0], "launch: trains with 2 of 3 nodes: node 2 of 3 did not come\n")
+    reached = len(job.losses)
+    wait_for("more steps", lambda: len(job.losses) > reached)
+    while_it_stands(job, lambda: job.nodes.append(job.start(2)) or until(job.nodes[2], WAITS))
+    (out, err), *others = ends(job.nodes)
+    assert [node.returncode for node in job.nodes] == [0, 0, 0], err + str(others)
+    assert "launch: node 2 has come: all start again with it\n" in err
+    assert re.findall("  mesh: replicate (.)", out) == ["3", "2", "3"]
+    assert len(re.findall(r"\nbegins from the memory of the nodes: step (\d+); ", out)) == 2 and "\nresumed" not in out
+    assert expected.wait() == 0
+    assert [loss for _, loss in job.losses] == pytest.approx([x for _, x in losses(tmp_path, "one")], rel=1e-4)
+
+
 def test_spare_nodes_do_not_count_when_a_recipe_is_checked(tmp_path: Path, corpus: Path) -> None:
     words = [*arguments(tmp_path, corpus, "none"), "--check"]
     code, out, err = checked(tmp_path, [*words, "--run.spare_nodes", "1"], NPROC="4", NNODES="3")
@@ -159,6 +187,18 @@ def test_spare_nodes_do_not_count_when_a_recipe_is_checked(tmp_path: Path, corpu
     code, _, err = checked(tmp_path, [*words, "--run.spare_nodes", "3"], NPROC="4", NNODES="3")
     assert code == 2
     assert "run.spare_nodes = 3: must be fewer than the 3 nodes; start more, or write less\n" in err
+
+
+@pytest.mark.parametrize(
+    ("least", "message"),
+    [("4", "run.least_nodes = 4: more than the 2 nodes that train; write 2 or fewer\n"),
+     ("1", "run.least_nodes = 1: with so many nodes, 4 processes cannot train it; write more, or\n")],
+)  # fmt: skip
+def test_fewer_nodes_must_fit_the_recipe(least: str, message: str, tmp_path: Path, corpus: Path) -> None:
+    words = [*arguments(tmp_path, corpus, "none"), "--mesh.replicate", "1", "--mesh.shard", "8", "--check"]
+    code, _, err = checked(tmp_path, [*words, "--run.least_nodes", least], NPROC="4", NNODES="2")
+    assert code == 2
+    assert message in err
 
 
 def test_spare_nodes_without_restarts_or_other_nodes_are_refused(tmp_path: Path, corpus: Path) -> None:

@@ -2,11 +2,12 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 from torch.distributed import TCPStore
 
-from recipes.cluster.spares import agreed, chosen, known, nodes_below
+from recipes.cluster.spares import Numbers, agreed, chosen, known, nodes_below
 from tests.processes import wait_for
 
 
@@ -33,7 +34,8 @@ def test_in_the_tree_nobody_is_below_a_spare_node(active: list[int]) -> None:
 
 
 def agree(store: TCPStore, came: set[int], *, node: int = 0) -> list[int]:
-    return agreed(lambda: store, lambda _: set(came), node=node, nodes=4, spares=2)
+    most = partial(Numbers(2, 0, lambda processes, nodes: False).most, started=4, processes=1)
+    return agreed(lambda: store, lambda _: set(came), node=node, nodes=4, most=most)
 
 
 @pytest.fixture
