@@ -191,8 +191,8 @@ def torment(run: Nodes, options: argparse.Namespace, kills: int, draw: random.Ra
         reached = run.steps()
         while run.steps() < reached + EVERY + 1 and not run.has_ended():
             time.sleep(0.02)
-        time.sleep(draw.uniform(0, options.pause))
         kind = kinds[len(times) % len(kinds)] if options.kind is None else options.kind
+        time.sleep(draw.uniform(0, options.pause) + (options.rest if kind == "node, power" else 0))
         if run.has_ended() or kind == "spare":
             if kind == "spare" and not run.has_ended():  # nothing may happen
                 lose(run, [run.count], power=True)
@@ -221,6 +221,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--pause", type=float, default=1.5, help="longest time from a copy to a kill, seconds")
+    parser.add_argument(
+        "--rest", type=float, default=25.0, help="seconds longer before a node loses power: the next launcher is ready"
+    )
     parser.add_argument("--back-after", type=float, default=0.0, help="seconds until what was lost starts again")
     parser.add_argument("--kind", choices=[*KINDS, *SPARE_KINDS])
     parser.add_argument("--seed", type=int, default=0)

@@ -356,10 +356,11 @@ def _join_nodes(args: Namespace, workers: Workers) -> "Served | None":
     nodes.join()
     nodes.await_all(lambda: workers.starting or nodes.is_spare(), give_up=lambda: os._exit(NOT_MET))
     nodes.watch(workers.kill, grace=2 * FROZEN_SECONDS)
-    if most and (place := nodes.place()) is not None:
+    place, training = nodes.place() if most else (None, count)
+    if place is not None:
         if place != args.node_rank:
             log(f"takes the place of node {place}, which has not come")
-        args.node_rank, args.nnodes = place, str(nodes.training)
+        args.node_rank, args.nnodes = place, str(training)
     if args.node_rank != 0:
         args.master_addr = nodes.reach()
     elif served is None:

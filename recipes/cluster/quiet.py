@@ -5,11 +5,10 @@ import os
 import select
 import signal
 
+from recipes.cluster.restarts import WAITS
 from recipes.files.exit_codes import SIGNALS
 from recipes.files.screen import tell
 
-WAITS = "LAUNCHER_WAITS"
-"""The environment variable of a launcher that starts in advance, and reads from standard input that it is needed."""
 QUIET_SECONDS = 20.0
 """Until it imports torch: those that train start meanwhile."""
 

@@ -162,8 +162,8 @@ class Launchers:
             logged = True
             time.sleep(LOOK_SECONDS)
 
-    def place(self) -> int | None:
-        """Wait until node 0 has decided which nodes train. Returns the place of this one; None: it is a spare."""
+    def place(self) -> tuple[int | None, int]:
+        """Wait until node 0 has decided which nodes train. Returns the place of this one, None = spare; how many do."""
         from recipes.cluster.spares import agreed, nodes_below
 
         assert self._most
@@ -176,12 +176,7 @@ class Launchers:
         with suppress(RuntimeError):  # of a store that goes
             if self._store and self.is_spare() and self._most(len(self._came(self._store))) > len(self._active):
                 _announce(self._store, Cause(f"node {self._node} has come: all start again with it", 1, crashed=True))
-        return None if self.is_spare() else self._active.index(self._node)
-
-    @property
-    def training(self) -> int:
-        """The number of nodes that train."""
-        return len(self._active)
+        return None if self.is_spare() else self._active.index(self._node), len(self._active)
 
     def is_spare(self, node: int | None = None) -> bool:
         """Whether a node, by default this one, only waits."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 
 from parallel.errors import UserError
-from recipes.cluster import quiet
 from recipes.files import exit_codes
 from recipes.files.atomic import utc_now, write_whole
 from recipes.files.end import read_end
@@ -26,6 +25,8 @@ from recipes.files.screen import tell
 
 PAUSE_SECONDS = 1
 """Seconds to wait before another start, so that ports and devices are free by then."""
+WAITS = "LAUNCHER_WAITS"
+"""The environment variable of a launcher that starts in advance, and reads from standard input that it is needed."""
 FAULT_SECONDS, LONGEST_PAUSE = 30, 300
 """The same after a first fault that may pass, and at most: each in a row doubles it, as a server may need minutes."""
 
@@ -191,7 +192,7 @@ class Launcher:
         signal.pthread_sigmask(signal.SIG_BLOCK, exit_codes.SIGNALS)
         self._process = self._take_next() or subprocess.Popen(self._command)
         if self._prepared:
-            waits = os.environ | {quiet.WAITS: "1"}
+            waits = os.environ | {WAITS: "1"}
             self._next = subprocess.Popen(self._command, env=waits, stdin=subprocess.PIPE, bufsize=0)
         if self.signal:
             self._process.send_signal(self.signal)

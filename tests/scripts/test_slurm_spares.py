@@ -76,3 +76,21 @@ def test_a_job_with_too_few_nodes_left_returns_to_the_queue(cluster: Cluster, tm
         cluster.start_node("node1")
         cluster.start_node("node2")
     assert job.finish() == ("COMPLETED", "0:0"), job.log
+
+
+def test_a_job_goes_on_with_fewer_nodes_where_the_recipe_allows_it(
+    cluster: Cluster, tmp_path: Path, corpus: Path
+) -> None:
+    wait_for("idle nodes", lambda: cluster.do("sinfo", "-h", "-o", "%t %D") == "idle 3\n")
+    flags = ["--nodes=3", "--no-kill"]
+    fewer = ("--run.least_nodes", "2", "--batch.global_batch_size", "12")
+    job = Job(cluster, tmp_path, corpus, "fewer", *fewer, flags=flags)
+    job.reach(EVERY + 2)
+    cluster.lose("node1")
+    try:
+        assert job.finish() == ("COMPLETED", "0:0"), job.log
+    finally:
+        cluster.start_node("node1")
+    assert "attempt 1 on node[0-2], from the beginning\n" in job.log
+    assert " on node[0,2], from step " in job.log
+    assert job.restarts == "0"

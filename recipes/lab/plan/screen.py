@@ -66,6 +66,7 @@ def screen(plan: Plan, money: Money, *, mark: str = "#") -> list[str]:
         "",
         *answers(plan),
         *_loads(plan),
+        *_copies(plan),
         *costs(plan, money),
         "",
         *_time(plan, mark),
@@ -130,6 +131,15 @@ def _loads(plan: Plan) -> list[str]:
     peak = f"{worst.memory.peak / 1e9:.1f} GB{fits}"
     load = f"assumed equal; {IMBALANCE} x the mean on one process"
     return [f"loads   {load}: {peak}, {speed} tokens/s per GPU"]
+
+
+def _copies(plan: Plan) -> list[str]:
+    """What checkpoint.memory_every takes of the host: two steps of this process and of another."""
+    settings, pieces = plan.recipe.checkpoint, plan.memory.pieces
+    if not settings.memory_every:
+        return []
+    most = 4 * (pieces["parameters"] + pieces.get("moments", 0)) * plan.degrees.processes / plan.world.nodes
+    return [f"copies  at most {most / 1e9:.1f} GB of {settings.memory_folder} on each node"]
 
 
 def unequal(equal: Plan) -> Plan | None:

@@ -6,14 +6,16 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from recipes.cluster.restarts import Attempt, End, History, Launcher, end_of, pause_after, reason_to_stop, supervise
 from recipes.cluster.slurm import Job
+from recipes.files.exit_codes import is_there
 from tests.full_disk import files_of_at_most
-from tests.processes import PATIENCE
+from tests.processes import PATIENCE, ROOT, wait_for
 
 CRASHED, PREEMPTED, TAKEN = End.CRASHED, End.PREEMPTED, End.TAKEN
 
@@ -171,6 +173,54 @@ def test_faults_that_may_pass_are_waited_for_up_to_the_number_of_restarts() -> N
     assert pause_after([*faults, *faults]) == 300 and pause_after([*faults, Attempt(10, CRASHED)]) == 1
     assert reason_to_stop(faults, step=10, restarts=4) is None
     assert reason_to_stop(faults, step=10, restarts=3) == "it crashed 4 times, and RESTARTS=3"
+
+
+@pytest.fixture
+def prepares(tmp_path: Path) -> Iterator[Launcher]:
+    """Its launchers append to tmp_path/said, and the first runs until there is the file tmp_path/end."""
+    text = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from recipes.cluster import quiet
+quiet.QUIET_SECONDS = 0.0
+def say(what):
+    print(os.getpid(), what, "torch" in sys.modules, flush=True, file=open({str(tmp_path / "said")!r}, "a"))
+say("starts")
+quiet.await_turn()
+say("runs")
+while not os.path.exists({str(tmp_path / "end")!r}):
+    time.sleep(0.1)
+"""
+    launcher = Launcher([sys.executable, "-c", text], prepared=True)
+    yield launcher
+    launcher.end()
+
+
+def said(folder: Path) -> list[list[str]]:
+    return [line.split() for line in (folder / "said").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_the_next_launcher_has_imported_torch_when_it_is_needed_and_goes_with_the_supervisor(
+    tmp_path: Path, prepares: Launcher
+) -> None:
+    def has_torch(process: int) -> bool:
+        return "libtorch" in Path(f"/proc/{process}/maps").read_text()
+
+    first = threading.Thread(target=prepares.run)
+    first.start()
+    wait_for("two launchers", lambda: (tmp_path / "said").exists() and len(said(tmp_path)) == 3)
+    [(one, _, _), *_] = [line for line in said(tmp_path) if line[1] == "runs"]
+    [other] = {process for process, _, _ in said(tmp_path)} - {one}
+    wait_for("its import", lambda: has_torch(int(other)))
+    (tmp_path / "end").touch()
+    first.join()
+    assert prepares.run() == 0
+    assert [line for line in said(tmp_path) if line[1] == "runs"] == [[one, "runs", "False"], [other, "runs", "True"]]
+    wait_for("the third", lambda: len({process for process, _, _ in said(tmp_path)}) == 3)
+    [third] = {int(process) for process, _, _ in said(tmp_path)} - {int(one), int(other)}
+    prepares.end()
+    assert not is_there(third)
 
 
 @pytest.mark.slow

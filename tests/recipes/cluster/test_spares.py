@@ -33,6 +33,21 @@ def test_in_the_tree_nobody_is_below_a_spare_node(active: list[int]) -> None:
     assert not [node for node in below if below[node] and node not in active]
 
 
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ((2, 0), [0, 0, 0, 0, 0, 0, 6, 6, 6]),
+        ((0, 3), [0, 0, 0, 0, 4, 4, 4, 4, 8]),
+        ((2, 3), [0, 0, 0, 0, 4, 4, 6, 6, 6]),
+    ],
+    ids=["spare", "fewer", "both"],
+)
+def test_as_many_nodes_train_as_fit_the_recipe(numbers: tuple[int, int], expected: list[int]) -> None:
+    """Of 8, whose number must be a power of two for fewer."""
+    found = Numbers(*numbers, lambda processes, nodes: processes == 2 * nodes and nodes in (1, 2, 4, 8))
+    assert [found.most(came, started=8, processes=2) for came in range(9)] == expected
+
+
 def agree(store: TCPStore, came: set[int], *, node: int = 0) -> list[int]:
     most = partial(Numbers(2, 0, lambda processes, nodes: False).most, started=4, processes=1)
     return agreed(lambda: store, lambda _: set(came), node=node, nodes=4, most=most)
