@@ -44,14 +44,8 @@ def why_not_cut(settings: Mapping[str, Any]) -> str | None:
 def with_plan(
     interface: ModelInterface, model: "nn.Module", *, settings: Mapping[str, Any], plan: Mapping[str, str]
 ) -> ModelInterface:
-    """The interface with what tensor parallelism must know of the model, if it can be cut.
-
-    Args:
-        interface: what else parallel/ may know.
-        model: the whole one, not cut.
-        settings: its config.json.
-        plan: `base_model_tp_plan` of its configuration class.
-    """
+    """The interface with what tensor parallelism must know of the whole model, if it can be cut. settings: its
+    config.json. plan: `base_model_tp_plan` of its configuration class."""
     if why_not_cut(settings):
         return interface
     inside = _inside(model.get_submodule(interface.blocks[0]), plan)

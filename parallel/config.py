@@ -84,13 +84,9 @@ class MeshDegrees:
     def group_sizes(self, *, experts: bool = False, muon: bool = False, split_ends: bool = False) -> list[int]:
         """The sizes of the process groups that each process is in, that of all processes first.
 
-        torch makes one for each dimension of a DeviceMesh; parallel/mesh.py makes those over several together. A group
-        of all processes is always the first one.
-
-        Args:
-            experts: with those of a model with experts.
-            muon: with that of the parts of a matrix.
-            split_ends: with that of a tied embedding, where two processes of a pipeline have the first and last stage.
+        torch makes one for each dimension of a DeviceMesh; parallel/mesh.py makes those over several together. experts:
+        with those of a model with experts. muon: with that of the parts of a matrix. split_ends: with that of a tied
+        embedding, where two processes of a pipeline have the first and last stage.
         """
         together = [DATA_AXES, LOSS_AXES, FSDP_AXES, *([LAYER_AXES] if muon else [])]
         together += [TOKEN_AXES, ROW_AXES] if experts else []

@@ -184,13 +184,8 @@ def _shard_parts(model: nn.Module, whole: Mesh, *, reshard_after_forward: bool, 
 
 
 def expect_micro_batch(units: Sequence[FSDPModule], *, is_last: bool, reshards: bool) -> None:
-    """Prepare the units for a micro-batch of a step.
-
-    Args:
-        units: see units_of().
-        is_last: whether it ends the step: gradients are reduced once, when they have been added up.
-        reshards: whether weights are gathered anew for each micro-batch; with ZeRO-2 they stay until the step ends.
-    """
+    """Prepare the units for a micro-batch of a step. is_last: gradients are reduced once, when they have been added up.
+    reshards: whether weights are gathered anew for each micro-batch; with ZeRO-2 they stay until the step ends."""
     for unit in units:
         unit.set_requires_gradient_sync(is_last, recurse=False)
         if not reshards:

@@ -59,12 +59,8 @@ def whole_along(state: Mapping[str, Tensor], axis: DeviceMesh) -> list[str]:
 def require_sound(tensors: Mapping[str, Tensor], world: World, *, copies: Sequence[Copies] = ()) -> None:
     """Raise CorruptState, with the same text on all processes, unless the state is sound on all of them.
 
-    All processes call it at the same time. The host waits for the device once.
-
-    Args:
-        tensors: by name; of a DTensor, the local shard is looked at.
-        world: all processes.
-        copies: which processes hold the same bits of which tensors.
+    All processes call it at the same time. The host waits for the device once. tensors: by name; of a DTensor, the
+    local shard is looked at. copies: which processes hold the same bits of which tensors.
     """
     names = list(tensors)
     finite, sums = (

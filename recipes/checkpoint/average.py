@@ -27,15 +27,9 @@ def read_average(
 ) -> None:
     """Fill these tensors, or this process's shards of them, with the weighted sum of what checkpoints hold.
 
-    Every byte read is verified. Summed in float64, with memory for one more tensor and its sum.
-
-    Args:
-        checkpoints: their folders.
-        state: name in a checkpoint -> tensor.
-        shares: one per checkpoint, and, if there is one more, that of the values that the tensors have now.
-        manifests: of the checkpoints, if they are known.
-    Raises:
-        UserError: one is damaged (Damage), or lacks a tensor of this shape.
+    Every byte read is verified. Summed in float64, with memory for one more tensor and its sum. Raises UserError if one
+    is damaged (Damage), or lacks a tensor of this shape. state: name in a checkpoint -> tensor. shares: one per
+    checkpoint, and, if there is one more, that of the values that the tensors have now. manifests: if they are known.
     """
     manifests = manifests or [read_manifest(path) for path in checkpoints]
     for name, value in state.items():

@@ -94,17 +94,12 @@ class Data:
 
 
 def open_data(settings: DataSettings, launch: Launch, *, resumed_data_state: Mapping[str, Any]) -> Data:
-    """Open all sources, and wait until their first sequences are there.
+    """Open all sources, and wait until their first sequences are there. Raises UserError if a source, its text or the
+    tokenizer is bad, or the hub does not answer.
 
-    Args:
-        settings: what is read.
-        launch: the process that calls this.
-        resumed_data_state: of the checkpoint to resume from, or {}; on processes that do not write, the data_state of
-            the one that does, which those that do not look either take as it is. A dataset on the hub stays at the
-            commit named there.
-
-    Raises:
-        UserError: if a source, its text or the tokenizer is bad, or the hub does not answer.
+    resumed_data_state: of the checkpoint to resume from, or {}; on processes that do not write, the data_state of the
+    one that does, which those that do not look either take as it is. A dataset on the hub stays at the commit named
+    there.
     """
     section, validation = settings.data, settings.validation
     resumed, resumed_validation = (resumed_data_state.get(part, {}) for part in ("sources", "validation"))

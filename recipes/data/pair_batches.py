@@ -105,14 +105,8 @@ def packed(rows: Sequence[Sequence[np.ndarray]], *, length: int, padding: int) -
 def padded(
     pairs: Sequence[PairOfIds], *, shape: tuple[int, int], start: int, padding: int
 ) -> tuple[EncoderDecoderInputs, Tensor]:
-    """What an encoder-decoder model reads of pairs, and its targets, (B, T).
-
-    Args:
-        pairs: what the decoder answers to what the encoder reads.
-        shape: (S, T).
-        start: the token that a decoder begins with.
-        padding: the token that fills up.
-    """
+    """What an encoder-decoder model reads of pairs, and its targets, (B, T). shape: (S, T). start: the token that a
+    decoder begins with. padding: the token that fills up."""
     encoder = np.full((len(pairs), shape[0]), padding, dtype=np.int64)  # (B, S)
     mask = np.zeros(encoder.shape, dtype=bool)
     decoder = np.full((len(pairs), shape[1]), padding, dtype=np.int64)  # (B, T)

@@ -35,14 +35,8 @@ def read_message() -> str:
 
 
 def converse(template: ChatTemplate, answer: Answer, *, read: Callable[[], str], show: Callable[[str], object]) -> None:
-    """Answer messages, each with all those before it, until one is /exit.
-
-    Args:
-        template: makes the prompt of the messages.
-        answer: see Answer.
-        read: returns the next message; empty ones are passed over.
-        show: shows a piece of an answer, or why there is none; that message is then forgotten.
-    """
+    """Answer messages, each with all those before it, until one is /exit. read: returns the next message; empty ones
+    are passed over. show: shows a piece of an answer, or why there is none; that message is then forgotten."""
     messages: list[dict[str, str]] = []
     for message in filter(None, iter(read, END)):
         pieces: list[str] = []

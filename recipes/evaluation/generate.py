@@ -225,14 +225,8 @@ def texts_after(
 def generate(
     model: Decoder, prompt_ids: Sequence[int], sampling: Sampling, *, stop_ids: Collection[int] = ()
 ) -> Iterator[int]:
-    """Yield the tokens after the prompt. Raises UserError for no prompt, wrong arguments, and NaN or infinite logits.
-
-    Args:
-        model: a plain model on one device, not sharded.
-        prompt_ids: the tokens of the prompt, at least one.
-        sampling: how many tokens to generate at most, and how.
-        stop_ids: tokens that end the text; they are not yielded.
-    """
+    """Yield the tokens after the prompt, up to one of stop_ids. Raises UserError for no prompt, wrong arguments, and
+    NaN or infinite logits. model: a plain one on one device, not sharded."""
     sampling.require_possible()
     if not model.config.part("attention").cache:
         raise UserError(f'model.attention = "{model.config.attention}" has no cache to generate with')

@@ -85,14 +85,10 @@ class Throughput:
         tokens: float | None = None,
         lengths: "Lengths | None" = None,
     ) -> dict[str, float | None]:
-        """The rate columns of metrics.jsonl; tflops and mfu are null where the device's peak is unknown.
-
-        Args:
-            step_seconds: of one step, as everything here.
-            attention_length: from AttentionLength if documents are masked; replaces the sequence length in the FLOPs.
-            tokens: of packed pairs, without padding; replace tokens_per_step.
-            lengths: of the pairs of an encoder-decoder model, from PairLengths; replace all of these.
-        """
+        """The rate columns of metrics.jsonl; tflops and mfu are null where the device's peak is unknown. All is of one
+        step. attention_length: from AttentionLength if documents are masked; replaces the sequence length in the FLOPs.
+        tokens: of packed pairs, without padding; replace tokens_per_step. lengths: of the pairs of an encoder-decoder
+        model, from PairLengths; replace all of these."""
         of_step = self.tokens_per_step if tokens is None else tokens
         flops, columns = self.flops, {}
         if attention_length is not None:

@@ -32,13 +32,8 @@ Json = dict[str, Any]
 
 
 def calibrated(path: Path, gpu: Gpu | None, *, processes: int = 1) -> tuple[Gpu, Rates]:
-    """The device and its rates as measured. Raises UserError for a file of another kind or device.
-
-    Args:
-        path: see KINDS.
-        gpu: the device to plan for; None = the file's own.
-        processes: those of the plan. A run says little about another number.
-    """
+    """The device and its rates as measured. Raises UserError for a file of another kind (see KINDS) or device. gpu: to
+    plan for; None = the file's own. processes: those of the plan. A run says little about another number."""
     try:
         found, rates = _by_content(path, gpu, processes=processes)
         _require_possible(found, rates, path)

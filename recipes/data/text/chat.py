@@ -143,16 +143,8 @@ def chat_files(template: str, special_tokens: Mapping[str, str]) -> dict[str, st
 
 
 def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict[str, Any]:
-    """The fields of a PairFormat that concern chats.
-
-    Args:
-        files: as read_chat_files().
-        template: data.chat_template, a file; "" = the one in `files`.
-        date: data.chat_date.
-
-    Raises:
-        UserError: if there is no template, or it needs a date.
-    """
+    """The fields of a PairFormat that concern chats. Raises UserError if there is no template, or it needs a date.
+    files: as read_chat_files(). template: data.chat_template, a file; "" = the one in `files`. date: data.chat_date."""
     try:
         special, config = (json_object(files.get(name, "{}")) for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG))
         given = _named(config.get("chat_template"))

@@ -39,12 +39,8 @@ def limits_of(twin: Twin, away: Mapping[str, Difference], *, on_cpu: bool) -> Li
     """How far a twin on a mesh may be from one process in the same precision.
 
     In float32, differences grow a little after the first step. Rounding enlarges them as it does those of one process
-    from float32, of which twice as much is allowed; but what rounds alike does so until the first update.
-
-    Args:
-        twin: what is compared.
-        away: kind -> the worst difference of one process, in the twin's precision, from float32; empty in float32.
-        on_cpu: whether the twin is trained on a CPU.
+    from float32, of which twice as much is allowed; but what rounds alike does so until the first update. away: kind ->
+    the worst difference of one process, in the twin's precision, from float32; empty in float32.
     """
     recipe, first = twin.recipe, FLOAT32
     later = LATER if recipe.optimizer.state_dtype == "float32" else MOMENTS16

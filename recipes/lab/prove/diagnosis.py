@@ -54,14 +54,8 @@ class Difference(NamedTuple):
 
 
 def diagnosis(first: Difference, gradients: Sequence[Difference], still: Sequence[str], degrees: MeshDegrees) -> str:
-    """A sentence, or "" where the numbers say nothing.
-
-    Args:
-        first: what differs first.
-        gradients: all of the first step; none where it was not compared.
-        still: parameters that no step has changed, though they should have moved.
-        degrees: of the mesh.
-    """
+    """A sentence, or "" where the numbers say nothing. first: what differs first. gradients: all of the first step, if
+    it was compared. still: parameters that no step has changed, though they should have moved."""
     wrong = [one for one in gradients if one.is_wrong]
     if first.kind == "gradient":
         ratios, names = [one.ratio for one in wrong], ", ".join(one.name for one in wrong[:3])
