@@ -182,8 +182,7 @@ class FeaturesNorm(nn.RMSNorm):
 
 def _norm(config: ModelConfig, wanted: bool = True, width: int = 0) -> nn.Module:
     """The norm of so many features, of the residual stream's without a width; nothing where none is wanted."""
-    norm: nn.Module = config.part("norm").make(config, width or config.width) if wanted else nn.Identity()
-    return norm
+    return cast(nn.Module, config.part("norm").make(config, width or config.width) if wanted else nn.Identity())
 
 
 def rms_norm_of(config: ModelConfig, width: int) -> nn.Module:

@@ -94,8 +94,7 @@ class Routers(nn.Module):
         if not (self.balance_weight or self.z_weight):
             return x
         loss = self.balance_weight * balance + self.z_weight * squares
-        with_loss: Tensor = _WithLoss.apply(x, loss, self._scale)
-        return with_loss
+        return cast(Tensor, _WithLoss.apply(x, loss, self._scale))
 
 
 class _WithLoss(torch.autograd.Function):
@@ -204,8 +203,7 @@ def inverted(order: Tensor) -> Tensor:
 
 def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """rows[order]; the gradient is a permutation, too, not a sum in an order that a device chooses."""
-    result: Tensor = _Copied.apply(rows, order, inverse, 1)
-    return result
+    return cast(Tensor, _Copied.apply(rows, order, inverse, 1))
 
 
 class _Copied(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -155,8 +155,7 @@ def loss_in_chunks(
         softcap, z_loss, rows: as of cross_entropy_sum().
     """
     whole = logits.contiguous()  # torch.compile refuses to write into anything else
-    loss: Tensor = _InChunks.apply(whole, *targets, chunks, kernels, combine, softcap, z_loss, rows)
-    return loss
+    return cast(Tensor, _InChunks.apply(whole, *targets, chunks, kernels, combine, softcap, z_loss, rows))
 
 
 class _InChunks(torch.autograd.Function):

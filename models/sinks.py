@@ -66,8 +66,7 @@ def with_sinks(
     else:
         from models.varlen import attention_and_sums  # imported late: see models/varlen.py
 
-        lengths = Lengths(of_queries, of_keys)
-        out, sums = attention_and_sums(query, key, value, lengths, window=window, scale=scale)
+        out, sums = attention_and_sums(query, key, value, Lengths(of_queries, of_keys), window=window, scale=scale)
     whole = torch.logaddexp(sums, sinks.float()[:, None])  # (B, N, T)
     return out.mul_((sums - whole).exp()[..., None]), whole.contiguous()
 

@@ -7,7 +7,7 @@ import json
 import logging
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from models.config import AttentionFlops, ModelConfig
 
@@ -36,8 +36,7 @@ class TransformersConfig(ModelConfig):
     @cached_property
     def settings(self) -> dict[str, Any]:
         """config.json."""
-        settings: dict[str, Any] = json.loads(self.definition)
-        return settings
+        return cast(dict[str, Any], json.loads(self.definition))
 
     @cached_property
     def is_encoder_decoder(self) -> bool:

@@ -38,8 +38,7 @@ def cut_rows(model: nn.Module, axis: DeviceMesh, *, by: str) -> str:
         raise UserError("mesh.context: this model does not say where its tokens see each other; write context = 1")
     name = inside.inner_attention
     for block in blocks_of(model):
-        inner = block.get_submodule(name)
-        block.set_submodule(name, (ByHeads if by == "heads" else ByGathering)(inner, group))
+        block.set_submodule(name, (ByHeads if by == "heads" else ByGathering)(block.get_submodule(name), group))
     model.register_forward_pre_hook(partial(_own_part, group=group, by=by), with_kwargs=True)
     model.register_forward_hook(partial(_whole_logits, group=group, by=by), with_kwargs=True)
     how = {"heads": "tokens exchanged for heads", "gather": "keys and values gathered"}[by]

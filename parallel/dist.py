@@ -203,8 +203,7 @@ def allocator_settings() -> str:
     written = os.environ.get(name, "")
     try:
         if hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # in torch 2.12, not in 2.11, which only takes them
-            settings: str = torch._C._accelerator_getAllocatorSettings()
-            return settings
+            return torch._C._accelerator_getAllocatorSettings()
         if written:
             torch._C._accelerator_setAllocatorSettings(written)  # reads the variable, too
     except (RuntimeError, ValueError) as error:  # of the first call in a process

@@ -9,7 +9,7 @@ R degree, E experts, D model width, P rows: one for each token and expert of it.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,7 @@ def with_experts(mesh: Mesh) -> Mesh:
     if dimensions := degrees.dimensions_of_experts:
         others = device_mesh(dimensions, device_type=devices.device_type)
         fsdp = others["replicate", "shard"] if degrees.replicate > 1 else others["shard"]
-        axis = others[EXPERT] if degrees.expert > 1 else None
-        experts = replace(experts, axis=axis, fsdp=fsdp)
+        experts = replace(experts, axis=others[EXPERT] if degrees.expert > 1 else None, fsdp=fsdp)
     return replace(mesh, experts=experts)
 
 
@@ -160,8 +159,7 @@ def exchange(rows: Tensor, sizes: Tensor, back: bool, count: int, group: str) ->
     count: the number of rows that come, if the caller knows it, or -1.
     """
     sent, got = reversed(sizes.tolist()) if back else sizes.tolist()
-    received: Tensor = messages.wait_tensor(messages.all_to_all_single(rows.contiguous(), got, sent, group))
-    return received
+    return cast(Tensor, messages.wait_tensor(messages.all_to_all_single(rows.contiguous(), got, sent, group)))
 
 
 @exchange.register_fake

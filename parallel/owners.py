@@ -47,8 +47,7 @@ def deal(shapes: Sequence[Shape], *, owners: int, batch: int = BATCH) -> list[Ro
         load, owner = loads[0]
         heapq.heapreplace(loads, (load + newton_schulz_flops(shapes[number], steps=1), owner))
         dealt[owner].append(number)
-    batches = [[*_batches(numbers, shapes, batch)] for numbers in dealt]
-    return list(zip_longest(*batches, fillvalue=()))
+    return list(zip_longest(*[[*_batches(numbers, shapes, batch)] for numbers in dealt], fillvalue=()))
 
 
 def _batches(numbers: Sequence[int], shapes: Sequence[Shape], batch: int) -> list[tuple[int, ...]]:

@@ -302,7 +302,6 @@ def group_of_copies(mesh: Mesh, stages: Stages) -> ProcessGroup | None:
     if group.size() == 2:
         return group
     whole = mesh.devices.mesh.flatten(1)  # the pipeline axis is the first: (stages, groups)
-    pairs = whole[list(stages.ends)].t().tolist()
-    own, _ = dist.new_subgroups_by_enumeration(pairs)
+    own, _ = dist.new_subgroups_by_enumeration(whole[list(stages.ends)].t().tolist())
     share_timeout([own] if own is not None else [])
     return own

@@ -230,8 +230,7 @@ def _without_single_rows(move: Move) -> Move:
         if len(activation) > 1:
             return move(activation, placement)
         flat = cast(DTensor, activation.flatten(0, 1))  # (T, D)
-        result = move(flat, Shard(0) if placement == TOKENS else placement)
-        return cast(DTensor, result.unflatten(0, (1, -1)))
+        return cast(DTensor, move(flat, Shard(0) if placement == TOKENS else placement).unflatten(0, (1, -1)))
 
     return moved
 

@@ -281,8 +281,7 @@ class Checkpoints:
         def verify() -> None:
             if self._main:
                 folders.check(self.folder, step, most=0)
-            mine = assemble(step, {}, plan.stored, self._own)
-            verify_shards(self.path(step), mine, self._own)
+            verify_shards(self.path(step), assemble(step, {}, plan.stored, self._own), self._own)
 
         try:
             if not (doomed := self._together.on_main(settle)):

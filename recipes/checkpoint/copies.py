@@ -121,8 +121,7 @@ class Copies:
         return None
 
     def _clear(self, step: int) -> None:
-        manifest = read_manifest(step_folder(self._run_folder / CHECKPOINTS, step))
-        if problem := self._there.clear(step, manifest.files):
+        if problem := self._there.clear(step, read_manifest(step_folder(self._run_folder / CHECKPOINTS, step)).files):
             self._note(step, problem)
 
     def _send_shards(self, step: int) -> None:

@@ -273,8 +273,7 @@ class OpenShard:
         self._verified(0, about.header_bytes, about.header_checksum, "its header")
         if not self._sums:
             begin = about.bytes - contents.blocks * SUM_BYTES
-            what = "the checksums of its tensors"
-            self._sums = self._verified(begin, about.bytes, about.sums_checksum, what)
+            self._sums = self._verified(begin, about.bytes, about.sums_checksum, "the checksums of its tensors")
 
     def _verified(self, begin: int, end: int, checksum: str, what: str) -> bytes:
         content = bytearray(end - begin)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy
 import xxhash
@@ -192,8 +192,7 @@ class Manifest:
         """What is in the shard of this number: in the order of the tensors, but the widest elements first."""
         name = self.shards[number]
         if name in self.explicit:
-            contents: Contents = self.explicit[name]
-            return contents
+            return cast(Contents, self.explicit[name])
         offset, block, chunks = self.files[name].header_bytes, 0, []
         for tensor, row in self._rows_in(number):
             size = prod(row.shape) * DTYPE_BYTES[self.tensors[tensor].dtype]

@@ -77,5 +77,4 @@ def write_parameters(
     stored = plan({PARAMETERS + name: Spread(CODES[dtype], shape) for name, (shape, dtype) in shapes.items()}, 1)
     pieces, shard = pieces_of(stored, 0), shard_name(0, 1)
     contents = (raw(read(piece.tensor.removeprefix(PARAMETERS))) for piece in pieces)
-    about = write_shard(folder / shard, pieces, contents)
-    complete(folder, assemble(None, {}, stored, {shard: about}), files)
+    complete(folder, assemble(None, {}, stored, {shard: write_shard(folder / shard, pieces, contents)}), files)

@@ -113,8 +113,7 @@ class RemoteFolder:
 
     def _delete(self, step: int, names: Collection[str]) -> None:
         """Delete these files, the manifest first: without it, the rest is not a checkpoint."""
-        ordered = sorted(names, key=lambda name: name != MANIFEST)
-        remote.delete([self.address(step, name) for name in ordered])
+        remote.delete([self.address(step, name) for name in sorted(names, key=lambda name: name != MANIFEST)])
 
     def copy_small_files(self, run_folder: Path) -> None:
         """Send the files directly in the run's folder, such as its recipe and its metrics."""

@@ -83,8 +83,7 @@ def copies_in(model: nn.Module) -> dict[str, str]:
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers and parameter names of an optimizer's group, without options such as which kernel to use."""
-    numbers = (int, float, tuple)
-    return {key: value for key, value in group.items() if key == "params" or type(value) in numbers}
+    return {key: value for key, value in group.items() if key == "params" or type(value) in (int, float, tuple)}
 
 
 def checked_progress(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dict[str, Any]:

@@ -135,8 +135,7 @@ def open_data(settings: DataSettings, launch: Launch, *, resumed_data_state: Map
             opened[name], entry = opening.validation(name, resumed_validation.get(name, {}), sources)
             data_state.setdefault("validation", {})[name] = entry
         undo.pop_all()
-    texts_read = {name: opened[source] for name, source in validation.items()}
-    return Data(opening.tokenizer, joined, texts_read, data_state)
+    return Data(opening.tokenizer, joined, {name: opened[source] for name, source in validation.items()}, data_state)
 
 
 def _loaded_tokenizer(settings: DataSettings, corpus: Sequence[str], log: Callable[[str], None]) -> Tokenizer:

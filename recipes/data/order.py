@@ -131,8 +131,7 @@ class Mixture:
     def consumed(self, count: int) -> list[int]:
         """How many of each source's sequences are among the first `count`."""
         periods, slots = divmod(count, MIXTURE_PERIOD)
-        begun = np.bincount(self._source[:slots], minlength=len(self.quotas))
-        return (periods * self.quotas + begun).tolist()
+        return (periods * self.quotas + np.bincount(self._source[:slots], minlength=len(self.quotas))).tolist()
 
     def available(self, counts: Sequence[int]) -> int:
         """Sequences needed to read each source completely. counts: sequences of each source."""

@@ -44,8 +44,7 @@ class PairBatches(Batches):
         inputs, targets, starts = packed(rows, length=self.sequences.sequence_length, padding=self._padding)
         if available is not None:
             targets[max(0, available - first) :] = IGNORED
-        parts = (tensor.split(self._micro_batch_size) for tensor in (inputs, targets, starts))
-        batches = zip(*parts, strict=True)
+        batches = zip(*(tensor.split(self._micro_batch_size) for tensor in (inputs, targets, starts)), strict=True)
         return [self._pinned(ids, own, Documents.from_starts(begins)) for ids, own, begins in batches]
 
     def _dealt(self, first: int, available: int | None) -> list[MicroBatch]:

@@ -156,8 +156,7 @@ class PairSource:
             source.left_out = self._left_out(every.take(left_out))
         self._rows: list[np.ndarray] | None = None
         if limits.answer is None:
-            sizes = self.pairs.lengths - 1 - self.pairs.cut
-            self._rows = pack(sizes, capacity=limits.prompt, key=self._seed)
+            self._rows = pack(self.pairs.lengths - 1 - self.pairs.cut, capacity=limits.prompt, key=self._seed)
         self._order = lru_cache(maxsize=2)(self._order_of)  # two threads may look at two epochs
 
     @property
@@ -168,9 +167,8 @@ class PairSource:
     @cached_property
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Input tokens of each sequence that an encoder reads and that a decoder reads: (sequences,) int64 each."""
-        prompts = self.pairs.prompts - self.pairs.cut
         if self._rows is None:
-            return prompts, self.pairs.lengths - self.pairs.prompts
+            return self.pairs.prompts - self.pairs.cut, self.pairs.lengths - self.pairs.prompts
         sizes = self.pairs.lengths - 1 - self.pairs.cut
         inputs = np.array([sizes[row].sum() for row in self._rows], dtype=np.int64)
         return np.zeros_like(inputs), inputs

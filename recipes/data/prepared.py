@@ -67,8 +67,7 @@ def _other_beginning(folder: Path, index: Index, tokenizer: Tokenizer) -> str | 
             if index.tokenizer_fingerprint == with_beginning(tokenizer).fingerprint:
                 return f"data.bos: '{folder}' was prepared with --bos; write bos = true"
             return None
-        plain = build_tokenizer(whole_text(where), where=where)
-        if with_beginning(plain).fingerprint == tokenizer.fingerprint:
+        if with_beginning(build_tokenizer(whole_text(where), where=where)).fingerprint == tokenizer.fingerprint:
             return f"data.bos: '{folder}' was prepared without --bos; write bos = false, or prepare it again with --bos"
     except (OSError, UnicodeDecodeError, UserError):
         pass  # it is of another tokenizer

@@ -37,5 +37,4 @@ class ValidationConfig:
     @property
     def texts(self) -> dict[str, str]:
         """Name -> source of each text that the run validates on; "" is the name of a single one."""
-        used = self.every or self.sample_tokens or self.job
-        return (self.sources or {"": self.source}) if used else {}
+        return (self.sources or {"": self.source}) if self.every or self.sample_tokens or self.job else {}

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files.atomic import replace
@@ -202,8 +202,7 @@ def state(address: str) -> RemoteState | None:
 
 def read(address: str) -> bytes | None:
     """The contents of a small file; None if there is none. Raises UserError."""
-    content: bytes | None = _if_there(partial(_system(address).cat_file, address), address)
-    return content
+    return cast("bytes | None", _if_there(partial(_system(address).cat_file, address), address))
 
 
 def write(address: str, content: bytes) -> None:

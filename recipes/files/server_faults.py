@@ -1,7 +1,6 @@
 """What the errors of a server and of its library mean. It asks for classes and codes, not for words: s3fs rewrites
 messages, but keeps botocore's error as the cause of its own. Imports no torch."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from parallel.errors import TemporaryError, UserError
@@ -37,8 +36,7 @@ class Answer:
             self.status = self.status or getattr(error, "status", 0)  # of aiohttp
             response: Any = getattr(error, "response", None)
             if isinstance(response, dict):  # of botocore
-                about: Mapping[str, Any] = response.get("ResponseMetadata", {})
-                self.status = self.status or about.get("HTTPStatusCode", 0)
+                self.status = self.status or response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
                 self.code = response.get("Error", {}).get("Code", "")
                 self.request = getattr(error, "operation_name", "")
             error = error.__cause__

@@ -7,7 +7,7 @@ the validation text, nats; N: ModelConfig.non_embedding_params(); D: tokens. Imp
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
@@ -92,8 +92,7 @@ class Ladder:
 def losses(laws: list[Law], parameters: Any, tokens: Any) -> NDArray[numpy.float64]:
     """L of each law at N and D, nats."""
     E, A, a, B, b = numpy.array(laws).T
-    values: NDArray[numpy.float64] = E + A * float(parameters) ** -a + B * float(tokens) ** -b
-    return values
+    return cast(NDArray[numpy.float64], E + A * float(parameters) ** -a + B * float(tokens) ** -b)
 
 
 def read_ladder(path: Path) -> Ladder:

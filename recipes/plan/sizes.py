@@ -112,8 +112,7 @@ class Sizes:
     @cached_property
     def table(self) -> Unit:
         """The embedding, and likewise an output projection of its own."""
-        model = self.recipe.model
-        return Unit.of((self.vocabulary, model.width), shards=self.shards)
+        return Unit.of((self.vocabulary, self.recipe.model.width), shards=self.shards)
 
     @cached_property
     def norm(self) -> Unit:

@@ -172,8 +172,7 @@ def _micro_batches(recipe: Recipe, degrees: MeshDegrees) -> list[MicroBatch]:
 def _kernels(recipe: Recipe) -> AbstractContextManager[Any]:
     """Where attention and dropout are computed with the kernels that a GPU has."""
     kernels: dict[str, Any] = {"scaled_dot_product_attention": _attention_of_gpus, "dropout": _dropout_of_gpus}
-    on_gpu = patch.multiple(nn.functional, **kernels)
-    return nullcontext() if recipe.run.device == "cpu" else on_gpu
+    return nullcontext() if recipe.run.device == "cpu" else patch.multiple(nn.functional, **kernels)
 
 
 def _attention_of_gpus(

@@ -167,8 +167,7 @@ class Work:
     def expert_rows(self, imbalance: float = 1.0) -> float:
         """Rows that this process's experts compute in a micro-batch; its own tokens alone, if it has all experts."""
         assert self.experts is not None
-        rows = self.own_tokens * self.experts.chosen
-        return rows * (imbalance if self.experts.degree > 1 else 1.0)
+        return self.own_tokens * self.experts.chosen * (imbalance if self.experts.degree > 1 else 1.0)
 
     @property
     def per_layer(self) -> int:

@@ -304,8 +304,7 @@ def validation_tasks(
     from recipes.recipe.rules_tasks import require_row
 
     tests, validation, batch, world = harness(), recipe.validation, recipe.batch, process.world
-    limit = validation.task_limit or None
-    tasks = on_main_first(world, lambda: tests.load_tasks(validation.tasks, limit=limit))
+    tasks = on_main_first(world, lambda: tests.load_tasks(validation.tasks, limit=validation.task_limit or None))
     require_row(recipe.checkpoint.keep_best, tasks.directions)
     model = tests.harness_model(
         tests.Scored(

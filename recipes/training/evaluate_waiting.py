@@ -81,8 +81,7 @@ def evaluate_waiting(folder: Path, modules: list[str], *, device: str, attempts:
     if world.is_main:
         with suppress(UserError):  # the run goes on, and copies them
             (lock := FolderLock()).take(folder, log=say)
-            found = uncopied(logged_rows(folder / EVALUATIONS), copied(folder))
-            rows = [row | {"time": utc_now()} for row in found]
+            rows = [row | {"time": utc_now()} for row in uncopied(logged_rows(folder / EVALUATIONS), copied(folder))]
             Lines(folder / METRICS, log=say).append(*map(json.dumps, rows))
             lock.release()
             if rows and recipe.metrics.picture:

@@ -136,8 +136,7 @@ def _preflight(recipe: Recipe, world: World, console: Console) -> None:
 
     recipes = [stage.recipe for stage in stages_of(recipe)]
     texts = [text for each in recipes for text in (*each.data.sources, *filter(None, each.validation.texts.values()))]
-    tokenizes = not all(map(is_prepared, texts))
-    cache = Path(recipe.data.cache) if tokenizes else None
+    cache = None if all(map(is_prepared, texts)) else Path(recipe.data.cache)
     mesh = recipe.mesh
     groups = groups_along(pipeline=mesh.pipeline, context=mesh.context, tensor=mesh.tensor, processes=world.size)
     preflight(recipe.run.folder, world, recipe=to_toml(recipe), cache=cache, groups=groups, log=console.log)

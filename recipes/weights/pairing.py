@@ -55,8 +55,7 @@ def pair_format(data: DataConfig, files: Mapping[str, str], *, encoder_decoder: 
 
 def pairing_problems(data: DataConfig, model: ModelConfig, initial: InitialWeights | None) -> Iterator[tuple[str, str]]:
     """(field of [data], message) of what keeps a recipe's rows from becoming pairs."""
-    encoder_decoder = model.is_encoder_decoder
-    if problems := list(pair_problems(data, encoder_decoder=encoder_decoder)):
+    if problems := list(pair_problems(data, encoder_decoder=model.is_encoder_decoder)):
         yield from problems
         return
     try:

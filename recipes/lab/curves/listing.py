@@ -37,8 +37,7 @@ ENDINGS = {
 def listing(folder: Path) -> list[list[str]]:
     """The rows of a table of the runs, the newest first, below its head; no rows if there are none."""
     runs = {os.path.realpath(run): run for run in reversed(_run_folders(folder, DEEPEST))}.values()
-    newest = sorted(runs, key=_written, reverse=True)
-    rows = [_row(run, name=plain(os.path.relpath(run, folder))) for run in newest]
+    rows = [_row(run, name=plain(os.path.relpath(run, folder))) for run in sorted(runs, key=_written, reverse=True)]
     return [HEAD, *rows] if rows else []
 
 

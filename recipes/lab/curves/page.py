@@ -260,8 +260,7 @@ def _draw_bars(axes: Axes, panel: Panel, curves: Curves) -> None:
             axes.barh(number, time, left=end, height=0.62, color=PARTS.get(part, INK), alpha=0.85, label=name or None)
             end += time
         if end:
-            text = f" {parts.get(STEP, 0.0) / end:.1%}"
-            axes.text(end, number, text, va="center", fontsize=SMALL, color=INK)
+            axes.text(end, number, f" {parts.get(STEP, 0.0) / end:.1%}", va="center", fontsize=SMALL, color=INK)
     axes.set_yticks(range(len(curves.runs)), [shortened(run.name, LONGEST_NAME) for run in curves.runs], fontsize=SMALL)
     axes.set_ylim(len(curves.runs) - 0.4, -0.6)
     axes.set_xlim(0, 1.12 * max((sum(parts.values()) for parts in panel.bars), default=1.0) or 1)

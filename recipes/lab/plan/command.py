@@ -85,8 +85,7 @@ def answer(arguments: Sequence[str]) -> int:
 def _planned(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:
     """The answer for one plan."""
     planned = plan(_load_for(path, changes, world), world)
-    lines = screen(planned, options.money, mark=_mark())
-    return PlanAnswer(lines, numbers_of(planned, options.money))
+    return PlanAnswer(screen(planned, options.money, mark=_mark()), numbers_of(planned, options.money))
 
 
 def _staged(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:

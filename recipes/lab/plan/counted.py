@@ -72,8 +72,7 @@ class Counted:
             f"time    {NOT_TIMED}{bound}",
         ]
         wrapped = [part for line in lines for part in wrap(line, COLUMNS, subsequent_indent=" " * 8)]
-        table = memory_table(self.memory, mark, rows=ROWS)
-        return [*about(recipe, self.world, None), *wrapped, "", *table]
+        return [*about(recipe, self.world, None), *wrapped, "", *memory_table(self.memory, mark, rows=ROWS)]
 
     def numbers(self) -> dict[str, Any]:
         """The same numbers for scripts, named as in other plans; null where nothing is predicted."""

@@ -200,8 +200,7 @@ def plans_of_sizes(recipe: Recipe, asked: Asked, *, processes: Sequence[int]) ->
     plans = []
     for number in dict.fromkeys(processes):
         world = world_of(recipe, asked, processes=number)
-        shares = degrees_of(recipe, world).data_parallel
-        fitting = replace(recipe, batch=nearest_batch(recipe.batch, shares=shares))
+        fitting = replace(recipe, batch=nearest_batch(recipe.batch, shares=degrees_of(recipe, world).data_parallel))
         broken = violations(fitting, None, processes=number, nodes=world.nodes, elsewhere=True)
         if problems := [Problem(key, message) for key, message in broken]:
             raise refusal(problems, where=f"the recipe on {number} processes")

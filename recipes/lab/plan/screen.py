@@ -146,8 +146,7 @@ def unequal(equal: Plan) -> Plan | None:
     """The plan where one process has IMBALANCE times the mean load; None if experts are not divided."""
     if equal.degrees.expert == 1:
         return None
-    rates = replace(equal.world.rates, imbalance=IMBALANCE)
-    return plan(equal.recipe, replace(equal.world, rates=rates))
+    return plan(equal.recipe, replace(equal.world, rates=replace(equal.world.rates, imbalance=IMBALANCE)))
 
 
 def costs(plan: Plan, money: Money) -> list[str]:

@@ -170,8 +170,7 @@ class Alone:
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """tokens: (B, T), rows of one document. Returns (B, T, V)."""
-        logits: Tensor = self._model(tokens)
-        return logits
+        return cast(Tensor, self._model(tokens))
 
     def _state(self) -> Tensors:
         named = [*self._model.named_parameters(), *self._model.named_buffers()]

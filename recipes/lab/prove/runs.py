@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -223,5 +223,4 @@ def _pairs(loader: DataLoader, recipe: Recipe, text: Any, first: int, available:
     batch, options = recipe.batch, {"pairing": loader.pairing, "end_of_document": loader.tokenizer.end_of_document}
     options |= {"global_batch_size": batch.global_batch_size, "micro_batch_size": batch.micro_batch_size}
     whole = type(text)(text.sequences, data_rank=0, data_ranks=1, device=torch.device("cpu"), **options)
-    micro_batches: list[MicroBatch] = whole._micro_batches(first, available)
-    return micro_batches
+    return cast(list[MicroBatch], whole._micro_batches(first, available))

@@ -59,8 +59,7 @@ def write_sweep_page(sweep: Sweep) -> None:
     if folders := [folder for folder in done if holds_results(folder)]:  # the user may have deleted some
         from recipes.lab.curves.page import write_html  # matplotlib
 
-        found = curves(read_runs(folders), "tokens")
-        replace(sweep.folder / REPORT, partial(write_html, found), sync=False)
+        replace(sweep.folder / REPORT, partial(write_html, curves(read_runs(folders), "tokens")), sync=False)
 
 
 def one_line(result: Result) -> str:
