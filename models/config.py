@@ -235,7 +235,10 @@ class ModelConfig:
         for field in LISTS:
             if beyond := [layer for layer in getattr(self, field) if layer >= self.layers]:
                 found[field] = f"names layers {beyond}, but the last layer is {self.layers - 1}"
-        found |= self._problems_of_experts() if self.experts and "layers" not in found else {}
+        if self.experts and "layers" not in found:
+            from models.expert_rules import problems_of_experts  # most models have none
+
+            found |= problems_of_experts(self)
         if self.rope_scaling == "llama3" and self.rope_high_frequency_factor <= low:
             found["rope_high_frequency_factor"] = f"must exceed rope_low_frequency_factor = {low}"
         if self.rope_scaling == "yarn" and self.rope_beta_fast <= self.rope_beta_slow:
@@ -252,11 +255,6 @@ class ModelConfig:
         if self.norm_offset and self.qk_norm == "all":
             found["norm_offset"] = 'is not for qk_norm = "all"; write false, or qk_norm = "head"'
         return list(found.items())
-
-    def _problems_of_experts(self) -> dict[str, str]:
-        from models.expert_rules import problems_of_experts  # most models have none
-
-        return problems_of_experts(self)
 
     def uneven_rows(self, dtype: str) -> list[tuple[str, str, int]]:
         """(field, what is wrong, the next width) of rows that torch's grouped products refuse, on any device."""

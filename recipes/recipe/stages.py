@@ -36,10 +36,6 @@ class Stage:
         schedule, fields = self.recipe.schedule, self.recipe.fields_of("schedule", self.recipe.schedule.kind)
         return schedule.learning_rate(step - before, peak=self.recipe.optimizer.lr, steps=steps, fields=fields)
 
-    @property
-    def ends_run(self) -> bool:
-        return self.last == self.recipe.run.steps
-
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
     """All stages; a recipe without stages is a single one."""

@@ -150,7 +150,7 @@ class Trainer:
         recipe, process = self.recipe, self.built_run.process
         done, saved = self.step - process.first_step, self._save_last()
         seconds = time.perf_counter() - process.trains_since
-        if not self.stage.ends_run:
+        if self.stage.last < recipe.run.steps:
             return self._hand_over(saved=saved)
         if done == 0:
             self.console.log(f"this run has its {recipe.run.steps} steps already; --run.steps N makes it longer")

@@ -70,7 +70,8 @@ def answer(arguments: Sequence[str]) -> int:
             said = _searched(path, changes, options, world)
         else:
             degrees_of(recipe, world)
-            said = _planned(path, changes, options, world)
+            planned = plan(_load_for(path, changes, world), world)
+            said = PlanAnswer(screen(planned, options.money, mark=_mark()), numbers_of(planned, options.money))
     try:
         say(json.dumps(said.numbers, indent=2) if options.json else "\n".join(said.lines), whole=options.json)
     except OSError as error:
@@ -80,12 +81,6 @@ def answer(arguments: Sequence[str]) -> int:
         if not options.json:
             say(f"\nwrote {options.write}")
     return said.code
-
-
-def _planned(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:
-    """The answer for one plan."""
-    planned = plan(_load_for(path, changes, world), world)
-    return PlanAnswer(screen(planned, options.money, mark=_mark()), numbers_of(planned, options.money))
 
 
 def _staged(path: str, changes: Sequence[str], options: Options, world: World) -> PlanAnswer:

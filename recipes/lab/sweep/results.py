@@ -203,16 +203,6 @@ def _emulated(row: Row) -> str:
     return " (emulated)" if row.recipe.float8.recipe != "none" and row.recipe.float8.emulate else ""
 
 
-def remarks(sweep: Sweep) -> list[str]:
-    """What a reader of the numbers has to know first."""
-    said = []
-    if any(map(_emulated, sweep.rows)):
-        said.append("Float8 is emulated: its speed and memory say nothing about float8 on a GPU.")
-    if any(row.recipe.run.steps < LEAST_STEPS for row in sweep.rows):
-        said.append(f"Runs of fewer than {LEAST_STEPS} steps are too short to judge losses: they differ by noise.")
-    return said
-
-
 def mean_gap(gap: Sequence[tuple[int, float]]) -> float | None:
     """Mean over the last quarter of the logged steps, because the gap at a single step is noise."""
     return fmean(difference for _, difference in last_quarter(gap)) if gap else None
@@ -231,8 +221,11 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
     first = results[slow.label]["tokens_per_second_per_device"] if slow else None
     emulated = ", float8 emulated" if any(map(_emulated, sweep.rows)) else ""
     lines = [f"# {sweep.name}{emulated}", "", _conditions(sweep, done), ""]
-    for remark in remarks(sweep):
-        lines += [f"**{remark}**", ""]
+    if emulated:
+        lines += ["**Float8 is emulated: its speed and memory say nothing about float8 on a GPU.**", ""]
+    if any(row.recipe.run.steps < LEAST_STEPS for row in sweep.rows):
+        short = f"Runs of fewer than {LEAST_STEPS} steps are too short to judge losses: they differ by noise."
+        lines += [f"**{short}**", ""]
     rows = []
     for row in sweep.rows:
         result = results.get(row.label)
