@@ -37,15 +37,7 @@ class KeyValueCache:
     def __init__(
         self, config: ModelConfig, *, batch: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate the cache.
-
-        Args:
-            config: the model's shape.
-            batch: sequences.
-            max_length: tokens per sequence, including the prompt.
-            dtype: the type the model computes in.
-            device: where the model is.
-        """
+        """batch: sequences. max_length: tokens of each, including the prompt. dtype: the type the model computes in."""
         # Of latent attention, too, keys and values of all heads: products of latents would be computed again.
         shape, width = (config.layers, batch, config.key_value_heads, max_length), config.head_width
         each = (torch.empty(*shape, one, dtype=dtype, device=device) for one in (width, config.value_width or width))

@@ -89,7 +89,6 @@ def forward_flops(config: ModelConfig) -> Lengths:
 
 
 def _model(config: ModelConfig) -> nn.Module:
-    """The model, on the meta device."""
     with torch.device("meta"):
         return build_model(config)
 

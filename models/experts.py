@@ -18,7 +18,6 @@ from models.config import ModelConfig
 Compute = Callable[[Tensor, Tensor], Tensor]
 """From rows (R, D), those of one expert after those of another, and the number of rows of each, to as many rows."""
 
-
 LIMIT, SLOPE = 7.0, 1.702
 """Of GPT-OSS's activation."""
 Routed = tuple[Tensor, Tensor, Tensor]

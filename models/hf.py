@@ -255,7 +255,6 @@ def _of_gate(model: ModelConfig) -> dict[str, Any]:
 
 
 def _of_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """The keys of experts."""
     if family.experts is None:
         return {}
     keys: dict[str, Any] = {family.count: model.experts, "num_experts_per_tok": model.experts_per_token}

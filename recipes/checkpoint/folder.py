@@ -244,6 +244,4 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in FULL:
         where = f" ({error.filename})" if error.filename else ""
         return FULL[error.errno] + where
-    if isinstance(error, UserError):
-        return str(error)
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".splitlines()[0]

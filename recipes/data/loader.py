@@ -121,10 +121,6 @@ class DataLoader:
         for batch in range(min(batches, available)):
             yield from text.take_once(batch)
 
-    def held_out_tokens(self, count: int) -> list[int]:
-        """The first tokens of the (first) validation text; of pairs, the end of the first prompt."""
-        return next(iter(self.validation.values())).sequences.beginning(count)
-
     def tokens(self, batches: int) -> int:
         """Input tokens in the first `batches` global batches, without padding."""
         return sum(self.training.sequences.tokens(self.training.first_of(batches)))

@@ -75,7 +75,6 @@ class PairBatches(Batches):
             yield pairs[begin : begin + count]
 
     def sources_of(self, batch: int) -> np.ndarray:
-        """As of Batches."""
         if not self._pairing.format.encoder_decoder:
             return super().sources_of(batch)
         order = {one.name: index for index, one in enumerate(self.sequences.sources)}

@@ -39,7 +39,6 @@ MICRO_BATCHES_SORTED = 32
 """Pairs of so many micro-batches are sorted by length, so that little is padded."""
 ALONE = Row("", 0, 0, "")
 
-
 Pair = tuple[np.ndarray, int]
 """The tokens of a pair, (n,) uint32 as stored; how many of them the encoder reads, which is 0 in a causal model."""
 
@@ -256,7 +255,8 @@ def show_sample(
     length = batch.sequence_length
     if not config.is_encoder_decoder:
         length = length - 1 if pairs else min(32, length // 2)
-    prompt, end = loader.held_out_tokens(length), tokenizer.end_of_document
+    first = next(iter(loader.validation.values())).sequences  # of pairs, it begins with the end of a prompt
+    prompt, end = first.beginning(length), tokenizer.end_of_document
     with without_dropout(model):
         if config.is_encoder_decoder:
             held_out, *_ = loader.validation_batches(1).values()

@@ -28,8 +28,6 @@ STALLED = 30.0  # seconds that an answer waits in all for a client that does not
 
 
 class Server:
-    """Answers requests with these models."""
-
     def __init__(self, models: Mapping[str, ReadyModel], *, token: str, waiting: int) -> None:
         """token: what requests must bring; "" = nothing, but they must call this machine localhost. waiting: how many
         may wait for the one that is answered."""

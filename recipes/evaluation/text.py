@@ -74,7 +74,6 @@ class ProgressLine:
         return time.monotonic() - self._began
 
     def show(self, text: str) -> None:
-        """Show the text if it is time to."""
         if time.monotonic() - self._shown < self._every:
             return
         self._shown, self._visible = time.monotonic(), self._live

@@ -34,7 +34,6 @@ class SparseSizes(Sizes):
 
     @cached_property
     def experts(self) -> Unit:
-        """The experts of one layer."""
         model, degrees = self.recipe.model, self.degrees
         shards, own = degrees.per_layer // degrees.expert, model.experts // degrees.expert
         inner, width = model.expert_width, model.width

@@ -178,7 +178,6 @@ class _Pass(NamedTuple):
 
 
 def _blocks(work: Work, gpu: Gpu, rates: Rates) -> tuple[_Pass, _Pass]:
-    """The forward and the backward pass."""
     share = work.recomputed
     if share in (0.0, 1.0):
         return _block(work, work.recompute if share else "none", gpu, rates)

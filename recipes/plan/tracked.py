@@ -189,8 +189,7 @@ def _attention_of_gpus(
     mask and no float32, or else the one of xFormers, in which every query head has its own key."""
     if attn_mask is None and query.dtype != torch.float32:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        output: Tensor = kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        return output
+        return cast(Tensor, kernel(query, key, value, dropout_p, is_causal, scale=scale)[0])
     if enable_gqa:
         copies = query.shape[-3] // key.shape[-3]
         key, value = (tensor.repeat_interleave(copies, -3) for tensor in (key, value))
@@ -199,8 +198,8 @@ def _attention_of_gpus(
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    output = kernel(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
-    return output
+    found = kernel(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)
+    return cast(Tensor, found[0])
 
 
 def _dropout_of_gpus(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -127,12 +127,9 @@ def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, 
     skipped |= {"expert_groups_by"} if model.expert_groups == stored.expert_groups == 1 else set()
     if model.rope_scaling == "none" or stored.rope_scaling == "none":
         skipped |= {*LLAMA3_ROPE, *YARN}
-    for name in (one.name for one in fields(ModelConfig)):
-        if name not in skipped and getattr(model, name) != (theirs := getattr(stored, name)):
-            yield name, theirs
+    checked = [one.name for one in fields(ModelConfig) if one.name not in skipped]
     layers = range(min(model.layers, stored.layers))
     for pattern, names in patterns.items():
         both = [[getattr(one, pattern)(layer) for layer in layers] for one in (model, stored)]
-        for name in names if both[0] != both[1] else ():
-            if getattr(model, name) != (theirs := getattr(stored, name)):
-                yield name, theirs
+        checked += names if both[0] != both[1] else ()
+    yield from ((name, theirs) for name in checked if getattr(model, name) != (theirs := getattr(stored, name)))

@@ -217,7 +217,7 @@ def _write_shard(
 
     files: names of the source's files. read: those from which it and the later ones come. into: folder for the shard's
     unfinished files."""
-    target = work.pieces.shard_tokens(number)
+    target = min(work.pieces.largest_shard, work.pieces.smallest_shard << min(number, 40))  # a batch reaches it
     with closing(ShardWriter(into, work, files)) as writer:
         for batch in batches:
             writer.add(batch)

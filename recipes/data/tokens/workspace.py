@@ -69,10 +69,6 @@ class Pieces:
     batch_rows: int = 2**16
     """... or rows, if they hold hardly any."""
 
-    def shard_tokens(self, number: int) -> int:
-        """Tokens after which shard `number` ends, with the batch that reaches them."""
-        return min(self.largest_shard, self.smallest_shard << min(number, 40))
-
 
 USUAL = Pieces()
 

@@ -148,7 +148,6 @@ def run_facts(run: LoggedRun) -> str:
 
 
 def draw_panel(axes: Axes, panel: Panel, curves: Curves) -> None:
-    """Draw one panel."""
     tidy(axes)
     axes.set_title(panel.title, fontsize=10, loc="left", color=INK)
     axes.tick_params(labelsize=SMALL, colors=INK)

@@ -288,7 +288,6 @@ def _exports(run: LoggedRun) -> bool:
 
 
 def _versions(run: LoggedRun) -> list[list[str]]:
-    """What the run runs with."""
     packages = run.environment.get("packages")
     about = {key: value for key, value in run.environment.items() if isinstance(value, str | int)}
     about |= packages if isinstance(packages, dict) else {}

@@ -161,7 +161,6 @@ def write_ladder_page(folder: Path, answer: LadderAnswer, *, command: str) -> No
 
 
 def _page(answer: LadderAnswer, command: str) -> Iterator[str]:
-    """The lines of the page."""
     yield from (f"# The ladder of {answer.recipe}", "", f"    {command}", "")
     yield from (f"    {line}".rstrip() for line in lines(answer))
     if answer.ladder:

@@ -13,7 +13,6 @@ from recipes.recipe.schema import Recipe
 
 
 def numbers_of(plan: Plan, money: Money) -> dict[str, Any]:
-    """The numbers of a plan with a time."""
     time, (shortest, longest) = plan.time, plan.range
     model, worst, processes = plan.recipe.model, unequal(plan), plan.world.processes
     return {
@@ -76,7 +75,6 @@ def numbers_of_memory(memory: Prediction, gpu: Gpu) -> dict[str, Any]:
 
 
 def stages_numbers(stages: Sequence[StagePlan]) -> dict[str, Any]:
-    """The numbers of the plans of stages."""
     with_steps = [
         {"stage": one.stage.name, "first_step": one.stage.first + 1, "last_step": one.stage.last}
         | numbers_of(one.plan, one.money)

@@ -111,7 +111,6 @@ def _assumed(text: str) -> frozenset[str]:
 
 
 def _whole(text: str) -> int:
-    """A number of nodes."""
     value = int(text) if text.strip().isdecimal() else 0
     if not 1 <= value <= MOST_PROCESSES:
         raise UserError(f"--nodes {text}: must be a whole number from 1 to {MOST_PROCESSES:,}")

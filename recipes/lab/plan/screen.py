@@ -346,7 +346,6 @@ def stages_screen(recipe: Recipe, stages: Sequence[StagePlan]) -> list[str]:
 
 
 def cost_of_all(stages: Sequence[StagePlan]) -> TrainingCost:
-    """The cost of all stages."""
     costs, price = [planned.cost for planned in stages], stages[0].money.price
     hours = sum(cost.gpu_hours for cost in costs)
     paid = None if price is None else price * hours

@@ -47,7 +47,6 @@ NEARLY = 1.25
 MORE = (2, 4, 8, 16, 32, 64, 128, 256)
 """Times as many GPUs are looked at where nothing fits."""
 
-
 Kind = tuple[int, int, int, int, bool, str]
 """Degrees of pipeline, tensor, context, expert; whether there are replicas; and how at least half of the blocks run."""
 

@@ -48,7 +48,6 @@ REASONS = {
 }
 """Key of a broken rule -> what is wrong with the mesh, in a few words."""
 
-
 Changes = dict[str, dict[str, Any]]
 """Section -> field -> value."""
 Tuning = tuple[int, int]
@@ -265,7 +264,6 @@ def divisors(number: int) -> list[int]:
 
 
 def tuned(recipe: Recipe, tuning: Tuning) -> Recipe:
-    """The recipe with this tuning."""
     chunks, prefetch = tuning
     batch, fsdp = replace(recipe.batch, loss_chunks=chunks), replace(recipe.fsdp, prefetch=prefetch)
     return replace(recipe, batch=batch, fsdp=fsdp)
