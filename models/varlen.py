@@ -33,8 +33,7 @@ def attention_and_sums(
 ) -> tuple[Tensor, Tensor]:
     """The same, and each query's log-sum-exp, (B, N, T), which has no gradient (torch 2.13)."""
     out, sums = _computed(query, key, value, documents, window=window, scale=scale, return_aux=AuxRequest(lse=True))
-    by_row = sums.unflatten(1, (len(query), -1)).transpose(0, 1)
-    return out.unflatten(0, (len(query), -1)).transpose(1, 2), by_row
+    return out.unflatten(0, (len(query), -1)).transpose(1, 2), sums.unflatten(1, (len(query), -1)).transpose(0, 1)
 
 
 def _computed(

@@ -93,8 +93,7 @@ def start(
     """
     if flight_recorder is not None:
         _switch_flight_recorder_on(flight_recorder)
-    place = _place()
-    rank, local_rank, size = place or (0, 0, 1)
+    rank, local_rank, size = _place() or (0, 0, 1)
     try:
         require(size)
         _connect_on_demand(size)

@@ -144,8 +144,7 @@ class Matrices:
 
 def parts_of(matrix: DTensor, processes: int) -> list[Part]:
     """The part that each process of a sharding_group() has: FSDP cuts the rows of what tensor parallelism has left."""
-    placements = dict(zip(matrix.device_mesh.mesh_dim_names or (), matrix.placements, strict=True))
-    placement = placements.get("tensor")
+    placement = dict(zip(matrix.device_mesh.mesh_dim_names or (), matrix.placements, strict=True)).get("tensor")
     tensor = matrix.device_mesh["tensor"].size() if placement is not None else 1
     cut = None if placement is None or placement.is_replicate() else cast(Shard, placement).dim
     found = []

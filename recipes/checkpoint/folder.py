@@ -242,6 +242,5 @@ def put_away(folder: Path, step: int, problem: str) -> str:
 def reason(error: BaseException) -> str:
     """Why a save failed, on one line."""
     if isinstance(error, OSError) and error.errno in FULL:
-        where = f" ({error.filename})" if error.filename else ""
-        return FULL[error.errno] + where
+        return FULL[error.errno] + (f" ({error.filename})" if error.filename else "")
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".splitlines()[0]

@@ -143,8 +143,7 @@ class SparseSizes(Sizes):
     def state_by_kind(self) -> Pieces:
         """Parameters and moments of experts apart."""
         state = self.state
-        layers = self.recipe.model.layers - len(self.dense)
-        elements = layers * self.experts.share if state["parameters"] else 0
+        elements = (self.recipe.model.layers - len(self.dense)) * self.experts.share if state["parameters"] else 0
         moments = self.recipe.optimizer.state_bytes(elements, 0, matrices=(elements, 0))
         of_experts = {"parameters": 4 * elements, "moments": moments}
         rest = {name: state[name] - size for name, size in of_experts.items()}

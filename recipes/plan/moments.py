@@ -71,8 +71,7 @@ def _gradients_before(size: Sizes, layers: int) -> Pieces:
     """
     if size.micro_batches > 2:
         return _gradients(size, size.recipe.model.layers, head=True)
-    found = _gradients(size, size.recipe.model.layers - layers, head=True, rest=False)
-    return found | {"reduced gradients": 0}
+    return _gradients(size, size.recipe.model.layers - layers, head=True, rest=False) | {"reduced gradients": 0}
 
 
 def _weights(size: Sizes, layers: int, *, head: bool, buffers: int) -> Pieces:

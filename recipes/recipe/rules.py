@@ -181,8 +181,7 @@ def broken_rules(
         if recipe.stages and (len(others) + 1 < len(recipe.stages) or key in recipe.stages[stage.number].changes):
             also = f"; also in stage {listed(other.name for other in others)}" if others else ""
             origin = of_stages[stage.number].origins.get(key, located.origin)
-            name = f"stages.{stage.name}.{key}"
-            located = replace(located, key=name, origin=origin, message=message + also)
+            located = replace(located, key=f"stages.{stage.name}.{key}", origin=origin, message=message + also)
         problems[located] = None
     if recipe.stages:
         from recipes.recipe.stage_tables import violations_of_stages

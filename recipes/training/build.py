@@ -124,8 +124,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
 def _whole_mesh(recipe: Recipe, world: World, mesh: Mesh | None) -> Mesh:
     """The mesh, or without one that of the recipe, with the groups that experts need."""
     if mesh is None:
-        degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
-        mesh = build_mesh(degrees, device_type=world.device.type)
+        mesh = build_mesh(recipe.mesh.fit(world.size, nodes=len(world.nodes)), device_type=world.device.type)
     if not recipe.model.experts or mesh.experts is not None:
         return mesh
     from parallel.experts import with_experts

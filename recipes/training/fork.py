@@ -86,8 +86,7 @@ def _checkpoints_in(name: str, recipe: Recipe) -> list[Path]:
     folder = user_path(name)
     if not is_folder(folder):
         raise UserError(f"{SETTING}: {folder} {'is not a folder' if folder.exists() else 'does not exist'}")
-    inside = {folder.resolve(), *folder.resolve().parents[:2]}
-    if recipe.run.folder.resolve() in inside:
+    if recipe.run.folder.resolve() in {folder.resolve(), *folder.resolve().parents[:2]}:
         raise UserError(
             f"{SETTING}: {folder} belongs to this run itself; give the fork another name (--run.name OTHER)"
         )

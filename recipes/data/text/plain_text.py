@@ -49,8 +49,7 @@ PATTERNS = {LINE: LINE_ENDING, BLANK_LINE: LINE_ENDING + rb"[ \t]{0,%d}" % LONGE
 def text_documents_problem(text_documents: str) -> str | None:
     """What is wrong with data.text_documents and what to write instead, or None: a keyword with a slip in it would be
     a separator that no file contains."""
-    word = re.sub(r"[- ]", "_", text_documents.lower())
-    close = get_close_matches(word, KEYWORDS, n=1, cutoff=0.8)
+    close = get_close_matches(re.sub(r"[- ]", "_", text_documents.lower()), KEYWORDS, n=1, cutoff=0.8)
     if text_documents in KEYWORDS or not close:
         return None
     return f'would be a separator; did you mean "{close[0]}"?'

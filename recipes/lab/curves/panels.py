@@ -203,8 +203,7 @@ def hours(run: LoggedRun) -> tuple[Numbers, Numbers]:
     parts = [run.columns[column] for column in run.named(WALL)]
     if not parts:  # of an old version
         seconds = run.columns["step_seconds"]
-        taken = np.diff(seconds.steps, prepend=0.0)
-        return seconds.steps, np.cumsum(np.nan_to_num(seconds.values) * taken) / 3600
+        return seconds.steps, np.cumsum(np.nan_to_num(seconds.values) * np.diff(seconds.steps, prepend=0.0)) / 3600
     steps = np.unique(np.concatenate([part.steps for part in parts]))
     return steps, sum((_at(part, steps) for part in parts), np.zeros(len(steps))) / 3600
 

@@ -195,9 +195,8 @@ class Search:
 
     def _try(self, candidates: list[Recipe], degrees: MeshDegrees) -> None:
         """Note the candidates that fit."""
-        needs = [peak(recipe, degrees) for recipe in candidates]
-        fitting = zip(candidates, needs, strict=True)
-        points = [self._point(recipe, degrees, need) for recipe, need in fitting if need <= self.limit]
+        needs = ((recipe, peak(recipe, degrees)) for recipe in candidates)
+        points = [self._point(recipe, degrees, need) for recipe, need in needs if need <= self.limit]
         kind = kind_of(candidates[0], degrees)
         self.points += points
         self.front = _front([*self.front, *points])

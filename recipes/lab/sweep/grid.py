@@ -124,8 +124,7 @@ def read_sweep(
         overrides = {key: value_of(recipe, key) if key in given else value for key, value in dotted(tables)}
         rows.append(Row(label, recipe, overrides, processes, settings["skip_steps"], timeout))
     if wrong:
-        count = len(variants) - len(rows)
-        head = f"{count} of {len(variants)} rows of {file} cannot run, so none was started"
+        head = f"{len(variants) - len(rows)} of {len(variants)} rows of {file} cannot run, so none was started"
         raise UserError("\n".join([head, *(f"{', '.join(labels)}: {message}" for message, labels in wrong.items())]))
     _require_different(rows, [dict(dotted(tables)) for _, _, tables, _ in variants], file, given)
     return Sweep(name=name, file=file, base=shown(base), folder=folder, rows=tuple(rows))
