@@ -105,13 +105,19 @@ def write_file(path: Path, contents: Iterable[Any]) -> StoredFile:
 
 def shard_header(pieces: Sequence[Piece]) -> bytes:
     """The bytes of a shard before its first tensor."""
+    blocks = sum(-(-piece.bytes // BLOCK_BYTES) for piece in pieces)
+    sums = BLOCK_SUMS, "U8", (blocks, SUM_BYTES), blocks * SUM_BYTES
+    return safetensors_header([*((one.label, one.dtype, one.shape, one.bytes) for one in pieces), sums])
+
+
+def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """The bytes before the first tensor of a file (https://huggingface.co/docs/safetensors): a length and JSON. The
+    library's writers need all of a file in memory at once. tensors: name, type, shape and bytes of each."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = blocks = 0
-    for piece in pieces:
-        begin, end, blocks = end, end + piece.bytes, blocks - (-piece.bytes // BLOCK_BYTES)
-        header[piece.label] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [begin, end]}
-    sums = [end, end + blocks * SUM_BYTES]
-    header[BLOCK_SUMS] = {"dtype": "U8", "shape": [blocks, SUM_BYTES], "data_offsets": sums}
+    end = 0
+    for name, dtype, shape, size in tensors:
+        begin, end = end, end + size
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

@@ -19,7 +19,7 @@ from parallel.errors import UserError
 from parallel.fsdp import plain_name
 from parallel.state_check import not_finite
 from recipes.checkpoint.config import VALIDATION
-from recipes.checkpoint.files import read_manifest
+from recipes.checkpoint.files import read_manifest, safetensors_header
 from recipes.checkpoint.parameters import StoredParameters, write_parameters
 from recipes.checkpoint.storage import CODES, DTYPES
 from recipes.data.history import consumed_tokens, from_json
@@ -200,7 +200,7 @@ def export_checkpoint(
     with hf_folder.new_folder(folder, replace=replace) as place:
         for file, entries in files.items():
             with (place / file).open("wb") as stream:
-                hf_folder.write_header(stream, entries)
+                stream.write(safetensors_header((one.name, one.dtype, one.shape, one.bytes) for one in entries))
                 for entry in entries:
                     own = [(read(name)[... if index is None else index], how) for name, index, how in stored_as[entry]]
                     for piece in _theirs(own).contiguous().flatten().split(PIECE):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from models.config import ModelConfig, TextFacts
 from models.hf import config_to_hf, layout_of
@@ -354,19 +354,3 @@ def write_index(folder: Path, files: Mapping[str, Sequence[Entry]]) -> None:
         "weight_map": {entry.name: file for file, entries in files.items() for entry in entries},
     }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def write_header(stream: BinaryIO, entries: Sequence[Entry]) -> None:
-    """Start a safetensors file; the bytes of the tensors follow in the same order.
-
-    The format (https://huggingface.co/docs/safetensors) is a length, a JSON header and raw little-endian bytes. The
-    library's writers need all tensors of a file in memory at once; a stream needs one at a time.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        begin, end = end, end + entry.bytes
-        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    stream.write(struct.pack("<Q", len(text)) + text)
