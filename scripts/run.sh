@@ -143,7 +143,7 @@ case "${SLURM_JOB_ID:+job} $* " in
         ;;
 esac
 
-nodes=(--standalone) # on the loopback network only, see recipes/cluster/rendezvous.py
+nodes=(--standalone) # on the loopback network only, see recipes/cluster/store.py
 if [ "$NNODES" -gt 1 ]; then
     for name in NODE_RANK MASTER_ADDR; do
         if [ -z "${!name:-}" ]; then

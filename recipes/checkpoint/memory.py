@@ -55,9 +55,8 @@ class Place:
         self.part, self.own = self.parts.of(world.rank), folder_of(self.folder, world.rank)
         self.kept = [self.own] if self.source is None else [self.own, folder_of(self.folder, self.source)]
         sources = [giver for giver, taker in takers.items() if taker in self.node.ranks]
-        here = {folder_of(self.folder, rank) for rank in (*self.node.ranks, *sources)}
-        self.former = [one for one in self.folder.glob("rank-*") if one not in here] if world.leads_node else []
-        """Folders of other numbers of processes, or places of this node, which go with the step that they hold."""
+        self.folders = {folder_of(self.folder, rank) for rank in (*self.node.ranks, *sources)}
+        """All of this node; others are of a former place, or number of nodes."""
 
 
 def newest(run: KeptRun, world: World, *, after: int, log: Callable[[str], None]) -> Path | None:
@@ -84,7 +83,7 @@ def newest(run: KeptRun, world: World, *, after: int, log: Callable[[str], None]
         if mark.step > after:
             log(f"step {mark.step} is not whole in the memory of the nodes; nor is another one after {after}")
         return None
-    step, moves = chosen
+    step, start, moves = chosen
     path = step_folder(place.own, step)
     for giver, rank, taker in moves:
         given = step_folder(folder_of(place.folder, rank), step) if world.rank == giver else None
@@ -94,7 +93,7 @@ def newest(run: KeptRun, world: World, *, after: int, log: Callable[[str], None]
             elif world.rank in (giver, taker):
                 exchange(world.messages, given, path, to=taker if given else None, source=None if given else giver)
     try:
-        on_all(world, lambda: require(path, mark, place.part))
+        on_all(world, lambda: require(path, mark, place.part, start))
     except UserError as error:
         log(f"step {step} in memory is not used: {error}")
         return None
@@ -200,12 +199,12 @@ class Memory:
         self._thread: threading.Thread | None = None
         self._together, self._channel = Together(Channel.MEMORY), Messages(Channel.MEMORY)
 
-        def write_mark() -> Mark:
+        def write_mark() -> tuple[Mark, str]:
             mark = (memory_folder.read_mark(self._run) if begun_from else None) or Mark(secrets.token_hex(8), run.of, 0)
             mark.write(self._run)
-            return mark
+            return mark, secrets.token_hex(8)
 
-        mark = on_main(world, write_mark)
+        mark, self._start = on_main(world, write_mark)
         self._place = place = on_all(world, lambda: Place(run, world, mark))
         wanted = 2 * own_bytes * (2 if place.parts.takers() else 1) * len(place.node.ranks)  # of this step and the next
 
@@ -214,7 +213,7 @@ class Memory:
                 memory_folder.note(place.root, mark, self._run)
                 memory_folder.remove_stale(place.root)
                 for other in place.folder.glob("*/*"):
-                    if begun_from is None or other.name != begun_from.name:
+                    if begun_from is None or other.name != begun_from.name or other.parent not in place.folders:
                         shutil.rmtree(other, ignore_errors=True)
 
         def require_room() -> None:
@@ -240,7 +239,11 @@ class Memory:
         parts = {name: local(value) for name, value in state.items()}
         plan = make_plan(parts, [(None, spreads_of(parts))], rank=0, processes=1)
         own = [hyperparameters(group) for group in groups]
-        record = {"progress": dict(progress), "optimizer": own, OF: [self._place.mark.id, self._place.part]}
+        record = {
+            "progress": dict(progress),
+            "optimizer": own,
+            OF: [self._place.mark.id, self._place.part, self._start],
+        }
         contents, problem = list[memoryview](), ""
         try:
             contents = self._copies.copy([*plan.tensors(parts)])
@@ -286,8 +289,6 @@ class Memory:
             if not isinstance(error, UserError):  # a process was lost, and others may have deleted the step before
                 return
             kept = {*checkpoint_steps(path.parent)} - {step}
-        for folder in place.former if step in kept else ():
-            shutil.rmtree(folder, ignore_errors=True)
         for other in (one for folder in place.kept if folder.is_dir() for one in folder.iterdir()):
             if checkpoint_step(other.name) not in kept:  # also what is not whole
                 shutil.rmtree(other, ignore_errors=True)
@@ -304,7 +305,7 @@ class Memory:
         self.finish()
         if keep:
             return
-        for folder in self._place.kept + self._place.former:
+        for folder in self._place.kept:
             shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # not empty yet
             os.removedirs(self._place.folder)

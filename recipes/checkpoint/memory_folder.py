@@ -34,7 +34,7 @@ from recipes.files.reading import fault, user_path
 STALE_SECONDS = 3600.0
 """Without a copy, after which those of a run whose folder is not to be seen are deleted."""
 OF = "memory"
-"""The key of a manifest's state with the ID and the part."""
+"""The key of a manifest's state with the ID, the part, and which start of the run has computed it."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def runs_in(place: Path) -> Iterator[tuple[Path, Path | None]]:
         yield about, folder
 
 
-Held = dict[tuple[int, int], list[tuple[int, int]]]
-"""(step, part) -> who has it: a process, and the rank whose folder in its node has it."""
+Held = dict[tuple[int, str, int], list[tuple[int, int]]]
+"""(step, start that computed it, part) -> who has it: a process, and the rank whose folder in its node has it."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +147,18 @@ class Parts:
         both = [pair for node, after in pairs for pair in zip(node.ranks, after.ranks, strict=False)]
         return {giver: taker for giver, taker in both if len(nodes_with[self.of(giver)]) == 1}
 
-    def choose(self, held: Held, *, after: int) -> tuple[int, list[tuple[int, int, int]]] | None:
-        """The newest step after this one of which all parts are held, and what must move: of whom, as of which rank, to
-        whom. None if there is none."""
+    def choose(self, held: Held, *, after: int) -> tuple[int, str, list[tuple[int, int, int]]] | None:
+        """The newest step after this one of which one start has computed all parts that are held, that start, and what
+        must move: of whom, as of which rank, to whom. None if there is none. Another start may have rounded otherwise.
+        """
         node_of = {rank: node.name for node in self.nodes for rank in node.ranks}
-        for step in sorted({step for step, _ in held if step > after}, reverse=True):
-            holders = {rank: held.get((step, self.of(rank)), []) for rank in node_of}
+        for step, start in sorted({(step, start) for step, start, _ in held if step > after}, reverse=True):
+            holders = {rank: held.get((step, start, self.of(rank)), []) for rank in node_of}
             if all(holders.values()):
-                pairs = [pair for (of, _), there in held.items() if of == step for pair in there]
+                pairs = [pair for key, there in held.items() if key[:2] == (step, start) for pair in there]
                 at_home = {folder for by, folder in pairs if node_of[by] == node_of.get(folder)}
                 lacking = [(rank, there) for rank, there in holders.items() if rank not in at_home]
-                return step, [(*there[rank % len(there)], rank) for rank, there in lacking]
+                return step, start, [(*there[rank % len(there)], rank) for rank, there in lacking]
         return None
 
 
@@ -172,15 +173,19 @@ def look(node: Path, mark: Mark, parts: Parts, *, share: slice, by: int) -> tupl
     for path in sorted(node.glob("rank-*/step-*"))[share]:
         try:
             rank, step = int(path.parent.name.removeprefix("rank-")), checkpoint_step(path.name) or 0
-            require(step_folder(folder_of(node, rank), step), mark, part := parts.of(rank))
-            held.setdefault((step, part), []).append((by, rank))
+            start = require(step_folder(folder_of(node, rank), step), mark, part := parts.of(rank))
+            held.setdefault((step, start, part), []).append((by, rank))
         except (UserError, ValueError) as error:
             problems.append(str(error))
     return held, problems
 
 
-def require(path: Path, mark: Mark, part: int) -> None:
-    """Verify a part in memory. Raises Damage if it is not as it was written, or of another run or part."""
+def require(path: Path, mark: Mark, part: int, start: str | None = None) -> str:
+    """Verify a part in memory. Raises Damage if it is not as it was written, or of another run, part or start. Returns
+    the start that has computed it; None = any."""
     manifest = verify(path)
-    if manifest.state.get(OF) != [mark.id, part] or path != step_folder(path.parent, manifest.step or 0):
-        raise Damage(f"{path} is of another run, step or process")
+    match manifest.state.get(OF):
+        case [mark.id, found, str(one)] if found == part and one == (start or one):
+            if path == step_folder(path.parent, manifest.step or 0):
+                return one
+    raise Damage(f"{path} is of another run, start, step or process")

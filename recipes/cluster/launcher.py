@@ -39,8 +39,9 @@ from recipes.files.screen import tell
 
 if TYPE_CHECKING:
     from recipes.cluster.proof import Proof
-    from recipes.cluster.rendezvous import Launchers, Served
+    from recipes.cluster.rendezvous import Launchers
     from recipes.cluster.spares import Numbers
+    from recipes.cluster.store import Served
 
 PROVE = "--prove"
 FROZEN_SECONDS = 5
@@ -337,7 +338,8 @@ def _join_nodes(args: Namespace, workers: Workers) -> "Served | None":
     """Returns the store if this is node 0: it ends with the last reference."""
     from torch.distributed.run import determine_local_world_size
 
-    from recipes.cluster.rendezvous import Launchers, serve
+    from recipes.cluster.rendezvous import Launchers
+    from recipes.cluster.store import serve
 
     count = int(args.nnodes.rpartition(":")[2])
     args.master_addr, args.master_port = args.master_addr.strip("[]"), args.master_port or 29500
@@ -372,7 +374,7 @@ def _join_nodes(args: Namespace, workers: Workers) -> "Served | None":
 
 def _stay_on_this_machine(args: Namespace) -> "Served | None":
     """Change torchrun's arguments so that the processes of one node meet on its loopback network, at any free port."""
-    from recipes.cluster.rendezvous import serve_alone
+    from recipes.cluster.store import serve_alone
 
     if not args.standalone and (args.rdzv_endpoint or args.rdzv_backend != "static"):
         return None

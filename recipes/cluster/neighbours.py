@@ -15,7 +15,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import repeat
 from queue import SimpleQueue
 
 BRANCHES = 16
@@ -254,6 +256,13 @@ class Neighbours:
                         link.send(self.line)
                 return
         self._drop(link)
+
+
+def living(places: Mapping[int, Place], secret: str) -> list[int]:
+    """The nodes whose launchers live."""
+    with ThreadPoolExecutor(64) as threads:
+        answers = threads.map(lives, places.values(), repeat(secret))
+        return [node for node, answer in zip(places, answers, strict=True) if answer]
 
 
 def lives(place: Place, secret: str) -> bool:

@@ -3,10 +3,8 @@
 import logging
 import os
 import select
-import signal
 
 from recipes.cluster.restarts import WAITS
-from recipes.files.exit_codes import SIGNALS
 from recipes.files.screen import tell
 
 QUIET_SECONDS = 20.0
@@ -36,15 +34,16 @@ def import_torch_distributed() -> None:
 
 
 def await_turn() -> None:
-    """If another launcher runs yet, import torch after some seconds and wait: a restart need not wait for that."""
+    """If another launcher runs yet, import torch after some seconds and wait: a restart need not wait for that.
+
+    Signals stay blocked; a supervisor that ends closes the pipe.
+    """
     if not os.environ.pop(WAITS, ""):
         return
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # of a supervisor that ends
     if not select.select([0], [], [], QUIET_SECONDS)[0]:
         import_torch_distributed()
         import torch.distributed.run  # noqa: F401
     if not os.read(0, 1):  # the supervisor has ended
         os._exit(0)
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.dup2(nothing := os.open(os.devnull, os.O_RDONLY), 0)
     os.close(nothing)

@@ -1,34 +1,28 @@
-"""Where node 0's launcher serves the store, and how the launchers of several nodes notify each other through it.
+"""How the launchers of several nodes meet in the store of node 0's, and notify each other.
 
 torchrun sees only its own workers: when another node's crash, hang or start again, it would wait as long as NCCL does.
-Its store has no password and listens on all networks, and its c10d rendezvous unpickles what others write there. So the
-store is made here, on one address, and the rendezvous is torchrun's static one, which unpickles nothing. Once they have
-met there, launchers notify each other along the tree of neighbours.py, which also notices who is lost.
+Once they have met, launchers notify each other along the tree of neighbours.py, which also notices who is lost.
 """
 
-import errno
 import json
-import os
 import platform
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousError
 
 from parallel.errors import UserError
 from parallel.heartbeats import ENDED as ENDED_SUBJECT
 from parallel.nodes import PREFIX, abbreviated
 from recipes.files.end import words_of
-from recipes.files.exit_codes import PREEMPTED
+from recipes.files.exit_codes import NOT_MET, PREEMPTED
 
 if TYPE_CHECKING:
     from recipes.cluster.neighbours import Neighbours, Place
@@ -43,54 +37,6 @@ SILENT_SECONDS = 15.0
 WAIT_SECONDS = 600.0
 """A node that waits for others logs their names after SILENT_SECONDS, and gives up after WAIT_SECONDS."""
 CONNECT = timedelta(seconds=60)  # time limit of a connection
-
-
-class Served(NamedTuple):
-    """The store of this process, for as long as this object exists."""
-
-    store: TCPStore
-    address: str
-    port: int
-
-
-def serve(name: str, port: int, *, remote: bool) -> Served | None:
-    """Serve the store at the one address of this machine that the name means; port 0 = any free port.
-
-    torchrun's own TCPStore of this port uses the same server, because both are multi-tenant. remote: whether other
-    machines must reach it, so that /etc/hosts may not send a name to the loopback network. None: the name means no
-    address of this machine, for example that of a gateway, and torchrun must serve on all. Raises
-    RendezvousError.
-    """
-    try:
-        addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise RendezvousError(f"the address {name} of node 0: {error.strerror}") from None
-    for family, _, _, _, place in addresses:
-        address = str(place[0])
-        if remote and name not in (address, "localhost") and ip_address(address.partition("%")[0]).is_loopback:
-            continue
-        try:
-            listener = socket.create_server(place[:2], family=family)
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                continue
-            raise RendezvousError(
-                f"node 0 cannot listen on {address}, port {port}: {os.strerror(error.errno or 0)}"
-            ) from None
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
-        )
-        return Served(store, address, port)
-    return None
-
-
-def serve_alone(port: int) -> Served:
-    """Serve the store on this machine's loopback network only; port 0 = any free port. Raises RendezvousError."""
-    for address in ("127.0.0.1", "::1"):
-        if served := serve(address, port, remote=False):
-            return served
-    raise RendezvousError("this machine has no loopback network (ip link set lo up)")
 
 
 class Cause(NamedTuple):
@@ -167,15 +113,19 @@ class Launchers:
         from recipes.cluster.spares import agreed, nodes_below
 
         assert self._most
-        self._active = agreed(self._connected, self._came, node=self._node, nodes=self._nodes, most=self._most)
+        came, here = self._came, self._here
+        self._active = agreed(self._connected, came, here, node=self._node, nodes=self._nodes, most=self._most)
         if self._neighbours and self._store:
             below = nodes_below(self._node, self._active, nodes=self._nodes)
             self._neighbours.reach(partial(self._places, self._store), below)
         if self._node == 0 and len(self._active) < self._most(self._nodes):
-            self._log(f"trains with {len(self._active)} of {self._nodes} nodes: {self._absent()} did not come")
+            self._log(
+                f"trains with {len(self._active)} of {self._nodes} nodes: {self._absent(self._active)} is not here"
+            )
         with suppress(RuntimeError):  # of a store that goes
-            if self._store and self.is_spare() and self._most(len(self._came(self._store))) > len(self._active):
-                _announce(self._store, Cause(f"node {self._node} has come: all start again with it", 1, crashed=True))
+            if self._store and self.is_spare() and self._most(len(here(self._store))) > len(self._active):
+                words = f"node {self._node} has come: all start again with it"
+                _announce(self._store, Cause(words, NOT_MET, crashed=True))
         return None if self.is_spare() else self._active.index(self._node), len(self._active)
 
     def is_spare(self, node: int | None = None) -> bool:
@@ -233,7 +183,7 @@ class Launchers:
         """What node 0 decides for all nodes from the names of their hosts. Waits until all have started."""
         if self._node == 0 and not self.answers():
             raise UserError(f"run.prove_first: MASTER_ADDR={self._address[0]} must be an address of node 0")
-        hosts = [f"{PREFIX}host {node}" for node in self._active[1:] or range(1, self._nodes)]
+        hosts = [f"{PREFIX}host {node}" for node in (self._active or range(self._nodes))[1:]]
         while (store := self._connected()) is None or not store.check([AGREED] if self._node else hosts):
             time.sleep(LOOK_SECONDS)
         if self._node == 0:
@@ -291,6 +241,12 @@ class Launchers:
         """The nodes that have started."""
         return {0, *map(int, store.get(CAME).decode().split(",")[:-1])} if store.check([CAME]) else {0}
 
+    def _here(self, store: TCPStore) -> set[int]:
+        """Those of them that live."""
+        from recipes.cluster.neighbours import living
+
+        return {0, *living(self._places(store, sorted(self._came(store) - {0})), _secret(store))}
+
     def _look(self) -> Cause | None:
         """The cause in the store. All read it until they are connected to the launcher above them."""
         try:
@@ -318,12 +274,12 @@ class Launchers:
             self.cause = cause
             self._cause_known.set()
 
-    def _absent(self) -> str:
+    def _absent(self, here: Collection[int] = ()) -> str:
         node_0 = "node 0 at {}:{}".format(*self._address)
         if self._store is None:
             return node_0
         try:
-            came = self._came(self._store)
+            came = here or self._came(self._store)
         except RuntimeError:
             return node_0
         missing = [str(node) for node in range(1, self._nodes) if node not in came]

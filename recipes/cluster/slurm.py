@@ -74,10 +74,10 @@ class Job:
             time.sleep(fault_pause(number))
         return done.returncode, done.stdout
 
-    def _check(self, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        environment = self.environment | {"FORCE": self.environment.get("FORCE") or "0"} | environment
+    def _check(self, *overrides: str, errors: int | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+        environment = self.environment | {"FORCE": self.environment.get("FORCE") or "0"} | more
         command = [*self._run_command, *overrides, "--check"]
-        return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+        return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
 
     def supervise(self, folder: Path) -> int:
         """Start all nodes until the run is done or another start would not help. Returns the exit code."""
@@ -145,7 +145,7 @@ class Job:
         return [name for name in names if name in best]  # in the order of SLURM, by which it numbers them
 
     def _can_train(self, nodes: int) -> bool:
-        return self._check(*TAKEN, NNODES=str(nodes)).returncode == 0
+        return self._check(*TAKEN, errors=subprocess.DEVNULL, NNODES=str(nodes)).returncode in (0, TEMPORARY)
 
     def _run(self, attempt: int, names: Sequence[str]) -> dict[str, str | None]:
         """Run the recipe on these nodes once. Returns the last state of each node: an exit code, or a key of STATES, or

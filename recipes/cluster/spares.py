@@ -61,6 +61,7 @@ def known(store: "TCPStore") -> list[int]:
 def agreed(
     connected: Callable[[], "TCPStore | None"],
     came: Callable[["TCPStore"], set[int]],
+    here: Callable[["TCPStore"], set[int]],
     *,
     node: int,
     nodes: int,
@@ -68,18 +69,21 @@ def agreed(
 ) -> list[int]:
     """Place -> node, which node 0 decides when all nodes have come, or enough have and then no other for some seconds.
 
-    connected: the store, once it is up. came: the nodes that have. node: this one. most: how many of so many train.
+    connected: the store, once it is up. came: the nodes that have. here: those that live. node: this one. most: how
+    many of so many train.
     """
-    latest, since = set[int](), time.monotonic()
+    latest, gone, since = set[int](), set[int](), time.monotonic()
     while True:
         with suppress(RuntimeError):  # of a store that goes, which the thread of Launchers.watch() notices
             if (store := connected()) is not None:
                 if found := known(store):
                     return found
-                if (now := came(store)) != latest:
+                if (now := came(store) - gone) != latest:
                     latest, since = now, time.monotonic()
                 count = most(len(latest)) if node == 0 else 0
                 wait = SETTLE_SECONDS if count == most(nodes) else FEWER_SECONDS
                 if count and (len(latest) == nodes or time.monotonic() - since > wait):
-                    store.set(ACTIVE, json.dumps(chosen(latest, count)))
+                    gone |= latest - here(store)
+                    if not gone & latest:
+                        store.set(ACTIVE, json.dumps(chosen(latest, count)))
         time.sleep(LOOK_SECONDS)

@@ -92,7 +92,11 @@ def _require_least(least: int, path: str, arguments: Sequence[str], *, processes
         raise UserError(f"run.least_nodes = {least}: more than the {nodes} nodes that train; write {nodes} or fewer")
     processes = processes // nodes * least
     try:
-        load(path, arguments, processes=processes, nodes=least, elsewhere=True)
+        recipe = load(path, arguments, processes=processes, nodes=least, elsewhere=True)
+        if os.environ.get(FORCE) != "1":
+            hardware = _hardware(recipe)
+            peak = max(Facts.of(stage, processes, least, hardware).peak for stage in stages_of(recipe))
+            _refuse_what_cannot_fit(peak, hardware)
     except UserError as error:
         where = f"run.least_nodes = {least}: with so many nodes, {processes} processes cannot train it; write more, or"
         raise UserError(f"{where}\n{error}") from None
@@ -151,7 +155,7 @@ def _print(recipe: Recipe, processes: int | None, nodes: int | None, origins: Ma
     """Print all but the verdict. origins: see LoadedRecipe. Raises UserError."""
     check_output_folder(recipe)
     trunk = _trunk(recipe, origins)
-    hardware = hardware_of(recipe.run.name, written=recipe.run.hardware) if recipe.run.device != "cpu" else None
+    hardware = _hardware(recipe)
     stages = [Facts.of(stage, processes, nodes, hardware) for stage in stages_of(recipe)]
     other = "" if processes else "; for other numbers: --check --processes N --nodes M"
     lines = [*_head(recipe), *trunk, *_lines_of_stages(stages, other), *_epochs(recipe)]
@@ -177,6 +181,10 @@ def _print(recipe: Recipe, processes: int | None, nodes: int | None, origins: Ma
             " any device has; shard over more of them (--check --processes N tells for N)",
             to=2,
         )
+
+
+def _hardware(recipe: Recipe) -> Hardware | None:
+    return hardware_of(recipe.run.name, written=recipe.run.hardware) if recipe.run.device != "cpu" else None
 
 
 def _trunk(recipe: Recipe, origins: Mapping[str, str] | None) -> list[str]:

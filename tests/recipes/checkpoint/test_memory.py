@@ -75,22 +75,42 @@ def test_a_part_without_a_replica_in_another_node_is_copied_to_the_next_node(par
 
 def test_the_newest_step_of_which_no_part_is_missing_is_chosen() -> None:
     parts = parts_on(1, 1)
-    older = {(4, 0): [(0, 0)], (4, 1): [(1, 1)]}
-    assert parts.choose(older | {(6, 0): [(0, 0)]}, after=0) == (4, [])
-    assert parts.choose(older | {(6, 0): [(0, 0)], (6, 1): [(1, 1)]}, after=0) == (6, [])
+    older = {(4, "a", 0): [(0, 0)], (4, "a", 1): [(1, 1)]}
+    assert parts.choose(older | {(6, "a", 0): [(0, 0)]}, after=0) == (4, "a", [])
+    assert parts.choose(older | {(6, "a", 0): [(0, 0)], (6, "a", 1): [(1, 1)]}, after=0) == (6, "a", [])
     assert parts.choose(older, after=4) is None
 
 
+def test_parts_that_several_starts_have_computed_are_not_mixed() -> None:
+    """A node comes back with its part of a step that the others have not kept before, but now."""
+    parts = parts_on(1, 1)
+    older = {(4, "a", 0): [(0, 0)], (4, "a", 1): [(0, 1)]}
+    assert parts.choose(older | {(6, "a", 1): [(1, 1)], (6, "b", 0): [(0, 0)]}, after=0) == (4, "a", [(0, 1, 1)])
+    assert parts.choose({(6, "a", 1): [(1, 1)], (6, "b", 0): [(0, 0)], (6, "b", 1): [(0, 1)]}, after=0) == (
+        6,
+        "b",
+        [(0, 1, 1)],
+    )
+
+
 def test_a_part_that_only_a_copy_has_moves_to_its_process() -> None:
-    assert parts_on(1, 1).choose({(4, 0): [(0, 0)], (4, 1): [(0, 1)]}, after=0) == (4, [(0, 1, 1)])
+    assert parts_on(1, 1).choose({(4, "a", 0): [(0, 0)], (4, "a", 1): [(0, 1)]}, after=0) == (
+        4,
+        "a",
+        [(0, 1, 1)],
+    )
 
 
 def test_replicas_serve_one_another() -> None:
     parts = parts_on(2, 2, replicate=2, shard=2)
-    assert parts.choose({(4, 0): [(0, 0)], (4, 1): [(1, 1)]}, after=0) == (4, [(0, 0, 2), (1, 1, 3)])
+    assert parts.choose({(4, "a", 0): [(0, 0)], (4, "a", 1): [(1, 1)]}, after=0) == (
+        4,
+        "a",
+        [(0, 0, 2), (1, 1, 3)],
+    )
 
 
-def kept(node: Path, *, rank: int = 0, step: int = 4, state: object = (MARK.id, 0)) -> Path:
+def kept(node: Path, *, rank: int = 0, step: int = 4, state: object = (MARK.id, 0, "a")) -> Path:
     """A part as a run keeps it."""
     path, tensors = step_folder(folder_of(node, rank), step), {"weight": torch.arange(256.0)}
     path.mkdir(parents=True)
@@ -102,11 +122,11 @@ def kept(node: Path, *, rank: int = 0, step: int = 4, state: object = (MARK.id, 
 
 
 def test_a_whole_part_is_found_by_the_process_whose_share_it_is(tmp_path: Path) -> None:
-    kept(tmp_path, state=[MARK.id, 0])
-    kept(tmp_path, rank=1, state=[MARK.id, 1])
+    kept(tmp_path, state=[MARK.id, 0, "a"])
+    kept(tmp_path, rank=1, state=[MARK.id, 1, "a"])
     parts = parts_on(1, 1)
-    assert look(tmp_path, MARK, parts, share=ALL, by=5) == ({(4, 0): [(5, 0)], (4, 1): [(5, 1)]}, [])
-    assert look(tmp_path, MARK, parts, share=slice(1, None, 2), by=0) == ({(4, 1): [(0, 1)]}, [])
+    assert look(tmp_path, MARK, parts, share=ALL, by=5) == ({(4, "a", 0): [(5, 0)], (4, "a", 1): [(5, 1)]}, [])
+    assert look(tmp_path, MARK, parts, share=slice(1, None, 2), by=0) == ({(4, "a", 1): [(0, 1)]}, [])
     assert look(tmp_path / "none", MARK, parts, share=ALL, by=0) == ({}, [])
 
 
@@ -135,16 +155,18 @@ def flip(name: str) -> Callable[[Path], object]:
 def test_a_part_that_is_not_as_a_process_of_this_run_kept_it_is_passed_over_in_words(
     tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
-    spoil(kept(tmp_path, state=[MARK.id, 0]))
+    spoil(kept(tmp_path, state=[MARK.id, 0, "a"]))
     _, [problem] = look(tmp_path, MARK, parts_on(1, 1), share=ALL, by=0)
     assert isinstance(problem, str) and problem
 
 
-@pytest.mark.parametrize("state", [["another", 0], [MARK.id, 1], None])
-def test_a_part_of_another_run_or_part_is_refused(tmp_path: Path, state: object) -> None:
+@pytest.mark.parametrize(
+    "state", [["another", 0, "a"], [MARK.id, 1, "a"], [MARK.id, 0, "b"], [MARK.id, 0], [MARK.id, 0, 1], None]
+)
+def test_a_part_of_another_run_part_or_start_is_refused(tmp_path: Path, state: object) -> None:
     path = kept(tmp_path, state=state)
-    with pytest.raises(Damage, match="is of another run, step or process"):
-        require(path, MARK, 0)
+    with pytest.raises(Damage, match="is of another run, start, step or process"):
+        require(path, MARK, 0, "a")
 
 
 def a_file(place: Path) -> None:

@@ -9,7 +9,8 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from parallel.errors import UserError
-from recipes.cluster.rendezvous import ENDED, Cause, Launchers, serve, serve_alone
+from recipes.cluster.rendezvous import ENDED, Cause, Launchers
+from recipes.cluster.store import serve, serve_alone
 from tests.processes import PATIENCE, free_ports, wait_for
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Collection
 from functools import partial
 
 import pytest
@@ -48,9 +49,10 @@ def test_as_many_nodes_train_as_fit_the_recipe(numbers: tuple[int, int], expecte
     assert [found.most(came, started=8, processes=2) for came in range(9)] == expected
 
 
-def agree(store: TCPStore, came: set[int], *, node: int = 0) -> list[int]:
+def agree(store: TCPStore, came: set[int], *, node: int = 0, gone: Collection[int] = ()) -> list[int]:
     most = partial(Numbers(2, 0, lambda processes, nodes: False).most, started=4, processes=1)
-    return agreed(lambda: store, lambda _: set(came), node=node, nodes=4, most=most)
+    here = lambda _: came - {*gone}  # noqa: E731
+    return agreed(lambda: store, lambda _: set(came), here, node=node, nodes=4, most=most)
 
 
 @pytest.fixture
@@ -89,3 +91,8 @@ def test_node_0_does_not_choose_before_enough_nodes_have_come_nor_wait_when_all_
     came.update({1, 2, 3})
     thread.join()
     assert found == [0, 1]
+
+
+def test_a_node_that_has_come_and_gone_is_not_chosen(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.cluster.spares.SETTLE_SECONDS", 0.0)
+    assert agree(store, {0, 1, 2, 3}, gone={1}) == [0, 2]

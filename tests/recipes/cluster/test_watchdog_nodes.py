@@ -18,7 +18,8 @@ import torch.distributed as dist
 from parallel.dist import start, stop
 from recipes.cluster import watchdog
 from recipes.cluster.others import WORKERS_HUNG
-from recipes.cluster.rendezvous import ENDED, Served, serve_alone
+from recipes.cluster.rendezvous import ENDED
+from recipes.cluster.store import Served, serve_alone
 from recipes.cluster.watchdog import Watchdog
 from recipes.files.exit_codes import HUNG
 from recipes.metrics.clock import STEP, RunClock
