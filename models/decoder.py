@@ -119,9 +119,16 @@ class Block(nn.Module):
         self.feed_forward = feed_forward or config.part("feed_forward").make(config, layer)
         self.feed_forward_post_norm = _norm(config, after)
 
-    def attend(self, x: Tensor, *others: Any) -> Tensor:
-        """The first half of forward(), which takes the same."""
-        return x + self.attention_post_norm(self.attention(self.attention_norm(x), *others))
+    def attend(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: "LayerCache | None" = None,
+        documents: "Restriction | None" = None,
+    ) -> Tensor:
+        """The first half of forward()."""
+        return x + self.attention_post_norm(self.attention(self.attention_norm(x), cos, sin, cache, documents))
 
     def forward(
         self,
