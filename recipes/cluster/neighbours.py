@@ -258,16 +258,24 @@ class Neighbours:
         self._drop(link)
 
 
-def living(places: Mapping[int, Place], secret: str) -> list[int]:
-    """The nodes whose launchers live."""
+def gone(places: Mapping[int, Place], secret: str) -> set[int]:
+    """The nodes whose launchers have ended. Of those that do not answer, as behind a firewall, none if all are such."""
     with ThreadPoolExecutor(64) as threads:
-        answers = threads.map(lives, places.values(), repeat(secret))
-        return [node for node, answer in zip(places, answers, strict=True) if answer]
+        answers = dict(zip(places, threads.map(_answers, places.values(), repeat(secret)), strict=True))
+    without = (False, None) if True in answers.values() else (False,)
+    return {node for node, answer in answers.items() if answer in without}
 
 
 def lives(place: Place, secret: str) -> bool:
     """Whether the launcher that listens there lives: whether it answers within some seconds."""
-    with suppress(OSError), socket.create_connection(place, timeout=ANSWER_SECONDS) as connection:
-        connection.sendall((json.dumps([secret, VISITOR, platform.node()]) + "\n").encode())
-        return secret in connection.makefile().readline(LONGEST)
-    return False
+    return bool(_answers(place, secret))
+
+
+def _answers(place: Place, secret: str) -> bool | None:
+    """None: nobody does; False: nobody listens there any more."""
+    try:
+        with socket.create_connection(place, timeout=ANSWER_SECONDS) as connection:
+            connection.sendall((json.dumps([secret, VISITOR, platform.node()]) + "\n").encode())
+            return secret in connection.makefile().readline(LONGEST) or None
+    except OSError as error:
+        return False if isinstance(error, ConnectionRefusedError) else None

@@ -119,9 +119,7 @@ class Launchers:
             below = nodes_below(self._node, self._active, nodes=self._nodes)
             self._neighbours.reach(partial(self._places, self._store), below)
         if self._node == 0 and len(self._active) < self._most(self._nodes):
-            self._log(
-                f"trains with {len(self._active)} of {self._nodes} nodes: {self._absent(self._active)} is not here"
-            )
+            self._log(f"trains with {len(self._active)} nodes, without {self._absent(self._active)}")
         with suppress(RuntimeError):  # of a store that goes
             if self._store and self.is_spare() and self._most(len(here(self._store))) > len(self._active):
                 words = f"node {self._node} has come: all start again with it"
@@ -242,10 +240,11 @@ class Launchers:
         return {0, *map(int, store.get(CAME).decode().split(",")[:-1])} if store.check([CAME]) else {0}
 
     def _here(self, store: TCPStore) -> set[int]:
-        """Those of them that live."""
-        from recipes.cluster.neighbours import living
+        """Those of them that are still here."""
+        from recipes.cluster.neighbours import gone
 
-        return {0, *living(self._places(store, sorted(self._came(store) - {0})), _secret(store))}
+        came = self._came(store)
+        return came - gone(self._places(store, sorted(came - {0})), _secret(store))
 
     def _look(self) -> Cause | None:
         """The cause in the store. All read it until they are connected to the launcher above them."""

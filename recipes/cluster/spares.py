@@ -69,8 +69,8 @@ def agreed(
 ) -> list[int]:
     """Place -> node, which node 0 decides when all nodes have come, or enough have and then no other for some seconds.
 
-    connected: the store, once it is up. came: the nodes that have. here: those that live. node: this one. most: how
-    many of so many train.
+    connected: the store, once it is up. came: the nodes that have. here: those that still are. node: this one. most:
+    how many of so many train.
     """
     latest, gone, since = set[int](), set[int](), time.monotonic()
     while True:
@@ -78,12 +78,12 @@ def agreed(
             if (store := connected()) is not None:
                 if found := known(store):
                     return found
-                if (now := came(store) - gone) != latest:
+                if node == 0 and (now := came(store) - gone) != latest:
                     latest, since = now, time.monotonic()
-                count = most(len(latest)) if node == 0 else 0
+                count = most(len(latest))
                 wait = SETTLE_SECONDS if count == most(nodes) else FEWER_SECONDS
                 if count and (len(latest) == nodes or time.monotonic() - since > wait):
                     gone |= latest - here(store)
                     if not gone & latest:
                         store.set(ACTIVE, json.dumps(chosen(latest, count)))
-        time.sleep(LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS if node == 0 else LOOK_SECONDS * max(1.0, nodes / 100))  # all ask 500 times a second

@@ -166,7 +166,7 @@ def test_fewer_nodes_go_on_from_memory_where_a_lost_one_stays_away_and_all_start
     lose(job.nodes.pop())
     for path in (tmp_path / "memory").glob("*/*/*#2"):
         shutil.rmtree(path)
-    until(job.nodes[0], "launch: trains with 2 of 3 nodes: node 2 of 3 is not here\n")
+    until(job.nodes[0], "launch: trains with 2 nodes, without node 2 of 3\n")
     reached = len(job.losses)
     wait_for("more steps", lambda: len(job.losses) > reached)
     while_it_stands(job, lambda: job.nodes.append(job.start(2)) or until(job.nodes[2], WAITS))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cluster import neighbours
-from recipes.cluster.neighbours import BRANCHES, Neighbours, above, below, lives
+from recipes.cluster.neighbours import BRANCHES, Neighbours, above, below, gone, lives
 from tests.processes import wait_for
 
 NODES, SECRET, TIMEOUT = 20, "secret", 4.0
@@ -183,3 +183,18 @@ def test_a_line_from_any_launcher_reaches_all_and_strangers_reach_none(nodes: No
     wait_for("the cause", lambda: all(map(nodes.heard, range(NODES))))
     assert {nodes.heard(node) for node in range(NODES)} == {"cause\n"}
     os.kill(nodes.all[1].pid, 0)
+
+
+def test_launchers_that_do_not_answer_are_gone_unless_all_are_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a firewall. One that refuses the connection is gone."""
+    monkeypatch.setattr(neighbours, "ANSWER_SECONDS", 0.5)
+    ours = Neighbours(SECRET, node=1, nodes=0, timeout=TIMEOUT, loss=str, heard=print, log=print)
+    lives_there = ours.listen("127.0.0.1")
+    ours.start(lambda nodes: {})
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        refuses = closed.getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        places = {2: refuses, 3: silent.getsockname()}
+        assert gone(places, SECRET) == {2}
+        assert gone({1: lives_there, **places}, SECRET) == {2, 3}
+    assert gone({}, SECRET) == set()
