@@ -179,6 +179,7 @@ def recovery(run: Nodes, kind: str, draw: random.Random, *, back_after: float) -
         if time.monotonic() > began + PATIENCE:
             sys.exit(f"{kind}: not back after {PATIENCE:.0f} s; see {run.log(0)}")
         time.sleep(0.02)
+    run.start(lost)
     return found | {"lost steps": before - max(began_from, 0)}
 
 

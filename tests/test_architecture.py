@@ -308,7 +308,7 @@ def test_no_file_is_longer_than_400_lines() -> None:
     assert not long, long
 
 
-@pytest.mark.parametrize(("room", "limit"), [("core", 40_970), ("recipes/lab", 7_480), ("scripts", 1_450)])
+@pytest.mark.parametrize(("room", "limit"), [("core", 40_980), ("recipes/lab", 7_480), ("scripts", 1_450)])
 def test_a_room_is_no_longer_than_its_limit(room: str, limit: int) -> None:
     """A new capability raises a limit in the same change, here and in docs/architecture.md. core: what trains."""
     lines = {file: count for file, count in lines_outside_tests().items() if file.endswith(".py")}
@@ -316,9 +316,9 @@ def test_a_room_is_no_longer_than_its_limit(room: str, limit: int) -> None:
     assert sum(count for file, count in lines.items() if rooms[file] == room) <= limit
 
 
-def test_the_pages_have_at_most_45440_words() -> None:
+def test_the_pages_have_at_most_45460_words() -> None:
     words = {name(page): len(page.read_text(encoding="utf-8").split()) for page in PAGES}
-    assert sum(words.values()) <= 45_440, words
+    assert sum(words.values()) <= 45_460, words
 
 
 def test_entry_has_fewer_than_80_lines() -> None:
