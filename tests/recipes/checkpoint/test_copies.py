@@ -307,7 +307,7 @@ def test_damage_that_the_clients_checksum_finds_is_passed_over(server: ObjectSer
         server.rule = lambda request, damaged=damaged: (
             "flip" if request.startswith("GET") and (damaged in request or request.endswith("/log.txt")) else ""
         )
-        assert train(recipe, patience=0.1) == [FINISHED]
+        assert train(recipe, patience=1.0) == [FINISHED]
         server.heal()
         log = log_of(recipe)
         assert "is damaged, at its server or on its way" in log and "log.txt is damaged" in log
