@@ -12,6 +12,7 @@ import sys
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -22,11 +23,13 @@ explain_wrong_interpreter()
 from parallel.errors import UserError  # noqa: E402
 from recipes.cluster.launcher import PROVE, Workers, handle_stop_signals, launch  # noqa: E402
 from recipes.cluster.quiet import await_turn  # noqa: E402
-from recipes.cluster.spares import Numbers  # noqa: E402
 from recipes.files.exit_codes import SIGNALS, exit_code, leave  # noqa: E402
 from recipes.files.screen import say, tell  # noqa: E402
 from recipes.recipe.load import load, to_toml  # noqa: E402
 from recipes.recipe.schema import RunConfig  # noqa: E402
+
+if TYPE_CHECKING:
+    from recipes.cluster.spares import Numbers
 
 
 def trained() -> tuple[str, list[str]] | None:
@@ -38,13 +41,15 @@ def trained() -> tuple[str, list[str]] | None:
     return recipe, overrides
 
 
-def numbers_of(run: RunConfig, recipe: str, overrides: list[str]) -> Numbers | None:
+def numbers_of(run: RunConfig, recipe: str, overrides: list[str]) -> "Numbers | None":
     """With how many nodes the recipe trains; None: with all. Raises UserError without restarts."""
     asked = [name for name in ("spare_nodes", "least_nodes") if getattr(run, name)]
     if not asked:
         return None
     if (os.environ.get("RESTARTS") or "0") == "0":
         raise UserError(f"run.{asked[0]}: needs RESTARTS=10, or so, on all nodes; or write --run.{asked[0]} 0")
+
+    from recipes.cluster.spares import Numbers
 
     def fits(processes: int, nodes: int) -> bool:
         with suppress(UserError):

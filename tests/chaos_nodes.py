@@ -125,14 +125,23 @@ def lose(run: Nodes, nodes: Sequence[int], *, power: bool) -> list[int]:
     return [*nodes]
 
 
+def training(run: Nodes) -> list[int]:
+    """The nodes but node 0 that do not wait as spare ones now, of those that have a place of their own."""
+    return [
+        node
+        for node in range(1, run.count)
+        if (text := run.log(node).read_text()).rfind("waits as a spare node") <= text.rfind("supervise: attempt ")
+    ]
+
+
 def kill_worker(run: Nodes, draw: random.Random) -> list[int]:
-    node = draw.randrange(run.count)
+    node = draw.choice([0, *training(run)])
     end([process for process in tree(run, node) if "/train.py" in words(process) and "launch.py" not in words(process)])
     return []
 
 
 def kill_launcher(run: Nodes, draw: random.Random) -> list[int]:
-    node = draw.randrange(run.count)
+    node = draw.choice([0, *training(run)])
     end([one for one in tree(run, node) if "launch.py" in words(one) and "supervise.py" not in words(one)][:1])
     return []
 
@@ -140,8 +149,8 @@ def kill_launcher(run: Nodes, draw: random.Random) -> list[int]:
 KINDS: dict[str, Callable[[Nodes, random.Random], list[int]]] = {
     "process": kill_worker,
     "launcher": kill_launcher,
-    "node, power": lambda run, draw: lose(run, [draw.randrange(1, run.count)], power=True),
-    "node, processes": lambda run, draw: lose(run, [draw.randrange(run.count)], power=False),
+    "node, power": lambda run, draw: lose(run, [draw.choice(training(run))], power=True),
+    "node, processes": lambda run, draw: lose(run, [draw.choice([0, *training(run)])], power=False),
     "two nodes, power": lambda run, draw: lose(run, [1, 3] if run.count > 3 else [1], power=True),
     "node and neighbour": lambda run, draw: lose(run, [1, 2 % run.count], power=False),
     "all processes": lambda run, draw: lose(run, range(run.count + run.spares), power=False),

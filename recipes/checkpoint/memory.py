@@ -56,7 +56,7 @@ class Place:
         self.kept = [self.own] if self.source is None else [self.own, folder_of(self.folder, self.source)]
         sources = [giver for giver, taker in takers.items() if taker in self.node.ranks]
         self.folders = {folder_of(self.folder, rank) for rank in (*self.node.ranks, *sources)}
-        """All of this node; others are of a former place, or number of nodes."""
+        """Those that this node's processes use; others there are of a former place, or number of nodes."""
 
 
 def newest(run: KeptRun, world: World, *, after: int, log: Callable[[str], None]) -> Path | None:

@@ -63,8 +63,8 @@ class KeptRun:
 
     @property
     def of(self) -> str:
-        """That of its marks. A copy of its folder is another run. Any number of replicas has the same parts, by which
-        their folders are named, unless stages count them in their ranks."""
+        """The hash that its marks have. A copy of its folder is another run. The number of replicas changes no part;
+        but in a pipeline, it changes which part a rank has, by which folders are named."""
         mesh = self.degrees if self.degrees.pipeline > 1 else replace(self.degrees, replicate=1)
         return xxhash.xxh3_128_hexdigest(f"{self.folder.resolve()} {mesh} {self.recipe}".encode())
 
@@ -148,9 +148,8 @@ class Parts:
         return {giver: taker for giver, taker in both if len(nodes_with[self.of(giver)]) == 1}
 
     def choose(self, held: Held, *, after: int) -> tuple[int, str, list[tuple[int, int, int]]] | None:
-        """The newest step after this one of which one start has computed all parts that are held, that start, and what
-        must move: of whom, as of which rank, to whom. None if there is none. Another start may have rounded otherwise.
-        """
+        """The newest step after this one of which all parts of one start are held, that start, and what must move: of
+        whom, as of which rank, to whom. None if there is none. Another start may have rounded otherwise."""
         node_of = {rank: node.name for node in self.nodes for rank in node.ranks}
         for step, start in sorted({(step, start) for step, start, _ in held if step > after}, reverse=True):
             holders = {rank: held.get((step, start, self.of(rank)), []) for rank in node_of}
@@ -181,8 +180,8 @@ def look(node: Path, mark: Mark, parts: Parts, *, share: slice, by: int) -> tupl
 
 
 def require(path: Path, mark: Mark, part: int, start: str | None = None) -> str:
-    """Verify a part in memory. Raises Damage if it is not as it was written, or of another run, part or start. Returns
-    the start that has computed it; None = any."""
+    """Verify a part in memory. Returns the start that has computed it. Raises Damage if it is not as it was written, or
+    of another run, part or start (None: any)."""
     manifest = verify(path)
     match manifest.state.get(OF):
         case [mark.id, found, str(one)] if found == part and one == (start or one):

@@ -259,11 +259,11 @@ class Neighbours:
 
 
 def gone(places: Mapping[int, Place], secret: str) -> set[int]:
-    """The nodes whose launchers have ended. Of those that do not answer, as behind a firewall, none if all are such."""
+    """The nodes whose launchers have ended: they refuse, or do not answer while others do, so it is no firewall."""
     with ThreadPoolExecutor(64) as threads:
         answers = dict(zip(places, threads.map(_answers, places.values(), repeat(secret)), strict=True))
-    without = (False, None) if True in answers.values() else (False,)
-    return {node for node, answer in answers.items() if answer in without}
+    ended = (False, None) if True in answers.values() else (False,)
+    return {node for node, answer in answers.items() if answer in ended}
 
 
 def lives(place: Place, secret: str) -> bool:
@@ -272,7 +272,7 @@ def lives(place: Place, secret: str) -> bool:
 
 
 def _answers(place: Place, secret: str) -> bool | None:
-    """None: nobody does; False: nobody listens there any more."""
+    """Whether a launcher of this run answers there; None: nothing does, False: the connection is refused."""
     try:
         with socket.create_connection(place, timeout=ANSWER_SECONDS) as connection:
             connection.sendall((json.dumps([secret, VISITOR, platform.node()]) + "\n").encode())

@@ -8,7 +8,7 @@ from recipes.cluster.restarts import WAITS
 from recipes.files.screen import tell
 
 QUIET_SECONDS = 20.0
-"""Until it imports torch: those that train start meanwhile."""
+"""How long a launcher that starts in advance waits before it imports torch: the workers start meanwhile."""
 
 
 class OnlyKills(logging.Handler):
@@ -34,16 +34,13 @@ def import_torch_distributed() -> None:
 
 
 def await_turn() -> None:
-    """If another launcher runs yet, import torch after some seconds and wait: a restart need not wait for that.
-
-    Signals stay blocked; a supervisor that ends closes the pipe.
-    """
+    """If another launcher still runs, import torch, and wait until this one is needed. Signals stay blocked."""
     if not os.environ.pop(WAITS, ""):
         return
     if not select.select([0], [], [], QUIET_SECONDS)[0]:
         import_torch_distributed()
         import torch.distributed.run  # noqa: F401
-    if not os.read(0, 1):  # the supervisor has ended
+    if not os.read(0, 1):  # the supervisor has ended, which closes the pipe
         os._exit(0)
     os.dup2(nothing := os.open(os.devnull, os.O_RDONLY), 0)
     os.close(nothing)

@@ -1,4 +1,4 @@
-"""How the launchers of several nodes meet in the store of node 0's, and notify each other.
+"""How the launchers of several nodes meet in node 0's store, and notify each other.
 
 torchrun sees only its own workers: when another node's crash, hang or start again, it would wait as long as NCCL does.
 Once they have met, launchers notify each other along the tree of neighbours.py, which also notices who is lost.
@@ -109,7 +109,7 @@ class Launchers:
             time.sleep(LOOK_SECONDS)
 
     def place(self) -> tuple[int | None, int]:
-        """Wait until node 0 has decided which nodes train. Returns the place of this one, None = spare; how many do."""
+        """Wait until node 0 has decided which nodes train. Returns this one's place (None: spare), and how many."""
         from recipes.cluster.spares import agreed, nodes_below
 
         assert self._most

@@ -98,8 +98,8 @@ def _require_least(least: int, path: str, arguments: Sequence[str], *, processes
             peak = max(Facts.of(stage, processes, least, hardware).peak for stage in stages_of(recipe))
             _refuse_what_cannot_fit(peak, hardware)
     except UserError as error:
-        where = f"run.least_nodes = {least}: with so many nodes, {processes} processes cannot train it; write more, or"
-        raise UserError(f"{where}\n{error}") from None
+        what = f"run.least_nodes = {least}: {processes} processes on so few nodes cannot train the recipe; write more"
+        raise UserError(f"{what}, or mend this:\n{error}") from None
 
 
 def look_at_first_rows(loaded: LoadedRecipe) -> str:

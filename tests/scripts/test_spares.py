@@ -192,7 +192,7 @@ def test_spare_nodes_do_not_count_when_a_recipe_is_checked(tmp_path: Path, corpu
 @pytest.mark.parametrize(
     ("least", "message"),
     [("4", "run.least_nodes = 4: more than the 2 nodes that train; write 2 or fewer\n"),
-     ("1", "run.least_nodes = 1: with so many nodes, 4 processes cannot train it; write more, or\n")],
+     ("1", "run.least_nodes = 1: 4 processes on so few nodes cannot train the recipe; write more, or mend this:\n")],
 )  # fmt: skip
 def test_fewer_nodes_must_fit_the_recipe(least: str, message: str, tmp_path: Path, corpus: Path) -> None:
     words = [*arguments(tmp_path, corpus, "none"), "--mesh.replicate", "1", "--mesh.shard", "8", "--check"]
